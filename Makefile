@@ -1,0 +1,46 @@
+# Everything here works on a machine with Python >= 3.11, pip, venv and make: the first target that needs it makes .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-all lint conformance clean
+
+help:
+	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
+	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
+	@echo "make test-all    the same, with the slow tests"
+	@echo "make conformance Opacus's own tests against our engine"
+
+$(READY): pyproject.toml constraints.txt
+	@echo "== Setting up $(VENV) (once)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	@echo "== dpivon demo: private training on scikit-learn's digits, no network needed"
+	$(BIN)/dpivon demo
+
+lint: $(READY)
+	@echo "== Style, types, and the release boundary"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	@echo "== Tests (without the slow ones)"
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: lint
+	@echo "== All tests"
+	$(BIN)/python -m pytest -q
+
+conformance: $(READY)
+	@echo "== Opacus's own tests against dpivon.PrivacyEngine"
+	$(BIN)/python -m pytest -q -s tests/conformance
+
+clean:
+	rm -rf $(VENV) demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

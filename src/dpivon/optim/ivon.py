@@ -1,0 +1,470 @@
+"""IVON as a ``torch.optim.Optimizer``: a Gaussian posterior N(m, diag σ²) learned at about the cost of Adam."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpivon.errors import DpivonError, PrivacyError, bad, check_number, check_whole
+from dpivon.optim import curvature as curvatures
+from dpivon.optim.curvature import CurvatureEstimator, Evidence
+from dpivon.optim.ivon_rule import IVONState, debias_factor, ivon_update, std, variance
+from dpivon.optim.tensors import TensorList
+from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
+from dpivon.posterior import Posterior
+from dpivon.release import Release
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_STATE_KEYS = ("momentum", "hess", "mean")
+
+
+class IVON(Optimizer):
+    """Improved Variational Online Newton (Shen et al., ICML 2024), ready for private gradients.
+
+    >>> optimizer = IVON(model.parameters(), lr=0.1, ess=len(train_set))
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     with optimizer.sampled_params(train=True):
+    ...         loss_fn(model(x), y).backward()
+    ...     optimizer.step()
+
+    The update is in :mod:`dpivon.optim.ivon_rule`. State lives in ``self.state`` per parameter (``step``,
+    ``momentum``, ``hess`` and, for bf16 or fp16 parameters, an fp32 master ``mean``), all of it in ``state_dict()``.
+
+    Args:
+        params: parameters, named parameters, or parameter groups; every hyperparameter may differ by group.
+        lr: step size α.
+        ess: effective sample size N_ess, usually the number of training examples: the posterior narrows as it grows.
+        hess_init: initial curvature h₀ > 0.
+        beta1: momentum of the gradient.
+        beta2: momentum of the curvature.
+        weight_decay: damping δ, the precision of the prior divided by N_ess.
+        mc_samples: how many θ-samples a step uses. Enter ``sampled_params(train=True)`` as many times.
+        curvature: ``"reparam"`` (IVON's own), ``"gradsq"``, ``"gradsq-corrected"`` (the paper's), or an estimator.
+            None means ``"reparam"`` without privacy and ``"gradsq-corrected"`` under ``dpivon.PrivacyEngine``.
+        clip_radius: bound on each coordinate of the preconditioned step.
+        debias: divide the momentum by 1 − β₁ᵗ.
+        rescale_lr: multiply α by h₀ + δ, so that the first step has size α·g whatever h₀; the paper's α is without.
+        hess_approx: upstream's name for ``curvature`` (``"price"`` or ``"gradsq"``), for those who migrate.
+        generator: source of the posterior samples; the device's default generator if None.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        ess: float,
+        hess_init: float = 1.0,
+        beta1: float = 0.9,
+        beta2: float = 0.99999,
+        weight_decay: float = 1e-4,
+        mc_samples: int = 1,
+        curvature: str | CurvatureEstimator | None = None,
+        clip_radius: float = math.inf,
+        debias: bool = True,
+        rescale_lr: bool = True,
+        *,
+        hess_approx: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if hess_approx is not None:
+            if curvature is not None:
+                raise bad(
+                    "hess_approx",
+                    hess_approx,
+                    f"contradicts curvature={curvature!r}",
+                    "Give only one of them",
+                )
+            curvature = hess_approx
+        self.mc_samples = check_whole("mc_samples", mc_samples, "Use 1 unless you average several θ a step", at_least=1)
+        self._curvature = None if curvature is None else curvatures.resolve(curvature)
+        self.generator = generator
+        self._private = False
+        self._inside: str | None = None  # "train" or "predict" while parameters are perturbed
+        self._in_closure = False
+        self._samples = ThetaSamples()
+        self._average: GradientAverage | None = None
+        self._warned_unsampled = False
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "ess": ess,
+                "hess_init": hess_init,
+                "beta1": beta1,
+                "beta2": beta2,
+                "weight_decay": weight_decay,
+                "clip_radius": clip_radius,
+                "debias": debias,
+                "rescale_lr": rescale_lr,
+            },
+        )
+
+    # ---- sampling
+
+    @contextmanager
+    def sampled_params(self, train: bool = False) -> Iterator[None]:
+        """Inside, the parameters are a sample θ ~ N(m, diag σ²); afterwards they are m again, whatever happened.
+
+        ``train=True`` makes it a training sample: gradients taken inside belong to it until ``step()``. The default is
+        a sample for prediction and never disturbs a pending training sample.
+        """
+        if self._inside is not None:
+            if train and self._in_closure:  # step(closure) has sampled already
+                yield
+                return
+            raise DpivonError(
+                f"sampled_params(train={train}): already inside sampled_params; leave the outer `with` block first."
+            )
+        if train:
+            self._fold_gradients()
+            perturbation = self._samples.next(self._draw)
+        else:
+            perturbation = self._draw()
+        params = list(perturbation)
+        saved = [p.detach().clone() for p in params]
+        self._inside = "train" if train else "predict"
+        try:
+            self._perturb(params, perturbation)
+            yield
+        except BaseException:
+            if train:
+                self._samples.withdraw()
+            raise
+        finally:
+            self._inside = None
+            with torch.no_grad():
+                torch._foreach_copy_(params, saved)
+
+    @torch.no_grad()
+    def _draw(self) -> Perturbation:
+        """ε = σ ⊙ N(0, I), with σ² = 1 / (N_ess (h + δ))."""
+        perturbation: Perturbation = {}
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.requires_grad]
+            if not params:
+                continue
+            hess = TensorList([self._state(p, group)["hess"] for p in params])
+            noise = TensorList([self._standard_normal(h) for h in hess])
+            sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+            perturbation.update(zip(params, noise * sigma, strict=True))
+        return perturbation
+
+    def _standard_normal(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
+
+    @torch.no_grad()
+    def _perturb(self, params: list[Tensor], perturbation: Perturbation) -> None:
+        means = TensorList([self.state[p].get("mean", p) for p in params])
+        (means + TensorList([perturbation[p] for p in params])).copy_to(params)
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any:
+        """Update the posterior from the gradients in ``p.grad``, or from a private ``release`` of them.
+
+        A closure is evaluated at ``mc_samples`` posterior samples; its losses are averaged.
+        """
+        if self._inside is not None:
+            raise DpivonError("step() inside sampled_params: the mean is not in place; call it after the `with` block.")
+        if self._private and release is None:
+            raise PrivacyError(
+                "step() without a release: this IVON belongs to a dpivon.DPOptimizer, and p.grad may hold raw gradients. "
+                "Call step() on the optimizer that make_private returned."
+            )
+        loss = None if closure is None else self._run(closure)
+        stepped = False
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.requires_grad and self._has_gradient(p, release)]
+            if params:
+                self._update(group, params, self._evidence(group, params, release))
+                stepped = True
+        self.discard_samples()
+        if not stepped:
+            raise DpivonError("step() without a gradient: no parameter has p.grad; call loss.backward() before step().")
+        return loss
+
+    def _run(self, closure: Callable[[], Any]) -> Any:
+        total = None
+        self._in_closure = True
+        try:
+            for _ in range(self.mc_samples):
+                with torch.enable_grad(), self.sampled_params(train=True):
+                    loss = closure()
+                total = loss if total is None else total + loss
+        finally:
+            self._in_closure = False
+        return total if total is None else total / self.mc_samples
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], evidence: Evidence[TensorList]) -> None:
+        states = [self._state(p, group) for p in params]
+        for state in states:
+            state["step"] += 1
+        estimator = self.curvature
+        if estimator.needs_sample and evidence.g_perturbation is None and not self._warned_unsampled:
+            self._warned_unsampled = True
+            warnings.warn(
+                f"step() without sampled_params(train=True): the {estimator.name!r} estimator needs a θ-sample, so the "
+                "curvature is left as it is. Take gradients inside `with optimizer.sampled_params(train=True):`.",
+                stacklevel=4,
+            )
+        lr, beta1, weight_decay = group["lr"], group["beta1"], group["weight_decay"]
+        new = ivon_update(
+            IVONState(
+                mean=TensorList([self._mean(p) for p in params]),
+                momentum=TensorList([state["momentum"] for state in states]),
+                hess=evidence.hess,
+            ),
+            evidence.g,
+            curvatures.estimate(estimator, evidence),
+            lr=lr * (group["hess_init"] + weight_decay) if group["rescale_lr"] else lr,
+            beta1=beta1,
+            beta2=group["beta2"],
+            weight_decay=weight_decay,
+            debias=[debias_factor(beta1, state["step"]) for state in states] if group["debias"] else 1.0,
+            clip_radius=group["clip_radius"],
+        )
+        new.mean.copy_to(params)
+        for state, mean, momentum, hess in zip(states, new.mean, new.momentum, new.hess, strict=True):
+            state["momentum"], state["hess"] = momentum, hess
+            if "mean" in state:
+                state["mean"] = mean
+
+    def _evidence(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> Evidence[TensorList]:
+        hess = TensorList([self._state(p, group)["hess"] for p in params])
+        dtypes = [h.dtype for h in hess]
+        average, epsilons = self._average, self._samples.perturbations
+        if release is None and average is not None:  # several θ-samples, averaged as they came
+            self._fold_gradients()
+            g, g_squared, g_perturbation = (
+                TensorList([total[p] for p in params]) / average.count
+                for total in (average.g, average.g_squared, average.g_perturbation)
+            )
+            return self._pack(group, hess, g, g_squared, g_perturbation, 0.0)
+        raw = release.gradients if release is not None else {p: p.grad for p in params}
+        g = TensorList([_dense(raw[p]).to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
+        # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
+        sampled = bool(epsilons) and all(p in epsilon for epsilon in epsilons for p in params)
+        shift = (
+            [sum((epsilon[p] for epsilon in epsilons[1:]), start=epsilons[0][p]) for p in params] if sampled else None
+        )
+        return self._pack(
+            group,
+            hess,
+            g,
+            g.square(),
+            None if shift is None else g * TensorList(shift),
+            0.0 if release is None else release.variance,
+        )
+
+    @staticmethod
+    def _pack(
+        group: dict[str, Any],
+        hess: TensorList,
+        g: TensorList,
+        g_squared: TensorList,
+        g_perturbation: TensorList | None,
+        noise_variance: float,
+    ) -> Evidence[TensorList]:
+        return Evidence(
+            g=g,
+            g_squared=g_squared,
+            g_perturbation=g_perturbation,
+            noise_variance=noise_variance,
+            hess=hess,
+            ess=group["ess"],
+            weight_decay=group["weight_decay"],
+        )
+
+    # ---- gradients of several θ-samples, without privacy ------------------------------------------------------------
+
+    @torch.no_grad()
+    def _fold_gradients(self) -> None:
+        """Before p.grad is used for the next θ-sample, add what it holds for the last one to the average."""
+        if self._private or not self._samples.used:
+            return
+        folded = self._average.count if self._average is not None else 0
+        if folded == self._samples.used:
+            return
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(getattr(p, "grad_sample", None) is not None for p, _ in trained):
+            raise PrivacyError(
+                f"mc_samples={self.mc_samples}: per-example gradients are being collected but this IVON is not under "
+                "dpivon.PrivacyEngine, so it would learn from raw gradients. Use dpivon.PrivacyEngine().make_private."
+            )
+        if self._average is None:
+            self._average = GradientAverage()
+        gradients = [(p, _dense(p.grad).to(self._state(p, group)["hess"].dtype)) for p, group in trained]
+        self._average.add(gradients, self._samples.perturbations[self._samples.used - 1])
+        for p, _ in trained:
+            p.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._inside is None and not self._private:
+            if 0 < self._samples.used < self.mc_samples:
+                self._fold_gradients()  # between two of the θ-samples of one step
+            else:
+                self.discard_samples()
+        super().zero_grad(set_to_none)
+
+    def _has_gradient(self, p: Tensor, release: Release | None) -> bool:
+        if release is not None:
+            return p in release.gradients
+        return p.grad is not None or (self._average is not None and p in self._average.g)
+
+    # ---- what the release boundary calls
+
+    def bind_to_releases(self) -> None:
+        """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
+        self._private = True
+
+    def rewind_samples(self) -> None:
+        """The next micro-batch of the same logical batch uses the same θ."""
+        self._samples.rewind()
+
+    def discard_samples(self) -> None:
+        """Forget the θ-samples of the step under way, and what was learned at them."""
+        self._samples.clear()
+        self._average = None
+
+    @property
+    def samples_used(self) -> int:
+        """How many training samples have been entered since the last step (or since the last rewind)."""
+        return self._samples.used
+
+    @property
+    def inside_training_sample(self) -> bool:
+        return self._inside == "train"
+
+    @property
+    def samples_complete(self) -> int:
+        """How many of this step's samples have been left, while more of them are to come or one is under way."""
+        under_way = self._samples.used - self.inside_training_sample
+        return under_way if under_way < self.mc_samples else 0
+
+    # ---- the posterior
+
+    @property
+    def curvature(self) -> CurvatureEstimator:
+        """The estimator in use: the one asked for, or the default for private or non-private training."""
+        if self._curvature is not None:
+            return self._curvature
+        return curvatures.CorrectedSquaredGradient() if self._private else curvatures.Reparameterised()
+
+    @torch.no_grad()
+    def posterior(self, model: nn.Module | None = None) -> Posterior:
+        """The posterior N(m, diag σ²) as it stands.
+
+        Parameters are named as in ``model``, or as in ``named_parameters()`` if the optimizer was made from them,
+        otherwise by position. Frozen parameters are not part of it.
+        """
+        if self._inside is not None:
+            raise DpivonError("posterior() inside sampled_params: call it after the `with` block.")
+        names = self._names(model)
+        mean, var = {}, {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    hess = self._state(p, group)["hess"]
+                    mean[names[p]] = self._mean(p).detach().clone()
+                    var[names[p]] = variance(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+        return Posterior(mean=mean, variance=var, metadata={"method": "ivon", "curvature": self.curvature.name})
+
+    def _names(self, model: nn.Module | None) -> dict[Tensor, str]:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if model is not None:
+            names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+            missing = [i for i, p in enumerate(params) if p.requires_grad and p not in names]
+            if missing:
+                raise bad(
+                    "model",
+                    type(model).__name__,
+                    f"does not contain the optimizer's parameter number {missing[0]}",
+                    "Pass the model whose parameters the optimizer was given",
+                )
+            return names
+        if all("param_names" in group for group in self.param_groups):
+            return {
+                p: name
+                for group in self.param_groups
+                for p, name in zip(group["params"], group["param_names"], strict=True)
+            }
+        trained = [p for p in params if p.requires_grad]
+        return {p: str(i) for i, p in enumerate(trained)}
+
+    # ---- state
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            dtype = torch.float32 if p.dtype in _LOW_PRECISION else p.dtype
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            state["hess"] = torch.full_like(p, group["hess_init"], dtype=dtype, requires_grad=False)
+            if dtype != p.dtype:
+                state["mean"] = p.detach().to(dtype)
+        elif state["hess"].device != p.device:  # the model was moved after the optimizer was made
+            for key in _STATE_KEYS:
+                if key in state:
+                    state[key] = state[key].to(p.device)
+        return state
+
+    def _mean(self, p: Tensor) -> Tensor:
+        """m in full precision; where the caller has written other weights into p since, those are the mean."""
+        master = self.state[p].get("mean")
+        if master is None:
+            return p.detach()
+        return torch.where(master.to(p.dtype) == p.detach(), master, p.detach().to(master.dtype))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for key in ("debias", "rescale_lr"):
+            group[key] = bool(group[key])
+        group["lr"] = check_number("lr", group["lr"], "Use a non-negative step size such as 0.1", at_least=0.0)
+        group["ess"] = check_number("ess", group["ess"], "Use the number of training examples", above=0.0)
+        group["hess_init"] = check_number("hess_init", group["hess_init"], "Use about 1", above=0.0)
+        group["beta1"] = check_number("beta1", group["beta1"], "Use about 0.9", at_least=0.0, at_most=1.0)
+        group["beta2"] = check_number("beta2", group["beta2"], "Use about 0.99999", at_least=0.0, at_most=1.0)
+        group["weight_decay"] = check_number("weight_decay", group["weight_decay"], "Use about 1e-4", at_least=0.0)
+        group["clip_radius"] = check_number(
+            "clip_radius", group["clip_radius"], "Use inf for no bound", above=0.0, finite=False
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._inside is not None:
+            raise DpivonError("state_dict() inside sampled_params: the mean is not in place; call it after the block.")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch casts state to the parameter's dtype; ours is full precision on purpose, so take it from the source.
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved_ids, params, strict=True):
+            saved = state_dict["state"].get(i, {})
+            for key in _STATE_KEYS:
+                if key in saved:
+                    self.state[p][key] = saved[key].detach().to(device=p.device, copy=True)
+        self.discard_samples()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("mc_samples", "_curvature", "generator", "_private", "_in_closure", "_warned_unsampled")
+        state = super().__getstate__() | {key: self.__dict__[key] for key in own}
+        # A sample that is pending belongs to gradients that are not part of the copy.
+        return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None}
+
+
+def _dense(g: Tensor | None) -> Tensor:
+    assert g is not None
+    if g.is_sparse:
+        raise DpivonError("p.grad is sparse: IVON needs dense gradients; make the embedding layer with sparse=False.")
+    return g

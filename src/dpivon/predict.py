@@ -1,0 +1,359 @@
+"""The posterior predictive p(y | x) = E_q[p(y | x, θ)], by Monte Carlo over draws θ_1 … θ_S from q.
+
+Predictions and their uncertainty are functions of a released posterior: they spend no privacy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpivon.errors import bad, check_choice, check_number, check_whole
+from dpivon.posterior import Posterior, unwrap
+
+Likelihood = Literal["categorical", "bernoulli", "gaussian"]
+
+
+@dataclass(frozen=True, eq=False)
+class ClassPrediction:
+    """p̄ = mean_s p_s, with its entropy split after Houlsby et al., 2011 (arXiv:1112.5745), in nats.
+
+    ``entropy`` is H[p̄], the whole uncertainty; ``mutual_information`` is H[p̄] − mean_s H[p_s], the part
+    that more data about θ would remove. ``samples`` is S, or 0 for one pass at the posterior mean.
+    """
+
+    probs: Tensor
+    entropy: Tensor
+    mutual_information: Tensor
+    samples: int
+
+    @property
+    def label(self) -> Tensor:
+        """The most probable class of each example."""
+        return self.probs.argmax(-1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of that class."""
+        return self.probs.amax(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class RegressionPrediction:
+    """The law of total variance over the S equally weighted draws: Var[y] = Var_s[μ_s] + mean_s[σ²_s].
+
+    ``epistemic`` is Var_s[μ_s] (divided by S: the variance of the mixture itself), ``aleatoric`` is
+    mean_s[σ²_s], and ``variance`` is their sum.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor
+
+
+@overload
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    x: Tensor | Iterable[Any],
+    samples: int = ...,
+    *,
+    batch_size: int = ...,
+    likelihood: Literal["categorical", "bernoulli"] = ...,
+    noise_variance: float | None = ...,
+    generator: torch.Generator | None = ...,
+    device: torch.device | str | None = ...,
+) -> ClassPrediction: ...
+
+
+@overload
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    x: Tensor | Iterable[Any],
+    samples: int = ...,
+    *,
+    batch_size: int = ...,
+    likelihood: Literal["gaussian"],
+    noise_variance: float | None = ...,
+    generator: torch.Generator | None = ...,
+    device: torch.device | str | None = ...,
+) -> RegressionPrediction: ...
+
+
+def predict(
+    model: nn.Module,
+    posterior: Posterior,
+    x: Tensor | Iterable[Any],
+    samples: int = 32,
+    *,
+    batch_size: int = 512,
+    likelihood: Likelihood = "categorical",
+    noise_variance: float | None = None,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> ClassPrediction | RegressionPrediction:
+    """Average ``model``'s predictions for ``x`` over ``samples`` draws from ``posterior``.
+
+    ``x`` is a tensor, batch first, or an iterable of batches such as a DataLoader, read once. Of a batch
+    that is a tuple or list the first element is the input; a mapping is passed as keyword arguments.
+
+    ``likelihood`` says what the model returns: ``"categorical"`` logits [B, C]; ``"bernoulli"`` one logit
+    per example, for which ``probs`` is [N, 2]; ``"gaussian"`` the mean, with the noise in
+    ``noise_variance``, or the pair (mean, variance).
+
+    ``samples=0``, or a posterior without variance, is one pass at the posterior mean. Every batch sees the
+    same draws, so the result does not depend on ``batch_size``; a draw does depend on the type of device it
+    is made on. The network runs in eval mode on ``device`` (where it is, by default), its parameters,
+    buffers and training flags are left as they were, and results are on the device of the inputs.
+    """
+    samples = check_whole("samples", samples, "Pass a whole number of draws, or 0 for the posterior mean")
+    batch_size = check_whole("batch_size", batch_size, "Pass how many examples fit in memory", at_least=1)
+    check_choice("likelihood", likelihood, ("categorical", "bernoulli", "gaussian"), "Name one of them")
+    if noise_variance is not None:
+        if likelihood != "gaussian":
+            fix = 'Leave it out, or pass likelihood="gaussian"'
+            raise bad("noise_variance", noise_variance, f"has no meaning for likelihood={likelihood!r}", fix)
+        noise_variance = check_number("noise_variance", noise_variance, "Pass a variance", above=0)
+
+    draws = _Draws(unwrap(model), posterior, samples, generator, device)
+    with torch.no_grad(), _eval_mode(draws.network):
+        if likelihood == "gaussian":
+            return _regression(_stream(draws, x, batch_size, lambda home: _Gaussian(home, noise_variance)))
+        parts = _stream(draws, x, batch_size, lambda home: _Classes(home, likelihood))
+        return _classification(parts, len(draws.seeds))
+
+
+class _Draws:
+    """θ_1 … θ_S as complete sets of tensors for a functional call, made again from their seeds each time."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        posterior: Posterior,
+        samples: int,
+        generator: torch.Generator | None,
+        device: torch.device | str | None,
+    ) -> None:
+        params = dict(network.named_parameters())
+        q = posterior.for_model(network)
+        self.network = network
+        self.device = torch.device(device) if device is not None else next(iter(params.values())).device
+        self.q = q.to(self.device)
+        self.dtypes = {name: params[name].dtype for name in q.mean}
+        # Buffers are cloned because some layers update theirs in place even in eval mode.
+        self.fixed = {name: b.detach().to(self.device, copy=True) for name, b in network.named_buffers()}
+        self.fixed |= {name: p.detach().to(self.device) for name, p in params.items() if name not in q.mean}
+        self.seeds: list[int] = []
+        if any(bool(v.any()) for v in self.q.variance.values()):
+            home = generator.device if generator is not None else None
+            self.seeds = torch.randint(2**63 - 1, (samples,), generator=generator, device=home).tolist()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if not self.seeds:
+            yield self._complete(self.q.mean)
+        for seed in self.seeds:
+            yield self._complete(self.q.sample(torch.Generator(self.device).manual_seed(seed)))
+
+    def _complete(self, theta: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.fixed | {name: t.to(self.dtypes[name]) for name, t in theta.items()}
+
+    def forward(self, theta: dict[str, Tensor], batch: Tensor | Mapping[str, Any]) -> Any:
+        if isinstance(batch, Tensor):
+            output = functional_call(self.network, theta, (batch.to(self.device),))
+        else:
+            given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            output = functional_call(self.network, theta, (), given)
+        # Hugging Face models return a record whose .logits is what the others return bare.
+        return getattr(output, "logits", output)
+
+
+def _stream(
+    draws: _Draws, x: Tensor | Iterable[Any], batch_size: int, start: Callable[[torch.device], _PartT]
+) -> list[_PartT]:
+    """One running sum per batch: only these, and one draw's output for one batch, are ever in memory."""
+    parts: list[_PartT] = []
+    if isinstance(x, Tensor):
+        if x.ndim == 0 or len(x) == 0:
+            raise bad("x.shape", tuple(x.shape), "has no examples", "Pass at least one example, batch first")
+        batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
+        parts = [start(x.device) for _ in batches]
+        for theta in draws:
+            for part, batch in zip(parts, batches, strict=True):
+                part.add(draws.forward(theta, batch), len(batch))
+        return parts
+    if not isinstance(x, Iterable) or isinstance(x, str | bytes):
+        raise bad("x", type(x).__name__, "is not a tensor or an iterable of batches", "Pass one of the two")
+    # The draws are the inner loop: a shuffling loader gives its examples in a new order on every pass.
+    for item in [x] if isinstance(x, Mapping) else x:
+        inputs, leading = _inputs(item)
+        part = start(leading.device)
+        for theta in draws:
+            part.add(draws.forward(theta, inputs), len(leading))
+        parts.append(part)
+    if not parts:
+        raise bad("x", type(x).__name__, "has no batches", "Pass at least one batch")
+    return parts
+
+
+def _inputs(item: Any) -> tuple[Tensor | Mapping[str, Any], Tensor]:
+    """What the network is called on, and a tensor of it that tells the batch's length and device."""
+    if isinstance(item, Sequence) and not isinstance(item, str | bytes) and len(item) > 0:
+        item = item[0]
+    if isinstance(item, Tensor) and item.ndim > 0:
+        return item, item
+    if isinstance(item, Mapping):
+        for value in item.values():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                return item, value
+    fix = "Let each batch be a tensor, a tuple or list that starts with one, or a mapping of tensors"
+    raise bad("x", type(item).__name__, "is not a batch of inputs", fix)
+
+
+@contextmanager
+def _eval_mode(network: nn.Module) -> Iterator[None]:
+    # The flags are set one by one, not by .eval(): some networks override it, to merge adapters into
+    # their weights for instance, and a layer kept in eval mode during training has to stay there.
+    flags = [(module, module.training) for module in network.modules()]
+    try:
+        for module, _ in flags:
+            module.training = False
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+def _wide(t: Tensor) -> Tensor:
+    """In float64, so that a thousand summed draws are still exact to float32; Apple GPUs have none."""
+    return t.to(torch.float32 if t.device.type == "mps" else torch.float64)
+
+
+@dataclass
+class _Classes:
+    """Σ_s p_s and Σ_s H[p_s] for one batch."""
+
+    home: torch.device
+    likelihood: str
+    count: int = 0
+    p: Tensor = field(default_factory=lambda: torch.zeros(()))
+    h: Tensor = field(default_factory=lambda: torch.zeros(()))
+    dtype: torch.dtype = torch.float32
+
+    def add(self, output: Any, examples: int) -> None:
+        f_s = _wide(self._logits(output, examples))
+        # Not torch.softmax: on a CPU it wakes every thread even for a handful of rows, which on a busy
+        # machine costs milliseconds for each draw.
+        p_s = (f_s - f_s.logsumexp(-1, keepdim=True)).exp()
+        h_s = torch.special.entr(p_s).sum(-1)
+        self.p, self.h = (t.to(self.home) + (a if self.count else 0) for t, a in ((p_s, self.p), (h_s, self.h)))
+        self.count += 1
+        self.dtype = torch.promote_types(output.dtype, torch.float32)
+
+    def _logits(self, output: Any, examples: int) -> Tensor:
+        f = _tensor(output)
+        if self.likelihood == "bernoulli":
+            if tuple(f.shape) not in ((examples,), (examples, 1)):
+                problem = f"is not one logit for each of the batch's {examples} examples"
+                fix = 'Return shape [B] or [B, 1], or pass likelihood="categorical"'
+                raise bad("model output shape", tuple(f.shape), problem, fix)
+            f = f.reshape(examples)
+            return torch.stack([torch.zeros_like(f), f], dim=-1)
+        if f.ndim != 2 or f.shape[0] != examples or f.shape[1] < 2:
+            problem = f"is not [{examples}, C] with at least two classes"
+            fix = 'Return one logit per class, or pass the likelihood ("bernoulli" or "gaussian") it is for'
+            raise bad("model output shape", tuple(f.shape), problem, fix)
+        return f
+
+
+@dataclass
+class _Gaussian:
+    """The mean of μ_s, Σ_s (μ_s − mean)² by Welford's update, and Σ_s σ²_s for one batch."""
+
+    home: torch.device
+    noise_variance: float | None
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros(()))
+    square: Tensor = field(default_factory=lambda: torch.zeros(()))
+    noise: Tensor = field(default_factory=lambda: torch.zeros(()))
+    dtype: torch.dtype = torch.float32
+
+    def add(self, output: Any, examples: int) -> None:
+        mu, sigma2 = self._moments(output)
+        if mu.ndim == 0 or mu.shape[0] != examples:
+            problem = f"is not batch first with {examples} examples"
+            raise bad("model output shape", tuple(mu.shape), problem, "Return one mean per example")
+        self.dtype = torch.promote_types(mu.dtype, torch.float32)
+        mu, sigma2 = _wide(mu).to(self.home), _wide(sigma2).to(self.home)
+        if self.count == 0:
+            self.mean, self.square, self.noise = mu, torch.zeros_like(mu), sigma2
+        else:
+            difference = mu - self.mean
+            self.mean = self.mean + difference / (self.count + 1)
+            self.square = self.square + difference * (mu - self.mean)
+            self.noise = self.noise + sigma2
+        self.count += 1
+
+    def _moments(self, output: Any) -> tuple[Tensor, Tensor]:
+        if self.noise_variance is not None:
+            if not isinstance(output, Tensor):
+                fix = "Pass noise_variance=None to use the variance that the model returns"
+                problem = f"was given, but the model returns {type(output).__name__} and not one tensor"
+                raise bad("noise_variance", self.noise_variance, problem, fix)
+            return output, torch.full_like(output, self.noise_variance)
+        if not isinstance(output, Sequence) or len(output) != 2:
+            problem = f"needs a model that returns (mean, variance), and this one returns {type(output).__name__}"
+            raise bad("noise_variance", None, problem, "Pass the variance of the noise as a positive number")
+        mu, sigma2 = _tensor(output[0]), _tensor(output[1])
+        if mu.shape != sigma2.shape:
+            problem = f"differs from the mean's shape {tuple(mu.shape)}"
+            raise bad("model variance shape", tuple(sigma2.shape), problem, "Return one variance per mean")
+        if bool((sigma2 < 0).any()):
+            fix = "Return variances, for instance through softplus, not log-variances"
+            raise bad("model variance", float(sigma2.min()), "must be at least 0", fix)
+        return mu, sigma2
+
+
+_PartT = TypeVar("_PartT", _Classes, _Gaussian)
+
+
+def _classification(parts: list[_Classes], samples: int) -> ClassPrediction:
+    dtype = parts[0].dtype
+    probs = torch.cat([part.p / part.count for part in parts])
+    expected_entropy = torch.cat([part.h / part.count for part in parts])
+    _check_finite(probs)
+    entropy = torch.special.entr(probs).sum(-1)
+    information = (entropy - expected_entropy).clamp_min(0)  # ≥ 0 by Jensen; rounding may disagree
+    return ClassPrediction(probs.to(dtype), entropy.to(dtype), information.to(dtype), samples)
+
+
+def _regression(parts: list[_Gaussian]) -> RegressionPrediction:
+    dtype = parts[0].dtype
+    mean = torch.cat([part.mean for part in parts])
+    epistemic = torch.cat([part.square / part.count for part in parts])
+    aleatoric = torch.cat([part.noise / part.count for part in parts])
+    _check_finite(mean + epistemic + aleatoric)
+    variance = epistemic + aleatoric
+    return RegressionPrediction(mean.to(dtype), variance.to(dtype), epistemic.to(dtype), aleatoric.to(dtype))
+
+
+def _tensor(output: Any) -> Tensor:
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        fix = "Pass a network whose forward returns one floating-point tensor"
+        raise bad("model output", type(output).__name__, "is not a floating-point tensor", fix)
+    return output
+
+
+def _check_finite(outputs: Tensor) -> None:
+    finite = torch.isfinite(outputs)
+    if not bool(finite.all()):
+        fix = "Look for NaN in x, or train again with a smaller learning rate"
+        bad_rows = int((~finite).flatten(1).any(-1).sum()) if finite.ndim > 1 else int((~finite).sum())
+        raise bad("predictions", f"{bad_rows} of {len(outputs)}", "are infinite or NaN", fix)

@@ -1,0 +1,17 @@
+"""The release boundary and everything to its left: the only code that sees data, per-example gradients or their sums."""
+
+from dpivon.privacy.accounting import Accountant, Budget, budget
+from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.memory import BatchMemoryManager
+from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.spec import NoiseSpec
+
+__all__ = [
+    "Accountant",
+    "BatchMemoryManager",
+    "Budget",
+    "DPOptimizer",
+    "NoiseSpec",
+    "PrivacyEngine",
+    "budget",
+]

@@ -1,0 +1,153 @@
+"""From a history of releases to (ε, δ), and the ledger that keeps that history."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from opacus.accountants import IAccountant
+
+from dpivon.errors import PrivacyWarning, bad, check_choice, check_number, check_whole
+from dpivon.privacy.accounting import pld, prv, rdp
+from dpivon.privacy.accounting.history import History, append, check_entry, check_history
+from dpivon.privacy.accounting.rdp import Orders, check_orders
+
+ACCOUNTANTS = ("rdp", "prv", "pld")
+NO_NOISE = "noise_multiplier=0"
+
+
+def check_accountant(accountant: Any) -> str:
+    """The name of an accountant whose ε is a guarantee."""
+    fix = 'Use "rdp", "prv" or "pld"'
+    if accountant == "gdp":
+        raise bad("accountant", accountant, "the GDP limit under-estimates ε and guarantees nothing", fix)
+    return check_choice("accountant", accountant, ACCOUNTANTS, fix)
+
+
+def check_delta(delta: Any) -> float:
+    """δ strictly between 0 and 1."""
+    fix = "Give a probability well below 1 / dataset_size"
+    return check_number("delta", delta, fix, above=0.0, below=1.0)
+
+
+def epsilon(history: History, delta: float, accountant: str = "rdp", orders: Orders = "wide") -> float:
+    """An ε such that the whole history is (ε, δ)-differentially private: always an upper bound.
+
+    ``history`` holds rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian
+    mechanism, under adding or removing one record. ``orders`` are the Rényi orders of ``"rdp"``.
+    """
+    name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
+    if name == "pld":
+        return pld.epsilon(history, probability)
+    if name == "prv":
+        return prv.epsilon(history, probability)
+    return rdp.epsilon(history, probability, alphas)
+
+
+class Accountant(IAccountant):  # type: ignore[misc]
+    """What a training run has released so far, in the form that Opacus's engine expects.
+
+    Every release is a row of ``history``; one without a guarantee is a row with σ = 0, so that the history
+    alone already gives ε = ∞ in any accountant. ``unaccounted`` counts these releases by their reason.
+    """
+
+    def __init__(self, mechanism: str = "rdp", orders: Orders = "wide") -> None:
+        self._mechanism = check_accountant(mechanism)
+        self._orders = check_orders(orders)
+        self.history: History = []
+        self.unaccounted: dict[str, int] = {}
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Charge one release."""
+        self.charge(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+
+    def charge(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
+        """Charge ``steps`` releases of noise multiplier σ on Poisson samples of rate q."""
+        entry = check_entry(noise_multiplier, sample_rate, steps)
+        if entry[0] == 0:
+            self._count(NO_NOISE, entry[2])
+        append(self.history, entry)
+
+    def record_unaccounted(self, reason: str, steps: int = 1) -> None:
+        """Charge releases that no accountant covers, such as batches that are no Poisson sample: ε is ∞."""
+        if not isinstance(reason, str) or not reason.strip():
+            raise bad("reason", reason, "is not a description", "Say in a few words why there is no guarantee")
+        entry = check_entry(0.0, 1.0, steps)
+        self._count(reason, entry[2])
+        append(self.history, entry)
+
+    def _count(self, reason: str, steps: int) -> None:
+        if steps:
+            self.unaccounted[reason] = self.unaccounted.get(reason, 0) + steps
+
+    def get_epsilon(self, delta: float, *, orders: Orders | None = None) -> float:
+        """ε of everything charged so far; ∞, with a :class:`PrivacyWarning`, once one was unaccounted."""
+        check_delta(delta)
+        reasons = dict(self.unaccounted)
+        if not reasons and (silent := sum(row[2] for row in self.history if row[0] == 0)):
+            reasons = {NO_NOISE: silent}
+        if reasons:
+            listed = "; ".join(f"{reason} ({steps} steps)" for reason, steps in reasons.items())
+            warnings.warn(
+                f"ε is infinite, since some releases have no guarantee: {listed}.",
+                PrivacyWarning,
+                stacklevel=2,
+            )
+            return math.inf
+        return epsilon(self.history, delta, self._mechanism, self._orders if orders is None else orders)
+
+    def __len__(self) -> int:
+        """The number of releases, not of rows."""
+        return sum(row[2] for row in self.history)
+
+    def __bool__(self) -> bool:
+        return True  # an empty ledger is still a ledger
+
+    def __repr__(self) -> str:
+        return f"Accountant({self._mechanism!r}, releases={len(self)}, unaccounted={self.unaccounted})"
+
+    @property
+    def orders(self) -> Orders:
+        """The Rényi orders in use."""
+        return self._orders
+
+    def mechanism(self) -> str:
+        """The accountant's name; no class method as in Opacus, since one class serves every mechanism."""
+        return self._mechanism
+
+    def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
+        """Numbers, strings, lists and tuples only, so that it can be stored without pickle."""
+        state: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+        state["history"] = list(self.history)
+        state["mechanism"] = self._mechanism
+        state["unaccounted"] = dict(self.unaccounted)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the ledger by a saved one; nothing changes when the saved one is not valid."""
+        fix = "Give what Accountant.state_dict() returned"
+        if not isinstance(state_dict, Mapping) or not state_dict:
+            raise bad("state_dict", state_dict, "is not the state of an accountant", fix)
+        for key in ("history", "mechanism"):
+            if key not in state_dict:
+                raise bad("state_dict", sorted(map(str, state_dict)), f"has no key {key!r}", fix)
+        if state_dict["mechanism"] != self._mechanism:
+            raise bad(
+                "mechanism",
+                state_dict["mechanism"],
+                f"the state is of another accountant than this one, which is {self._mechanism!r}",
+                "Load it into an Accountant of the same mechanism",
+            )
+        counts = state_dict.get("unaccounted", {})
+        if not isinstance(counts, Mapping) or not all(isinstance(reason, str) for reason in counts):
+            raise bad("unaccounted", counts, "is not a count of steps for each reason", fix)
+        history = check_history(state_dict["history"])
+        unaccounted = {reason: check_whole("unaccounted", steps, fix) for reason, steps in counts.items()}
+        # A history without rows for what it says was unaccounted would lose them in any other accountant.
+        without = sum(row[2] for row in history if row[0] == 0)
+        if sum(unaccounted.values()) > without:
+            raise bad("unaccounted", dict(counts), f"but history has {without} such steps", fix)
+        self.history, self.unaccounted = history, unaccounted

@@ -1,0 +1,73 @@
+"""The least noise that keeps a run inside its budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
+from dpivon.privacy.accounting.accountant import check_accountant, check_delta, epsilon
+from dpivon.privacy.accounting.history import check_entry
+from dpivon.privacy.accounting.rdp import Orders, check_orders
+
+SMALLEST, LARGEST = 5e-4, 1e8
+TOLERANCE = 1e-3
+
+
+def _least(fits: Callable[[float], bool], high: float, shrink: float) -> float:
+    """Bisection between a σ that fits and one that does not, down to a relative gap of ``TOLERANCE``."""
+    if fits(SMALLEST):
+        return SMALLEST  # where δ covers ever being sampled, every σ fits
+    low = max(high * shrink, SMALLEST)
+    while fits(low):
+        low, high = max(low * shrink, SMALLEST), low
+    while high > low * (1 + TOLERANCE):
+        middle = (low * high) ** 0.5
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "rdp",
+    orders: Orders = "wide",
+) -> float:
+    """The smallest σ, to one part in a thousand, whose ε after ``steps`` steps is at most ``target_epsilon``.
+
+    ε(σ*) ≤ target < ε(0.99 σ*): the side that is returned was itself accounted, never interpolated.
+    """
+    fix = "Give a target ε greater than 0"
+    target = check_number("target_epsilon", target_epsilon, fix, above=0.0)
+    name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
+    _, rate, _ = check_entry(1.0, sample_rate, steps)
+    number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
+
+    def spent(sigma: float, by: str) -> float:
+        return epsilon([(sigma, rate, number)], probability, by, alphas if by == "rdp" == name else "wide")
+
+    least = spent(LARGEST, "rdp")
+    if least > target:
+        raise bad(
+            "target_epsilon",
+            target_epsilon,
+            f"no noise reaches it, the smallest ε that can be shown being {least:.6g}",
+            "Raise target_epsilon or delta, or use wider orders",
+        )
+    high = 1.0
+    while spent(high, "rdp") > target:
+        high = min(2 * high, LARGEST)
+    with warnings.catch_warnings():
+        # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.
+        warnings.simplefilter("ignore", PrivacyWarning)
+        sigma = _least(lambda value: spent(value, "rdp") <= target, high, 0.5)
+        if name != "rdp":
+            sigma = _least(lambda value: spent(value, name) <= target, sigma, 0.85)
+    if name != "rdp":
+        spent(sigma, name)
+    return sigma

@@ -1,0 +1,118 @@
+"""Clipping: bound every example's contribution, then sum.
+
+    ḡ_i = g_i · min(1, C / (‖g_i‖₂ + ε_num)),    S = Σ_i ḡ_i
+
+Norms and sums are taken in fp32 or better, since a sum rounded to bf16 moves by more than C when one example leaves.
+An example whose gradient is not finite contributes zero, so that S(D) and S(D ∖ {x}) differ by at most C for every x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpivon.errors import bad, check_number
+
+EPS_NUM = 1e-6
+
+
+class Clipping(Protocol):
+    """How per-example norms, one row a parameter, become clip factors of the same shape."""
+
+    @property
+    def sensitivity(self) -> float: ...
+
+    def factors(self, norms: Tensor) -> Tensor: ...
+
+    def rescaled(self, sensitivity: float) -> Clipping: ...
+
+
+@dataclass(frozen=True)
+class FlatClipping:
+    """One bound C on the norm over all parameters (the paper's)."""
+
+    sensitivity: float
+
+    def factors(self, norms: Tensor) -> Tensor:
+        total = torch.linalg.vector_norm(norms, dim=0, keepdim=True)
+        return _factor(total, self.sensitivity).expand_as(norms)
+
+    def rescaled(self, sensitivity: float) -> FlatClipping:
+        return FlatClipping(sensitivity)
+
+
+@dataclass(frozen=True)
+class PerLayerClipping:
+    """A bound C_l for every parameter tensor; the sensitivity is (Σ C_l²)^½, and the noise is calibrated to that."""
+
+    bounds: tuple[float, ...]
+
+    @property
+    def sensitivity(self) -> float:
+        return float(torch.tensor(self.bounds, dtype=torch.float64).norm())
+
+    def factors(self, norms: Tensor) -> Tensor:
+        bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1)
+        # An example that is bad in one tensor is dropped everywhere: half an example is no example.
+        usable = torch.isfinite(norms).all(dim=0, keepdim=True)
+        return torch.where(usable, _factor(norms, bounds), torch.zeros_like(norms))
+
+    def rescaled(self, sensitivity: float) -> PerLayerClipping:
+        scale = sensitivity / self.sensitivity
+        return PerLayerClipping(tuple(scale * bound for bound in self.bounds))
+
+
+def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], parameters: int) -> Clipping:
+    """The clipping named, with its bound or bounds."""
+    if clipping == "flat":
+        if isinstance(max_grad_norm, Sequence):
+            raise bad("max_grad_norm", max_grad_norm, "is a list but clipping='flat'", "Give one bound, such as 1.0")
+        norm = check_number("max_grad_norm", max_grad_norm, "Use a finite bound such as 1.0", above=0.0)
+        return FlatClipping(norm)
+    if clipping == "per_layer":
+        if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != parameters:
+            raise bad(
+                "max_grad_norm",
+                max_grad_norm,
+                "does not fit clipping='per_layer'",
+                f"Give a list of {parameters} bounds, one for each trainable parameter",
+            )
+        fix = "Use a finite bound such as 1.0 for every parameter"
+        return PerLayerClipping(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm))
+    if clipping == "adaptive":
+        raise bad(
+            "clipping",
+            clipping,
+            "is refused: its quantile is a second release that Opacus computes from the private batch size",
+            "Use 'flat' with a clip scheduler, or 'per_layer'",
+        )
+    raise bad("clipping", clipping, "is not one of 'flat', 'per_layer'", "Use 'flat', as the paper does")
+
+
+@torch.no_grad()
+def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+    """Σ_i ḡ_i for every parameter, from per-example gradients of shape (B, *parameter)."""
+    rows = [_at_least_fp32(g.flatten(1)) for g in grad_samples]
+    norms = torch.stack([torch.linalg.vector_norm(g, dim=1).to(rows[0].device) for g in rows])
+    factors = clipping.factors(norms)
+    bad_examples = (factors == 0.0).any(dim=0) if factors.numel() else factors.new_zeros(0, dtype=torch.bool)
+    if bad_examples.any():  # 0 · NaN is NaN: take the rows out before anything multiplies them
+        rows = [g.masked_fill(bad_examples.to(g.device).unsqueeze(1), 0.0) for g in rows]
+    return [
+        (factor.to(g) @ g).reshape(sample.shape[1:])
+        for factor, g, sample in zip(factors, rows, grad_samples, strict=True)
+    ]
+
+
+def _factor(norm: Tensor, bound: float | Tensor) -> Tensor:
+    """min(1, C / (‖g‖ + ε_num)), and 0 where the norm is not finite."""
+    factor = (bound / (norm + EPS_NUM)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), factor, torch.zeros_like(factor))
+
+
+def _at_least_fp32(g: Tensor) -> Tensor:
+    return g if g.dtype in (torch.float32, torch.float64) else g.float()

@@ -1,0 +1,357 @@
+"""PrivacyEngine: turn a model, an optimizer and a data loader into their private counterparts, in Opacus's words."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import IO, Any
+
+import torch
+from opacus.validators.module_validator import ModuleValidator
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
+from dpivon.optim.ivon import IVON
+from dpivon.privacy.accounting import Accountant, Limit
+from dpivon.privacy.accounting import noise_multiplier as calibrate
+from dpivon.privacy.clipping import make_clipping
+from dpivon.privacy.gradients.base import GradientSource
+from dpivon.privacy.gradients.collect import Collector, GhostHooks, GhostModule, collect
+from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients
+from dpivon.privacy.gradients.per_example import PerExampleGradients
+from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
+from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
+from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader
+from dpivon.privacy.spec import NoiseSpec
+
+
+class PrivacyEngine:
+    """Makes training private and keeps its account.
+
+    >>> engine = PrivacyEngine()
+    >>> model, optimizer, loader = engine.make_private(
+    ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    ... )
+    >>> ...  # the ordinary training loop
+    >>> engine.get_epsilon(delta=1e-5)
+
+    Args:
+        accountant: ``"rdp"`` (the paper's), ``"prv"`` or ``"pld"`` (tighter).
+        secure_mode: draw noise and batches from the operating system's cryptographic generator.
+        orders: Rényi orders, ``"wide"`` or ``"opacus"``.
+    """
+
+    def __init__(
+        self, *, accountant: str = "rdp", secure_mode: bool = False, orders: str | Sequence[float] = "wide"
+    ) -> None:
+        self.accountant = Accountant(accountant, orders=orders)
+        self.secure_mode = secure_mode
+        self._dataset: Any = None
+        self._dataset_size: int | None = None
+        self._limit: Limit | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
+        return self  # there is one account; a copied optimizer goes on charging it
+
+    # ---- making things private
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        criterion: Any = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        dataset_size: int | None = None,
+        expected_batch_size: float | None = None,
+        augmentations: int = 1,
+    ) -> Any:
+        """The private counterparts ``(module, optimizer, data_loader)``; in ghost mode ``(module, optimizer, criterion,
+        data_loader)``.
+
+        Args:
+            module: the model. Its layers must not mix examples (no BatchNorm).
+            optimizer: :class:`dpivon.IVON` for a posterior, or any ``torch.optim`` optimizer (DP-SGD, DP-Adam, …).
+            data_loader: its dataset and batch size are kept, its sampler is replaced by Poisson sampling.
+            noise_multiplier: σ. With 0 training runs, recorded as non-private.
+            max_grad_norm: C; a list of bounds, one a parameter, with ``clipping="per_layer"``.
+            criterion: the loss, for ghost mode only (default ``nn.CrossEntropyLoss``).
+            batch_first: whether the batch is dimension 0 (True) or 1.
+            loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.
+            poisson_sampling: with False your loader is used as it is, recorded as non-private.
+            clipping: ``"flat"`` or ``"per_layer"``.
+            noise_generator: source of the noise, for reproducible experiments. Its seed is a secret.
+            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
+            wrap_model: False attaches hooks to the model instead of wrapping it; go on using your own model then.
+            rand_on_empty: accepted for compatibility; True would double the sensitivity and is refused.
+            dataset_size: the public N, if it is not simply ``len(dataset)``.
+            expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
+            augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
+        """
+        check_model(module)
+        check_optimizer(module, optimizer)
+        if rand_on_empty:
+            raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
+        if noise_generator is not None and self.secure_mode:
+            raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
+        sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
+        self._remember_dataset(data_loader.dataset, sampling.dataset_size)
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        clip = make_clipping(clipping, max_grad_norm, len(trainable))
+        spec = NoiseSpec(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=clip.sensitivity,
+            expected_batch_size=sampling.expected_batch_size,
+            sample_rate=sampling.sample_rate,
+            loss_reduction=loss_reduction,
+            poisson=poisson_sampling,
+        )
+        augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
+        self._check_mode(grad_sample_mode, clipping, optimizer, trainable, augmentations)
+        loader: DataLoader[Any] = data_loader
+        if poisson_sampling:
+            loader = poisson_loader(
+                data_loader, sampling, batch_first=batch_first, generator=None, secure=self.secure_mode
+            )
+        collector = collect(
+            module,
+            grad_sample_mode,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            wrap_model=wrap_model,
+        )
+        collector.dummy_rows = augmentations
+        if poisson_sampling:
+            collector.forbid_grad_accumulation()
+        ghost = isinstance(collector, GhostModule | GhostHooks)
+        source: GradientSource = GhostGradients(module) if ghost else PerExampleGradients(module, augmentations)
+        noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
+        dp_optimizer = DPOptimizer(
+            optimizer,
+            spec=spec,
+            clipping=clip,
+            source=source,
+            noise=noise,
+            charge=self._charge,
+            module=module,
+            watch=ForwardWatch(module),
+            draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
+            prefetches=data_loader.num_workers > 0,
+        )
+        if spec.unaccounted:
+            warnings.warn(
+                f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
+                PrivacyWarning,
+                stacklevel=2,
+            )
+        if not isinstance(source, GhostGradients):
+            return collector, dp_optimizer, loader
+        ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
+        return collector, dp_optimizer, ghost_criterion, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | Sequence[float],
+        dataset_size: int | None = None,
+        expected_batch_size: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """As :meth:`make_private`, with σ chosen so that ``epochs`` epochs spend at most (ε, δ).
+
+        The engine then refuses the step that would pass ε. Other arguments are those of :meth:`make_private`.
+        """
+        if "noise_multiplier" in options:
+            raise bad(
+                "noise_multiplier",
+                options["noise_multiplier"],
+                f"was given beside target_epsilon={target_epsilon!r}",
+                "Use make_private with a noise_multiplier, or this with a target_epsilon",
+            )
+        if len(self.accountant):
+            raise PrivacyError(
+                f"This engine has already charged {len(self.accountant)} releases, which target_epsilon={target_epsilon!r} "
+                "does not cover. Use a new PrivacyEngine, or make_private with a noise_multiplier."
+            )
+        epochs = check_whole("epochs", epochs, "Use the number of passes you will train", at_least=1)
+        target_epsilon = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
+        sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
+        steps = epochs * sampling.steps
+        sigma = calibrate(
+            target_epsilon=target_epsilon,
+            delta=target_delta,
+            sample_rate=sampling.sample_rate,
+            steps=steps,
+            accountant=self.accountant.mechanism(),
+            orders=self.accountant.orders,
+        )
+        made = self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=sigma,
+            max_grad_norm=max_grad_norm,
+            dataset_size=dataset_size,
+            expected_batch_size=expected_batch_size,
+            **options,
+        )
+        self._limit = Limit(target_epsilon, target_delta, sigma, sampling.sample_rate, steps)
+        return made
+
+    # ---- the account
+
+    def get_epsilon(self, delta: float) -> float:
+        """ε spent so far at δ. inf, with a warning, once anything was released without a guarantee."""
+        n = self._dataset_size
+        if n is not None and 0 < delta < 1 and delta >= 1 / n:
+            warnings.warn(
+                f"delta={delta!r}: is not smaller than 1/N = {1 / n:.3g}, so publishing one example outright would be allowed.",
+                PrivacyWarning,
+                stacklevel=2,
+            )
+        return self.accountant.get_epsilon(delta)
+
+    def _charge(self, spec: NoiseSpec) -> None:
+        """Charge one release, before it happens; refuse the one that would pass the budget."""
+        if spec.unaccounted:
+            self.accountant.record_unaccounted(spec.unaccounted)
+            return
+        if self._limit is not None:
+            self._limit.check(self.accountant, spec.noise_multiplier, spec.sample_rate)
+        self.accountant.step(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate)
+
+    # ---- Opacus's other verbs
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of the module with unsupported layers replaced (BatchNorm by GroupNorm, …)."""
+        fixed: nn.Module = ModuleValidator.fix(module)
+        ModuleValidator.validate(fixed, strict=True)
+        return fixed
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None) -> bool:
+        return bool(ModuleValidator.is_valid(module))
+
+    def validate(self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None) -> None:
+        ModuleValidator.validate(module, strict=True)
+
+    def save_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | IO[bytes],
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Model, optimizer, schedulers and account in one file, as Opacus writes it."""
+        parts = {
+            "optimizer": optimizer,
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
+        checkpoint = dict(checkpoint_dict or {})
+        checkpoint["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
+        checkpoint["privacy_accountant_state_dict"] = self.accountant.state_dict()
+        checkpoint |= {f"{name}_state_dict": part.state_dict() for name, part in parts.items() if part is not None}
+        torch.save(checkpoint, path, **(torch_save_kwargs or {}))
+
+    def load_checkpoint(
+        self,
+        *,
+        path: str | os.PathLike[str] | IO[bytes],
+        module: nn.Module,
+        optimizer: DPOptimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Load what :meth:`save_checkpoint` wrote. Tensors and plain values only: nothing in the file is executed."""
+        parts = {
+            "optimizer": optimizer,
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
+        checkpoint: dict[str, Any] = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
+        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
+        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+        for name, part in parts.items():
+            state = checkpoint.pop(f"{name}_state_dict", None)
+            if part is not None and state:
+                part.load_state_dict(state)
+            elif name == "optimizer" and (part is None) != (state is None):
+                warnings.warn(
+                    f"optimizer={part!r}: the checkpoint {'has' if state else 'lacks'} an optimizer state. "
+                    "Pass the optimizer that was saved, or none.",
+                    stacklevel=2,
+                )
+        return checkpoint
+
+    # ---- checks
+
+    def _check_mode(
+        self,
+        mode: str,
+        clipping: str,
+        optimizer: Optimizer,
+        trainable: list[nn.Parameter],
+        augmentations: int,
+    ) -> None:
+        if mode != "ghost":
+            return
+        fix = "Use grad_sample_mode='hooks'"
+        if clipping != "flat":
+            raise bad("clipping", clipping, "is not possible with grad_sample_mode='ghost'", fix)
+        if augmentations > 1:
+            raise bad("augmentations", augmentations, "cannot be averaged before clipping in ghost mode", fix)
+        if isinstance(optimizer, IVON) and optimizer.mc_samples > 1:
+            raise bad("mc_samples", optimizer.mc_samples, "cannot be averaged before clipping in ghost mode", fix)
+        if any(p.dtype == torch.bfloat16 for p in trainable):
+            raise bad("module", torch.bfloat16, "ghost mode would round the clipped sum below fp32", fix)
+
+    def _ghost_criterion(
+        self,
+        collector: Collector,
+        source: GhostGradients,
+        optimizer: DPOptimizer,
+        criterion: Any,
+        loss_reduction: str,
+    ) -> GhostCriterion:
+        criterion = criterion if criterion is not None else nn.CrossEntropyLoss(reduction=loss_reduction)
+        return GhostCriterion(
+            collector, source, lambda: optimizer.params, lambda: optimizer.clipping, criterion, loss_reduction
+        )
+
+    def _remember_dataset(self, dataset: Any, size: int) -> None:
+        if self._dataset is not None and self._dataset is not dataset:
+            warnings.warn(
+                "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. "
+                "Use a new engine for other data.",
+                PrivacyWarning,
+                stacklevel=3,
+            )
+        self._dataset, self._dataset_size = dataset, size

@@ -1,0 +1,223 @@
+"""Clipped sums by ghost clipping: one backward for the norms, a second one for the weighted sum.
+
+Opacus packages the two passes in a criterion whose loss has its own ``backward``. This one differs in that the bound C
+is read from the optimizer at every pass (Opacus keeps a copy that schedulers miss), and in that an example with a
+non-finite gradient is taken out of the second pass instead of turning every parameter into NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from torch import Tensor, nn
+
+from dpivon.errors import PrivacyError, bad
+from dpivon.privacy.clipping import Clipping, FlatClipping
+from dpivon.privacy.gradients.collect import GhostHooks, GhostModule, clear_pass
+
+
+class GhostGradients:
+    """The source side: after :meth:`GhostLoss.backward`, ``p.grad`` holds the clipped sum."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.ready = False
+
+    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+        if not self.ready:
+            raise PrivacyError(
+                "step() without a ghost-clipped backward: compute the loss with the criterion that make_private returned "
+                "and call loss.backward() once before step()."
+            )
+        self.ready = False
+        return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in params]
+
+    def end_of_sample(self, params: Sequence[Tensor], samples: int) -> None:
+        pass
+
+    def begin_sample(self, params: Sequence[Tensor]) -> None:
+        pass
+
+    def batches(self, params: Sequence[Tensor]) -> int:
+        return 1
+
+    def clear(self, params: Sequence[Tensor]) -> None:
+        self.ready = False
+
+    def forget_passes(self) -> None:
+        clear_pass(self.module)
+
+
+class _MaskedGraph:
+    """Saved tensors of a forward pass, from which examples can be struck out before a second backward.
+
+    Once an example's loss is dropped its gradient rows are zero, but zero times a saved NaN is NaN; so its saved rows are
+    zeroed too. Weights are shared by all examples and stay as they are.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.struck: Tensor | None = None
+        self._weights = {p.untyped_storage().data_ptr() for p in params}
+
+    def record(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @staticmethod
+    def _pack(t: Tensor) -> tuple[Tensor, int]:
+        return t, t._version
+
+    def _unpack(self, packed: tuple[Tensor, int]) -> Tensor:
+        t, version = packed
+        if t._version != version:
+            raise RuntimeError(
+                "a tensor needed for backward was changed in place: call loss.backward() inside the sampled_params block."
+            )
+        if self.struck is None or not t.is_floating_point() or t.untyped_storage().data_ptr() in self._weights:
+            return t
+        if t.dim() and len(t) == len(self.struck):
+            return t.masked_fill(self.struck.view(-1, *[1] * (t.dim() - 1)), 0.0)
+        return torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
+    """The user's criterion, returning per-example losses whose ``backward`` clips."""
+
+    def __init__(
+        self,
+        collector: GhostModule | GhostHooks,
+        source: GhostGradients,
+        params: Callable[[], Sequence[Tensor]],
+        clipping: Callable[[], Clipping],
+        criterion: Any,
+        loss_reduction: str,
+    ) -> None:
+        reduction = getattr(criterion, "reduction", loss_reduction)
+        if reduction != loss_reduction:
+            raise bad(
+                "criterion",
+                criterion,
+                f"has reduction={reduction!r} but loss_reduction={loss_reduction!r}",
+                "Make the two equal",
+            )
+        self.module, self.criterion, self.loss_reduction = collector, criterion, loss_reduction
+        self.optimizer = None  # Opacus's slot; the clipping bound comes from `clipping` instead
+        if not hasattr(criterion, "reduction"):
+            criterion.reduction = loss_reduction
+        self._source, self._params, self._clipping = source, params, clipping
+        self._graph = _MaskedGraph(params())
+        collector._module.register_forward_pre_hook(self._start_recording)
+        collector._module.register_forward_hook(self._stop_recording, always_call=True)
+        self._recording: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def _start_recording(self, module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        device = next(module.parameters()).device.type
+        if torch.is_autocast_enabled(device):
+            raise PrivacyError(
+                "grad_sample_mode='ghost' under autocast: the clipped sum would be rounded below fp32 and one example could "
+                "move it by more than C. Use grad_sample_mode='hooks', or leave autocast."
+            )
+        self._graph = _MaskedGraph(self._params())
+        self._recording = self._graph.record()
+        self._recording.__enter__()
+
+    def _stop_recording(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            recording.__exit__()
+
+    def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> GhostLoss:
+        with self._graph.record():
+            per_sample = super().__call__(*args, shape=shape, **kwargs).loss_per_sample
+        if per_sample.dim() == 0:
+            raise bad(
+                "criterion",
+                self.criterion,
+                "returned a scalar where one loss an example is required",
+                "Honour reduction='none' in the criterion",
+            )
+        return GhostLoss(self, per_sample)
+
+    def backward(self, losses: Tensor) -> None:
+        """∇ Σ_i c_i ℓ_i with c_i = min(1, C/‖∇ℓ_i‖): the clipped sum, left in ``p.grad``."""
+        params = self._params()
+        clipping = self._clipping()
+        if not isinstance(clipping, FlatClipping):  # guarded by the engine; ghost norms know no layers
+            raise bad("clipping", clipping, "is not possible with grad_sample_mode='ghost'", "Use clipping='flat'")
+        if self._source.ready:
+            raise PrivacyError(
+                "A second backward before step(): every example would be clipped twice in one release. "
+                "Call step() after each backward, or use dpivon.BatchMemoryManager."
+            )
+        for p in params:
+            p.grad = None
+        if losses.numel() == 0:
+            clear_pass(self.module._module)
+            self._source.ready = True
+            return
+        for p in params:
+            p._norm_sample = None  # type: ignore[attr-defined]
+        reduced = losses.mean(dim=0) if self.loss_reduction == "mean" else losses.sum(dim=0)
+        reduced.backward(retain_graph=True)
+        factors = clipping.factors(_norms(params)).select(0, 0).to(losses.dtype)
+        for p in params:
+            p.grad = None
+        struck = factors == 0.0
+        self._graph.struck = struck if bool(struck.any()) else None
+        self.module.disable_hooks()
+        try:
+            (factors * losses.masked_fill(struck, 0.0)).sum().backward()
+        finally:
+            self.module.enable_hooks()
+        self._source.ready = True
+
+
+def _norms(params: Sequence[Tensor]) -> Tensor:
+    """Per-example norms, one row for each parameter that the pass used."""
+    norms = []
+    for p in params:
+        norm: Tensor | None = p._norm_sample  # type: ignore[attr-defined]
+        if norm is not None:
+            norms.append(norm.double())
+        elif p.grad is not None:
+            raise PrivacyError(
+                f"A parameter of shape {tuple(p.shape)} has a gradient but no per-example norm, so it cannot be clipped. "
+                "Use it only through its layer, or choose grad_sample_mode='functorch'."
+            )
+    return torch.stack(norms)
+
+
+class GhostLoss(DPTensorFastGradientClipping):  # type: ignore[misc]
+    """A vector of per-example losses with Opacus's arithmetic, whose ``backward`` leaves the clipped sum."""
+
+    def __init__(self, criterion: GhostCriterion, loss_per_sample: Tensor) -> None:
+        super().__init__(criterion.module, None, loss_per_sample, criterion.loss_reduction)
+        self._criterion = criterion
+
+    def _like(self, losses: Tensor) -> GhostLoss:
+        return GhostLoss(self._criterion, losses)
+
+    def __truediv__(self, other: Any) -> GhostLoss:
+        return self._like(self.loss_per_sample / other)
+
+    def __mul__(self, other: Any) -> GhostLoss:
+        return self._like(self.loss_per_sample * other)
+
+    def __add__(self, other: Any) -> GhostLoss:
+        return self._like(super().__add__(other).loss_per_sample)
+
+    def __sub__(self, other: Any) -> GhostLoss:
+        return self._like(super().__sub__(other).loss_per_sample)
+
+    def __rsub__(self, other: Any) -> GhostLoss:
+        return self._like(other - self.loss_per_sample)
+
+    def __neg__(self) -> GhostLoss:
+        return self._like(-self.loss_per_sample)
+
+    def backward(self) -> None:
+        self._criterion.backward(self.loss_per_sample)

@@ -1,0 +1,121 @@
+"""What must hold of model, optimizer and data before and while they are trained privately."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer as OpacusDPOptimizer
+from opacus.validators.module_validator import ModuleValidator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpivon.errors import PrivacyError, bad
+from dpivon.optim.ivon import IVON
+from dpivon.privacy.gradients.collect import tensors_in
+
+
+def check_model(module: nn.Module) -> None:
+    """A model whose per-example gradients mean something."""
+    if isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks"):
+        raise bad("module", type(module).__name__, "is already private", "Pass the plain module, and only once")
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise bad("module", type(module).__name__, "is not supported by this engine", "Pass the plain module")
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise bad("module", type(module).__name__, "has no trainable parameters", "Set requires_grad on some")
+    for name, p in trainable:
+        if p.dtype == torch.float16:
+            raise bad(
+                f"module.{name}",
+                p.dtype,
+                "sums of clipped gradients lose the guarantee in fp16",
+                "Use module.float() and, for speed, bf16 autocast",
+            )
+    devices = sorted({str(p.device) for _, p in trainable})
+    if len(devices) > 1:
+        raise bad("module", devices, "has parameters on several devices", "Move it with module.to(device)")
+    ModuleValidator.validate(module, strict=True)
+
+
+def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer of this model's parameters that learns only from what the boundary hands it."""
+    if isinstance(optimizer, OpacusDPOptimizer):
+        raise bad(
+            "optimizer",
+            type(optimizer).__name__,
+            "is already private",
+            "Pass the plain optimizer, and only once",
+        )
+    if hasattr(optimizer, "sampled_params") and not isinstance(optimizer, IVON):
+        raise bad(
+            "optimizer",
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+            "captures raw gradients on leaving sampled_params, before they are clipped and noised",
+            "Use dpivon.IVON",
+        )
+    names = {p: name for name, p in module.named_parameters()}
+    optimised = set(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    strangers = [p for p in optimised if p not in names]
+    if strangers:
+        raise bad(
+            "optimizer",
+            f"{len(strangers)} parameter(s), the first of shape {tuple(strangers[0].shape)}",
+            "Module parameters are different than optimizer Parameters",
+            "Make the optimizer from module.parameters(), after the module was fixed or moved",
+        )
+    left_out = [name for p, name in names.items() if p.requires_grad and p not in optimised]
+    if left_out:
+        raise bad(
+            "optimizer",
+            f"without {left_out[0]!r}",
+            f"{len(left_out)} trainable parameter(s) of the module are not in it",
+            "Add them, or freeze them with requires_grad_(False)",
+        )
+
+
+class ForwardWatch:
+    """Looks at every training forward: which batch it saw, and whether it changed a buffer.
+
+    Buffers are neither clipped nor noised, so a forward that writes to one (running statistics, counters) would carry
+    data around the mechanism.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.batch: list[Tensor] = []
+        self._buffers: dict[str, tuple[int, int]] = {}
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self.batch = tensors_in((args, kwargs))
+            self._buffers = self._versions()
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in self.module.named_buffers()}
+
+    def check_buffers(self) -> None:
+        after = self._versions()
+        changed = [name for name, version in self._buffers.items() if after.get(name) != version]
+        if changed:
+            raise PrivacyError(
+                f"Buffer {changed[0]!r} was changed by forward: it would carry private data around the mechanism. "
+                "Remove the running statistics, or compute them from public data and freeze them."
+            )
+        self._buffers = {}
+
+    def same_batch(self, earlier: list[Tensor]) -> bool:
+        """Whether the last forward saw bit for bit the same tensors as an earlier one."""
+        return len(earlier) == len(self.batch) and all(
+            a is b or _bits_equal(a, b) for a, b in zip(earlier, self.batch, strict=True)
+        )
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    # As bytes: a NaN equals itself here, or a bad record would show as an error.
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)

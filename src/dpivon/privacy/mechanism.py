@@ -1,0 +1,29 @@
+"""The release boundary itself: the sole place that adds privacy noise, and it charges before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from dpivon.privacy.noise import NoiseSource
+from dpivon.privacy.spec import NoiseSpec
+from dpivon.release import Release
+
+
+@torch.no_grad()
+def release(
+    clipped_sums: Mapping[Tensor, Tensor],
+    spec: NoiseSpec,
+    noise: NoiseSource,
+    charge: Callable[[NoiseSpec], None],
+) -> Release:
+    """g_dp = (Σ clipped gradients + N(0, σ²C² I)) / b, charged first.
+
+    If the process dies between the charge and the release, the budget has paid for something nobody saw; the other
+    order could show something nobody paid for.
+    """
+    charge(spec)
+    gradients = {p: (total + noise.normal(total, spec.noise_std)) / spec.divisor for p, total in clipped_sums.items()}
+    return Release(gradients=gradients, variance=spec.variance)

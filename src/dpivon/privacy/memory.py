@@ -1,0 +1,96 @@
+"""Large logical batches in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from dpivon.errors import check_whole
+from dpivon.privacy.optimizer import DPOptimizer
+
+
+class BatchMemoryManager:
+    """Splits every logical batch into micro-batches of at most ``max_physical_batch_size`` examples.
+
+    >>> with BatchMemoryManager(data_loader=loader, max_physical_batch_size=64, optimizer=optimizer) as micro_batches:
+    ...     for x, y in micro_batches:
+    ...         ...  # the ordinary loop; step() releases when the logical batch is complete
+
+    Use as Opacus's. Unlike it, each micro-batch carries its own flag, so that an error, a ``continue`` or a ``break``
+    never lets the rest of one logical batch run into the next: leaving drops the partial sum.
+    """
+
+    def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+        self.data_loader, self.optimizer = data_loader, optimizer
+        self.max_physical_batch_size = check_whole(
+            "max_physical_batch_size",
+            max_physical_batch_size,
+            "Use what fits in memory, such as 64",
+            at_least=1,
+        )
+
+    def __enter__(self) -> MicroBatches:
+        self.optimizer.abandon_virtual_batch()
+        return MicroBatches(self.data_loader, self.max_physical_batch_size, self.optimizer)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.optimizer.abandon_virtual_batch()
+
+
+class MicroBatches:
+    """An iterable of micro-batches that tells the optimizer which of them completes a logical batch."""
+
+    def __init__(self, data_loader: DataLoader[Any], size: int, optimizer: DPOptimizer) -> None:
+        self.size, self.optimizer = size, optimizer
+        self.dataset = data_loader.dataset
+        self._source = data_loader
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._source
+        split = _Split(source.batch_sampler, self.size)  # type: ignore[arg-type]
+        loader = DataLoader(
+            dataset=source.dataset,
+            batch_sampler=split,
+            num_workers=source.num_workers,
+            collate_fn=source.collate_fn,
+            pin_memory=source.pin_memory,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            generator=source.generator,
+            prefetch_factor=source.prefetch_factor,
+            persistent_workers=False,
+        )
+        for batch in loader:
+            first, last = split.flags.popleft()
+            self.optimizer.begin_micro_batch(first=first, last=last)
+            yield batch
+        self.optimizer.abandon_virtual_batch()
+
+    def __len__(self) -> int:
+        """How many micro-batches to expect in a pass."""
+        logical = self.optimizer.expected_batch_size
+        return math.ceil(len(self._source) * max(1.0, logical / self.size))
+
+
+class _Split(Sampler[list[int]]):
+    """Chunks of each logical batch, with (first, last) noted in the order in which they will be yielded."""
+
+    def __init__(self, sampler: Sampler[list[int]], size: int) -> None:
+        self.sampler, self.size = sampler, size
+        self.flags: deque[tuple[bool, bool]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.flags.clear()
+        for indices in self.sampler:
+            starts = range(0, len(indices), self.size) if indices else range(1)
+            for start in starts:
+                self.flags.append((start == 0, start + self.size >= len(indices)))
+                yield indices[start : start + self.size]

@@ -1,0 +1,352 @@
+"""DPOptimizer: clip, sum, release; then hand g_dp to any optimizer."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer as OpacusDPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpivon.errors import ArgumentError, PrivacyError
+from dpivon.optim.ivon import IVON
+from dpivon.posterior import Posterior
+from dpivon.privacy.clipping import Clipping
+from dpivon.privacy.gradients.base import GradientSource
+from dpivon.privacy.guards import ForwardWatch
+from dpivon.privacy.mechanism import release
+from dpivon.privacy.noise import NoiseSource, SecureNoise
+from dpivon.privacy.sampling import Draws
+from dpivon.privacy.spec import NoiseSpec
+from dpivon.release import Release
+
+
+class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
+    """An optimizer that learns from released gradients only. Made by ``dpivon.PrivacyEngine``.
+
+    It stands where Opacus's ``DPOptimizer`` stands and answers to the same names (``noise_multiplier``,
+    ``max_grad_norm``, ``expected_batch_size``, ``accumulated_iterations``, ``signal_skip_step``, step hooks), so
+    schedulers and memory managers work on it. After ``step()`` each ``p.grad`` is the released g_dp.
+    """
+
+    _step_supports_amp_scaling = True  # so that GradScaler announces itself, and can be refused
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        spec: NoiseSpec,
+        clipping: Clipping,
+        source: GradientSource,
+        noise: NoiseSource,
+        charge: Callable[[NoiseSpec], None],
+        module: nn.Module,
+        watch: ForwardWatch,
+        draws: Draws | None,
+        prefetches: bool = False,
+    ) -> None:
+        self.original_optimizer = optimizer
+        self._init_optimizer_protocol()
+        self._spec, self._clipping = spec, clipping
+        self.source, self.noise, self.charge = source, noise, charge
+        self.module, self.watch, self.draws = module, watch, draws
+        self._prefetches = prefetches
+        self.secure_mode = isinstance(noise, SecureNoise)
+        self.step_hooks: list[Callable[[DPOptimizer], None]] = []
+        self.last_release: Release | None = None
+        self._open_spec: NoiseSpec | None = None  # the spec of the logical batch that is being summed
+        self._micro_batch_is_last: bool | None = None
+        self._first_sample_batch: list[Tensor] = []
+        self._step_skip_queue: list[bool] = []
+        self._is_last_step_skipped = False
+        for p in self.params:
+            p.summed_grad = None
+        if isinstance(optimizer, IVON):
+            optimizer.bind_to_releases()
+        if draws is not None:
+            draws.listeners.append(weakref.ref(self))
+
+    def _init_optimizer_protocol(self) -> None:
+        """What ``torch.optim.Optimizer.__init__`` sets up besides state and groups, which belong to the inner optimizer."""
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_state_dict_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_state_dict_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._patch_step_function()
+
+    # ---- the spec, under Opacus's names
+
+    @property
+    def spec(self) -> NoiseSpec:
+        """What the next release will be. Immutable; the setters below replace it."""
+        return self._spec
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self._spec.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._spec = self._spec.replace(noise_multiplier=value)
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self._spec.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._spec = self._spec.replace(max_grad_norm=value)
+        self._clipping = self._clipping.rescaled(self._spec.max_grad_norm)
+
+    @property
+    def clipping(self) -> Clipping:
+        return self._clipping
+
+    @property
+    def expected_batch_size(self) -> float:
+        return self._spec.expected_batch_size
+
+    @property
+    def loss_reduction(self) -> str:
+        return self._spec.loss_reduction
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        generator: torch.Generator | None = getattr(self.noise, "generator", None)
+        return generator
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return self.source.batches(self.params)
+
+    # ---- sampling θ
+
+    @contextmanager
+    def sampled_params(self, train: bool = False) -> Iterator[None]:
+        """As :meth:`dpivon.IVON.sampled_params`. Gradients taken inside with ``train=True`` stay on this side of the
+        boundary until ``step()``; with ``mc_samples=K`` they are averaged per example before clipping."""
+        inner = self._variational()
+        if not train:
+            with inner.sampled_params():
+                yield
+            return
+        k = inner.mc_samples
+        if inner.samples_used >= k and not inner.inside_training_sample:
+            raise PrivacyError(
+                f"sampled_params(train=True) entered {inner.samples_used + 1} times in one step but mc_samples={k}: each "
+                "further pass would be clipped again. Make the optimizer with mc_samples set to the number of passes, and "
+                "call step() after them."
+            )
+        if k > 1:
+            self.source.begin_sample(self.params)
+        try:
+            with inner.sampled_params(train=True):
+                yield
+            if k > 1:
+                self._check_same_batch(first=inner.samples_used == 1)
+        except BaseException:
+            self._forget_pending_passes()
+            raise
+        self.source.end_of_sample(self.params, k)
+
+    def _check_same_batch(self, *, first: bool) -> None:
+        if first:
+            self._first_sample_batch = self.watch.batch
+        elif not self.watch.same_batch(self._first_sample_batch):
+            raise PrivacyError(
+                "The θ-samples of one step saw different batches: an example in two of them would be clipped twice. Use one "
+                "batch for all of a step's samples; for augmentations pass augmentations=M to make_private."
+            )
+
+    def _variational(self) -> IVON:
+        if not isinstance(self.original_optimizer, IVON):
+            name = type(self.original_optimizer).__name__
+            raise ArgumentError(f"optimizer={name}: has no posterior to sample from. Make it private with dpivon.IVON.")
+        return self.original_optimizer
+
+    def posterior(self) -> Posterior:
+        """The trained posterior, under the model's own names; a point of zero width for an ordinary optimizer."""
+        if isinstance(self.original_optimizer, IVON):
+            return self.original_optimizer.posterior(self.module)
+        return Posterior.point(self.module)
+
+    # ---- the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip and sum what backward left; unless more micro-batches follow, release it and update."""
+        if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
+            raise PrivacyError(
+                "GradScaler: gradients would be clipped while multiplied by its scale. Train in bf16 autocast without a scaler."
+            )
+        loss = None if closure is None else self._run(closure)
+        if self.pre_step():
+            if isinstance(self.original_optimizer, IVON):
+                self.original_optimizer.step(release=self.last_release)
+            else:
+                self.original_optimizer.step()
+        return loss
+
+    def _run(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            if not isinstance(self.original_optimizer, IVON):
+                return closure()
+            losses = []
+            for _ in range(self.original_optimizer.mc_samples):
+                with self.sampled_params(train=True):
+                    losses.append(closure())
+            return sum(losses[1:], start=losses[0]) / len(losses)
+
+    def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Everything before the inner optimizer's step. False while a logical batch is still incomplete."""
+        self._check_samples_complete()
+        self.watch.check_buffers()
+        if self._open_spec is not None and self._open_spec != self._spec:
+            raise PrivacyError(
+                "noise_multiplier or max_grad_norm changed in the middle of a logical batch: part of the sum was clipped to "
+                "another bound. Step schedulers between logical batches."
+            )
+        batches = self.accumulated_iterations
+        self._open_spec = self._spec
+        self.clip_and_accumulate()
+        self.source.forget_passes()
+        if self._check_skip_next_step():
+            self._is_last_step_skipped = True
+            if isinstance(self.original_optimizer, IVON):
+                self.original_optimizer.rewind_samples()
+            return False
+        self._release(self._spec.replace(accumulated=batches))
+        return True
+
+    def clip_and_accumulate(self) -> None:
+        sums = self.source.clipped_sums(self.params, self._clipping)
+        for p, total in zip(self.params, sums, strict=True):
+            if p.summed_grad is not None:
+                _check_processed_flag(p.summed_grad)
+            p.summed_grad = total if p.summed_grad is None else p.summed_grad + total
+
+    def _release(self, spec: NoiseSpec) -> None:
+        for p in self.params:
+            _check_processed_flag(p.summed_grad)
+        if self.draws is not None:
+            self.draws.redeem()
+        self.last_release = release({p: p.summed_grad for p in self.params}, spec, self.noise, self.charge)
+        self._open_spec = None
+        self._is_last_step_skipped = False
+        for p in self.params:
+            _mark_as_processed(p.summed_grad)
+            p.grad = self.last_release.gradients[p].view_as(p).to(p.dtype)
+        for hook in self.step_hooks:
+            hook(self)
+
+    def _check_samples_complete(self) -> None:
+        if not isinstance(self.original_optimizer, IVON):
+            return
+        used, k = self.original_optimizer.samples_used, self.original_optimizer.mc_samples
+        if 0 < used < k:
+            raise PrivacyError(
+                f"step() after {used} of mc_samples={k} passes: enter sampled_params(train=True) {k} times before step()."
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; the clipped sum of an unfinished logical batch, and its θ, stay."""
+        inner = self.original_optimizer
+        if isinstance(inner, IVON) and inner.samples_complete:
+            self.source.begin_sample(self.params)  # between two θ-samples of one step: keep what the first one gave
+        else:
+            self.source.clear(self.params)
+            if isinstance(inner, IVON) and not inner.inside_training_sample and not self._is_last_step_skipped:
+                inner.discard_samples()
+        if not self._is_last_step_skipped:
+            self._open_spec = None
+            for p in self.params:
+                p.summed_grad = None
+        inner.zero_grad(set_to_none)
+
+    # ---- logical batches made of micro-batches ------------------------------------------------------------------------
+
+    def begin_micro_batch(self, *, first: bool, last: bool) -> None:
+        """Announce the next micro-batch (``dpivon.BatchMemoryManager`` does)."""
+        if first:
+            self.abandon_virtual_batch()
+        self._micro_batch_is_last = last
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        if self.draws is not None and self._prefetches:
+            raise PrivacyError(
+                "Opacus's BatchMemoryManager with data-loader workers: its flags run ahead of the batches, and after an error "
+                "one example could enter a release twice. Use dpivon.BatchMemoryManager."
+            )
+        self._step_skip_queue.append(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        if self._micro_batch_is_last is not None:
+            return not self._micro_batch_is_last
+        return bool(super()._check_skip_next_step(pop_next))
+
+    def next_batch_drawn(self) -> None:
+        """The sampler drew a logical batch; unless it runs ahead, that is the one that comes next."""
+        if not self._prefetches:
+            self.abandon_virtual_batch()
+
+    def next_batch_delivered(self) -> None:
+        """The loader hands out a logical batch: whatever is still pending belongs to one that failed."""
+        self.abandon_virtual_batch()
+
+    def abandon_virtual_batch(self) -> None:
+        """Drop what is left of a logical batch that will not be completed. Nothing of it was released."""
+        self._micro_batch_is_last = None
+        self._step_skip_queue.clear()
+        self._forget_pending_passes()
+        if self._is_last_step_skipped:
+            self._is_last_step_skipped = False
+            self.zero_grad()
+
+    def _forget_pending_passes(self) -> None:
+        self.source.forget_passes()
+        if isinstance(self.original_optimizer, IVON) and self.original_optimizer.samples_used:
+            self.source.clear(self.params)
+            self.original_optimizer.rewind_samples()
+
+    # ---- the optimizer protocol
+
+    @property
+    def step_hook(self) -> Callable[[DPOptimizer], None] | None:
+        return self.step_hooks[-1] if self.step_hooks else None
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Call ``fn(optimizer)`` after every release. Hooks add up; accounting is not among them and cannot be displaced."""
+        self.step_hooks.append(fn)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise PrivacyError(
+            "add_param_group on a private optimizer: its clipping bound and noise cover the parameters it was made with. "
+            "Add the group before make_private."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DPOptimizer:
+        """A copy of model and optimizer state that shares the noise stream, the batches and the accountant."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        memo[id(self.charge)] = self.charge
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        new.charge = self.charge
+        for p in new.params:  # torch copies a parameter without its attributes
+            p.grad_sample, p.summed_grad, p._forward_counter = None, None, 0
+        if new.draws is not None:
+            new.draws.listeners.append(weakref.ref(new))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PrivacyError(
+            "pickle of a private optimizer: two processes would add the same noise and charge apart. "
+            "Save optimizer.state_dict() instead."
+        )

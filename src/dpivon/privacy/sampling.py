@@ -1,0 +1,249 @@
+"""Poisson sampling: every example enters every batch independently with probability q = b/N.
+
+Privacy amplification by subsampling is accounted for exactly this sampler, one fresh draw a release. Both halves are
+kept by construction: the loader draws so, and :class:`Draws` counts that no draw is released twice.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opacus.data_loader import DPDataLoader
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data._utils.collate import default_collate
+
+from dpivon.errors import PrivacyError, bad, check_number, check_whole
+from dpivon.privacy.noise import secure_uniform
+
+
+@dataclass
+class Draws:
+    """Batches drawn and batches released, and whom to tell that a new pass over the data begins."""
+
+    drawn: int = 0
+    released: int = 0
+    listeners: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
+        return self  # a copied optimizer still shares the one stream of batches
+
+    def begin_pass(self) -> None:
+        self.released = self.drawn  # batches drawn but never released are spent: they may not be released later
+        self._tell("abandon_virtual_batch")
+
+    def draw(self) -> None:
+        self.drawn += 1
+        self._tell("next_batch_drawn")
+
+    def deliver(self) -> None:
+        self._tell("next_batch_delivered")
+
+    def redeem(self) -> None:
+        """One draw is about to be released."""
+        if self.released >= self.drawn:
+            raise PrivacyError(
+                "step() twice on one Poisson batch: the second release would be charged as if its batch had been sampled "
+                "afresh. Take the next batch from the data loader that make_private returned before every step()."
+            )
+        self.released += 1
+
+    def _tell(self, event: str) -> None:
+        for ref in self.listeners:
+            listener = ref()
+            if listener is not None:
+                getattr(listener, event)()
+
+
+class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
+    """Index batches of size Binomial(n, q); ``steps`` of them make a pass."""
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        sample_rate: float,
+        steps: int,
+        generator: torch.Generator | None = None,
+        secure: bool = False,
+    ) -> None:
+        super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
+        self.secure = secure
+        self.draws = Draws()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.draws.begin_pass()
+        for _ in range(self.steps):
+            uniform = (
+                secure_uniform(self.num_samples)
+                if self.secure
+                else torch.rand(self.num_samples, generator=self.generator, dtype=torch.float64)
+            )
+            self.draws.draw()
+            yield (uniform < self.sample_rate).nonzero().flatten().tolist()
+
+
+class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
+    """A ``DataLoader`` that draws Poisson batches, the empty one included."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: PoissonSampler,
+        collate_fn: Any,
+        batch_first: bool,
+        **options: Any,
+    ):
+        self.sample_rate, self.distributed = sampler.sample_rate, False
+        self.draws = sampler.draws
+        DataLoader.__init__(
+            self,
+            dataset=dataset,
+            batch_sampler=sampler,
+            collate_fn=CollateWithEmpty(dataset, collate_fn or default_collate, 0 if batch_first else 1),
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.draws.deliver()
+            yield batch
+
+
+class CollateWithEmpty:
+    """The user's collate function; an empty batch gets the structure of a real one, with no rows."""
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], batch_dim: int) -> None:
+        self.dataset, self.collate_fn, self.batch_dim = dataset, collate_fn, batch_dim
+
+    def __call__(self, batch: list[Any]) -> Any:
+        if batch:
+            return self.collate_fn(batch)
+        return self._without_rows(self.collate_fn([self.dataset[0]]))  # its shape, none of its values
+
+    def _without_rows(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.narrow(self.batch_dim if value.dim() > self.batch_dim else 0, 0, 0)
+        if isinstance(value, Mapping):
+            return {k: self._without_rows(v) for k, v in value.items()}
+        if isinstance(value, tuple | list):
+            empty = [self._without_rows(v) for v in value]
+            return type(value)(*empty) if hasattr(value, "_fields") else type(value)(empty)
+        raise bad(
+            "data_loader",
+            type(value).__name__,
+            "an empty Poisson batch cannot be made of this type",
+            "Let collate_fn return tensors, or tuples, lists and dicts of them",
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The public constants of a loader: N, b and q = b/N."""
+
+    dataset_size: int
+    expected_batch_size: float
+
+    @property
+    def sample_rate(self) -> float:
+        return self.expected_batch_size / self.dataset_size
+
+    @property
+    def steps(self) -> int:
+        """Batches in one epoch, ⌈N/b⌉."""
+        return math.ceil(self.dataset_size / self.expected_batch_size)
+
+
+def declare(data_loader: DataLoader[Any], *, dataset_size: int | None, expected_batch_size: float | None) -> Sampling:
+    """N and b as declared, or as the loader states them. Neither is ever read off a batch."""
+    dataset = data_loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise bad(
+            "data_loader",
+            type(dataset).__name__,
+            "its dataset has no length, so examples cannot be sampled independently",
+            "Use a map-style dataset",
+        )
+    if len(dataset) == 0:
+        raise bad("data_loader", "an empty dataset", "there is nothing to train on", "Check the path or the filter")
+    n = (
+        len(dataset)
+        if dataset_size is None
+        else check_whole("dataset_size", dataset_size, "Use the public number of training examples", at_least=1)
+    )
+    b = expected_batch_size if expected_batch_size is not None else _stated_batch_size(data_loader)
+    b = check_number("expected_batch_size", b, "Use the public b = q·N", above=0.0)
+    if b > n:
+        raise bad("expected_batch_size", b, f"is larger than the dataset ({n} examples)", "Use b ≤ N")
+    return Sampling(n, b)
+
+
+def poisson_loader(
+    data_loader: DataLoader[Any],
+    sampling: Sampling,
+    *,
+    batch_first: bool,
+    generator: torch.Generator | None,
+    secure: bool,
+) -> PoissonDataLoader:
+    """The caller's loader with its batches drawn by Poisson sampling."""
+    _refuse_other_samplers(data_loader)
+    dataset = data_loader.dataset
+    sampler = PoissonSampler(
+        num_samples=len(dataset),  # type: ignore[arg-type]
+        sample_rate=sampling.sample_rate,
+        steps=sampling.steps,
+        generator=generator if generator is not None else data_loader.generator,
+        secure=secure,
+    )
+    return PoissonDataLoader(
+        dataset,
+        sampler,
+        data_loader.collate_fn,
+        batch_first,
+        num_workers=data_loader.num_workers,
+        pin_memory=data_loader.pin_memory,
+        timeout=data_loader.timeout,
+        worker_init_fn=data_loader.worker_init_fn,
+        multiprocessing_context=data_loader.multiprocessing_context,
+        generator=data_loader.generator,
+        prefetch_factor=data_loader.prefetch_factor,
+        persistent_workers=data_loader.persistent_workers,
+    )
+
+
+def _stated_batch_size(data_loader: DataLoader[Any]) -> float:
+    sampler = data_loader.batch_sampler
+    if isinstance(sampler, UniformWithReplacementSampler):
+        return float(sampler.sample_rate * sampler.num_samples)
+    stated = data_loader.batch_size or getattr(sampler, "batch_size", None)
+    if stated is None:
+        raise bad(
+            "expected_batch_size",
+            None,
+            f"the loader's {type(sampler).__name__} states no batch size",
+            "Declare expected_batch_size=b",
+        )
+    return float(stated)
+
+
+def _refuse_other_samplers(data_loader: DataLoader[Any]) -> None:
+    """A sampler that means something (weights, a subset) must not be replaced in silence."""
+    batch_sampler = data_loader.batch_sampler
+    if isinstance(batch_sampler, UniformWithReplacementSampler):
+        return
+    sampler = getattr(batch_sampler, "sampler", batch_sampler)
+    plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if not plain:
+        raise bad(
+            "data_loader",
+            type(sampler).__name__,
+            "this sampler would be replaced by Poisson sampling, which accounting assumes",
+            "Remove it (take a torch.utils.data.Subset for a subset), or pass poisson_sampling=False and accept ε = inf",
+        )

@@ -1,0 +1,51 @@
+"""A pytest plugin that runs Opacus's own tests against us.
+
+``opacus.PrivacyEngine`` becomes ours, and ``torch.optim.SGD`` a degenerate IVON that is exactly SGD: with N_ess = 1e30 the
+posterior has no width, with β₂ = 1 its curvature stays at one, with β₁ = 0 there is no momentum.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import opacus
+import opacus.privacy_engine
+import torch
+
+import dpivon
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import stub_torchvision  # noqa: E402
+
+stub_torchvision.install()
+
+hypothesis.settings.register_profile("conformance", max_examples=int(os.environ.get("CONFORMANCE_EXAMPLES", "4")))
+hypothesis.settings.load_profile("conformance")
+
+
+class DegenerateIVON(dpivon.IVON):
+    def __init__(self, params, lr=1e-3, momentum=0, weight_decay=0):
+        assert momentum == 0
+        assert weight_decay == 0
+        super().__init__(params, lr=lr, ess=1e30, hess_init=1.0, beta1=0.0, beta2=1.0, weight_decay=0.0, rescale_lr=False)
+
+
+opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = dpivon.PrivacyEngine
+torch.optim.SGD = DegenerateIVON
+
+
+def pytest_addoption(parser):
+    parser.addoption("--refused", default="", help="file of test ids that are refused on purpose, one a line")
+
+
+def pytest_collection_modifyitems(config, items):
+    path = config.getoption("--refused")
+    refused = {line.split("#")[0].strip() for line in Path(path).read_text().splitlines()} - {""} if path else set()
+    chosen = [item for item in items if item.nodeid.split("/")[-1] in refused]
+    if chosen:
+        config.hook.pytest_deselected(items=chosen)
+        items[:] = [item for item in items if item not in chosen]

@@ -1,0 +1,82 @@
+"""Noise for a budget: inside it, and not by much; and the plan of a whole run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dpivon.errors import ArgumentError, PrivacyWarning
+from dpivon.privacy.accounting import Budget, budget, epsilon, noise_multiplier
+
+
+@pytest.mark.parametrize("target", [0.01, 0.1, 1.0, 8.0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize(("q", "steps"), [(256 / 60000, 14062), (1.0, 1), (1.0, 10**6), (0.5, 100), (1e-4, 10)])
+def test_both_sides_of_the_target(target: float, q: float, steps: int) -> None:
+    sigma = noise_multiplier(target, 1e-5, q, steps)
+    assert epsilon([(sigma, q, steps)], 1e-5) <= target < epsilon([(0.99 * sigma, q, steps)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("accountant", "target"),
+    [("pld", 0.5), pytest.param("pld", 3.0, marks=pytest.mark.slow), ("prv", 0.5), ("prv", 3.0)],
+)
+def test_both_sides_with_tight_accountants(accountant: str, target: float) -> None:
+    sigma = noise_multiplier(target, 1e-5, 0.01, 500, accountant)
+    assert sigma < noise_multiplier(target, 1e-5, 0.01, 500)
+    below = epsilon([(0.99 * sigma, 0.01, 500)], 1e-5, accountant)
+    assert epsilon([(sigma, 0.01, 500)], 1e-5, accountant) <= target < below
+
+
+def test_opacus_orders() -> None:
+    sigma = noise_multiplier(0.5, 1e-5, 0.01, 500, orders="opacus")
+    assert epsilon([(sigma, 0.01, 500)], 1e-5, orders="opacus") <= 0.5
+
+
+def test_an_unreachable_target_names_the_smallest_one() -> None:
+    with pytest.raises(ArgumentError, match=r"target_epsilon=0.05.*smallest ε that can be shown being 0\.1"):
+        noise_multiplier(0.05, 1e-5, 0.01, 500, orders="opacus")
+    with pytest.raises(ArgumentError, match=r"target_epsilon=1e-05"):
+        noise_multiplier(1e-5, 1e-5, 0.01, 500)
+
+
+def test_only_the_result_warns_of_a_fallback() -> None:
+    with pytest.warns(PrivacyWarning, match="PRV") as caught:
+        sigma = noise_multiplier(5000.0, 1e-5, 0.01, 500, "prv")
+    assert len(caught) == 1
+    assert sigma == noise_multiplier(5000.0, 1e-5, 0.01, 500)
+
+
+def test_where_delta_covers_everything_any_noise_will_do() -> None:
+    assert noise_multiplier(1.0, 1e-5, 1e-7, 10, "pld") <= 5e-4
+
+
+def test_budget_of_a_noise_multiplier() -> None:
+    plan = budget(dataset_size=50000, batch_size=128, epochs=150, delta=1e-5, noise_multiplier=1.0, orders="opacus")
+    assert plan == Budget(plan.epsilon, 1e-5, 1.0, 128 / 50000, 58650, 50000, 128, "rdp")
+    assert plan.epsilon == pytest.approx(3.797, abs=6e-4)
+    for part in ("3.797", "1e-05", "58650", "128", "50000", "rdp"):
+        assert part in str(plan)
+    with pytest.raises(AttributeError):
+        plan.epsilon = 0.0  # type: ignore[misc]
+
+
+def test_budget_of_a_target() -> None:
+    plan = budget(dataset_size=1000, batch_size=64, steps=225, delta=1e-5, target_epsilon=3.0, accountant="pld")
+    assert plan.steps == 225
+    assert 2.9 < plan.epsilon <= 3.0
+    assert plan.epsilon == epsilon([(plan.noise_multiplier, 0.064, 225)], 1e-5, "pld")
+
+
+def test_a_partial_batch_is_a_step() -> None:
+    assert budget(dataset_size=1000, batch_size=300, epochs=2, delta=1e-5, noise_multiplier=1.0).steps == 8
+
+
+def test_budget_without_noise_or_without_steps() -> None:
+    assert budget(dataset_size=100, batch_size=10, steps=5, delta=1e-5, noise_multiplier=0).epsilon == math.inf
+    assert budget(dataset_size=100, batch_size=10, steps=0, delta=1e-5, noise_multiplier=1).epsilon == 0
+
+
+def test_a_delta_of_a_record_warns() -> None:
+    with pytest.warns(PrivacyWarning, match="delta=0.01"):
+        budget(dataset_size=100, batch_size=10, steps=5, delta=0.01, noise_multiplier=1.0)
