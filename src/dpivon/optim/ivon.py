@@ -18,7 +18,7 @@ from dpivon.optim.curvature import CurvatureEstimator, Evidence
 from dpivon.optim.ivon_rule import IVONState, debias_factor, ivon_update, std, variance
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
-from dpivon.posterior import Posterior
+from dpivon.posterior import Posterior, unwrap
 from dpivon.release import Release
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -162,7 +162,7 @@ class IVON(Optimizer):
 
     @torch.no_grad()
     def _perturb(self, params: list[Tensor], perturbation: Perturbation) -> None:
-        means = TensorList([self.state[p].get("mean", p) for p in params])
+        means = TensorList([self._mean(p) for p in params])
         (means + TensorList([perturbation[p] for p in params])).copy_to(params)
 
     # ---- the step
@@ -181,6 +181,8 @@ class IVON(Optimizer):
                 "Call step() on the optimizer that make_private returned."
             )
         loss = None if closure is None else self._run(closure)
+        if release is None and self._average is not None:
+            self._fold_gradients()  # the last of several θ-samples
         stepped = False
         for group in self.param_groups:
             params = [p for p in group["params"] if p.requires_grad and self._has_gradient(p, release)]
@@ -243,7 +245,6 @@ class IVON(Optimizer):
         dtypes = [h.dtype for h in hess]
         average, epsilons = self._average, self._samples.perturbations
         if release is None and average is not None:  # several θ-samples, averaged as they came
-            self._fold_gradients()
             g, g_squared, g_perturbation = (
                 TensorList([total[p] for p in params]) / average.count
                 for total in (average.g, average.g_squared, average.g_perturbation)
@@ -294,7 +295,9 @@ class IVON(Optimizer):
         folded = self._average.count if self._average is not None else 0
         if folded == self._samples.used:
             return
-        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        trained = [
+            (p, group) for group in self.param_groups for p in group["params"] if p.requires_grad and p.grad is not None
+        ]
         if any(getattr(p, "grad_sample", None) is not None for p, _ in trained):
             raise PrivacyError(
                 f"mc_samples={self.mc_samples}: per-example gradients are being collected but this IVON is not under "
@@ -318,7 +321,7 @@ class IVON(Optimizer):
     def _has_gradient(self, p: Tensor, release: Release | None) -> bool:
         if release is not None:
             return p in release.gradients
-        return p.grad is not None or (self._average is not None and p in self._average.g)
+        return p.grad is not None if self._average is None else p in self._average.g
 
     # ---- what the release boundary calls
 
@@ -381,7 +384,7 @@ class IVON(Optimizer):
     def _names(self, model: nn.Module | None) -> dict[Tensor, str]:
         params = [p for group in self.param_groups for p in group["params"]]
         if model is not None:
-            names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+            names: dict[Tensor, str] = {p: name for name, p in unwrap(model).named_parameters()}
             missing = [i for i, p in enumerate(params) if p.requires_grad and p not in names]
             if missing:
                 raise bad(
@@ -404,17 +407,19 @@ class IVON(Optimizer):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
+        dtype = torch.float32 if p.dtype in _LOW_PRECISION else p.dtype
         if not state:
-            dtype = torch.float32 if p.dtype in _LOW_PRECISION else p.dtype
             state["step"] = 0
             state["momentum"] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
             state["hess"] = torch.full_like(p, group["hess_init"], dtype=dtype, requires_grad=False)
-            if dtype != p.dtype:
-                state["mean"] = p.detach().to(dtype)
-        elif state["hess"].device != p.device:  # the model was moved after the optimizer was made
+        elif state["hess"].device != p.device or state["hess"].dtype != dtype:  # the model was moved or cast since
             for key in _STATE_KEYS:
                 if key in state:
-                    state[key] = state[key].to(p.device)
+                    state[key] = state[key].to(device=p.device, dtype=dtype)
+        if dtype == p.dtype:
+            state.pop("mean", None)
+        elif "mean" not in state:
+            state["mean"] = p.detach().to(dtype)
         return state
 
     def _mean(self, p: Tensor) -> Tensor:
@@ -457,6 +462,10 @@ class IVON(Optimizer):
         self.discard_samples()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._inside is not None:
+            raise DpivonError(
+                "copying or pickling inside sampled_params: the mean is not in place; do it after the block."
+            )
         own = ("mc_samples", "_curvature", "generator", "_private", "_in_closure", "_warned_unsampled")
         state = super().__getstate__() | {key: self.__dict__[key] for key in own}
         # A sample that is pending belongs to gradients that are not part of the copy.

@@ -36,7 +36,7 @@ class ThetaSamples:
 
     def withdraw(self) -> None:
         """Forget the use just made, after it failed; the sample itself stays for the retry."""
-        self.used -= 1
+        self.used = max(self.used - 1, 0)  # a new batch inside the block may have rewound already
 
     def clear(self) -> None:
         self.perturbations.clear()

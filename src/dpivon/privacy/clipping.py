@@ -3,6 +3,8 @@
     ḡ_i = g_i · min(1, C / (‖g_i‖₂ + ε_num)),    S = Σ_i ḡ_i
 
 Norms and sums are taken in fp32 or better, since a sum rounded to bf16 moves by more than C when one example leaves.
+Even in fp32 a sum of b clipped gradients is rounded by up to about b·2⁻²⁴·C, so examples are clipped to C·(1 − margin), where
+the margin covers that (:func:`rounding_margin`); the sensitivity that noise is calibrated to stays C.
 An example whose gradient is not finite contributes zero, so that S(D) and S(D ∖ {x}) differ by at most C for every x.
 """
 
@@ -18,6 +20,12 @@ from torch import Tensor
 from dpivon.errors import bad, check_number
 
 EPS_NUM = 1e-6
+_BLOCK = 256  # coordinates whose squares are added in fp32; a row of 10⁷ added so would be wrong by up to a percent
+
+
+def rounding_margin(expected_batch_size: float) -> float:
+    """What an fp32 sum of b clipped gradients may be off by, relative to C. Public: it depends on the expected batch."""
+    return min(0.5, expected_batch_size * 2.0**-23)
 
 
 class Clipping(Protocol):
@@ -36,13 +44,14 @@ class FlatClipping:
     """One bound C on the norm over all parameters (the paper's)."""
 
     sensitivity: float
+    margin: float = 0.0
 
     def factors(self, norms: Tensor) -> Tensor:
         total = torch.linalg.vector_norm(norms, dim=0, keepdim=True)
-        return _factor(total, self.sensitivity).expand_as(norms)
+        return _factor(total, self.sensitivity * (1.0 - self.margin)).expand_as(norms)
 
     def rescaled(self, sensitivity: float) -> FlatClipping:
-        return FlatClipping(sensitivity)
+        return FlatClipping(sensitivity, self.margin)
 
 
 @dataclass(frozen=True)
@@ -50,29 +59,32 @@ class PerLayerClipping:
     """A bound C_l for every parameter tensor; the sensitivity is (Σ C_l²)^½, and the noise is calibrated to that."""
 
     bounds: tuple[float, ...]
+    margin: float = 0.0
 
     @property
     def sensitivity(self) -> float:
         return float(torch.tensor(self.bounds, dtype=torch.float64).norm())
 
     def factors(self, norms: Tensor) -> Tensor:
-        bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1)
+        bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1) * (1.0 - self.margin)
         # An example that is bad in one tensor is dropped everywhere: half an example is no example.
         usable = torch.isfinite(norms).all(dim=0, keepdim=True)
         return torch.where(usable, _factor(norms, bounds), torch.zeros_like(norms))
 
     def rescaled(self, sensitivity: float) -> PerLayerClipping:
         scale = sensitivity / self.sensitivity
-        return PerLayerClipping(tuple(scale * bound for bound in self.bounds))
+        return PerLayerClipping(tuple(scale * bound for bound in self.bounds), self.margin)
 
 
-def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], parameters: int) -> Clipping:
+def make_clipping(
+    clipping: str, max_grad_norm: float | Sequence[float], parameters: int, margin: float = 0.0
+) -> Clipping:
     """The clipping named, with its bound or bounds."""
     if clipping == "flat":
         if isinstance(max_grad_norm, Sequence):
             raise bad("max_grad_norm", max_grad_norm, "is a list but clipping='flat'", "Give one bound, such as 1.0")
         norm = check_number("max_grad_norm", max_grad_norm, "Use a finite bound such as 1.0", above=0.0)
-        return FlatClipping(norm)
+        return FlatClipping(norm, margin)
     if clipping == "per_layer":
         if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != parameters:
             raise bad(
@@ -82,7 +94,7 @@ def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], paramet
                 f"Give a list of {parameters} bounds, one for each trainable parameter",
             )
         fix = "Use a finite bound such as 1.0 for every parameter"
-        return PerLayerClipping(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm))
+        return PerLayerClipping(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm), margin)
     if clipping == "adaptive":
         raise bad(
             "clipping",
@@ -97,7 +109,7 @@ def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], paramet
 def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
     """Σ_i ḡ_i for every parameter, from per-example gradients of shape (B, *parameter)."""
     rows = [_at_least_fp32(g.flatten(1)) for g in grad_samples]
-    norms = torch.stack([torch.linalg.vector_norm(g, dim=1).to(rows[0].device) for g in rows])
+    norms = torch.stack([_norm(g).to(rows[0].device) for g in rows])
     factors = clipping.factors(norms)
     bad_examples = (factors == 0.0).any(dim=0) if factors.numel() else factors.new_zeros(0, dtype=torch.bool)
     if bad_examples.any():  # 0 · NaN is NaN: take the rows out before anything multiplies them
@@ -108,10 +120,21 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
     ]
 
 
+def _norm(g: Tensor) -> Tensor:
+    """‖g_i‖ for every row: squares added in fp32 over short blocks, the blocks in double."""
+    whole = g.shape[1] - g.shape[1] % _BLOCK
+    blocks = (
+        torch.linalg.vector_norm(g[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2) if whole else g.new_zeros(len(g), 1)
+    )
+    rest = torch.linalg.vector_norm(g[:, whole:], dim=1)
+    return torch.hypot(torch.linalg.vector_norm(blocks.double(), dim=1), rest.double())
+
+
 def _factor(norm: Tensor, bound: float | Tensor) -> Tensor:
-    """min(1, C / (‖g‖ + ε_num)), and 0 where the norm is not finite."""
+    """min(1, C / (‖g‖ + ε_num)); 0 where the norm is not finite, or so large that the factor would lose its digits in fp32."""
     factor = (bound / (norm + EPS_NUM)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norm), factor, torch.zeros_like(factor))
+    usable = torch.isfinite(norm) & (factor >= torch.finfo(torch.float32).tiny)
+    return torch.where(usable, factor, torch.zeros_like(factor))
 
 
 def _at_least_fp32(g: Tensor) -> Tensor:

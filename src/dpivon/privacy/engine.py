@@ -17,11 +17,9 @@ from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
-from dpivon.privacy.clipping import make_clipping
-from dpivon.privacy.gradients.base import GradientSource
-from dpivon.privacy.gradients.collect import Collector, GhostHooks, GhostModule, collect
-from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients
-from dpivon.privacy.gradients.per_example import PerExampleGradients
+from dpivon.privacy.clipping import make_clipping, rounding_margin
+from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients, check_criterion
+from dpivon.privacy.gradients.modes import attach, choose
 from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
@@ -102,16 +100,17 @@ class PrivacyEngine:
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
         """
-        check_model(module)
+        mode = choose(module, grad_sample_mode)
+        check_model(module, mode)
         check_optimizer(module, optimizer)
         if rand_on_empty:
             raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
         if noise_generator is not None and self.secure_mode:
             raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
         sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
-        self._remember_dataset(data_loader.dataset, sampling.dataset_size)
         trainable = [p for p in module.parameters() if p.requires_grad]
-        clip = make_clipping(clipping, max_grad_norm, len(trainable))
+        margin = rounding_margin(sampling.expected_batch_size)
+        clip = make_clipping(clipping, max_grad_norm, len(trainable), margin)
         spec = NoiseSpec(
             noise_multiplier=noise_multiplier,
             max_grad_norm=clip.sensitivity,
@@ -121,24 +120,33 @@ class PrivacyEngine:
             poisson=poisson_sampling,
         )
         augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
-        self._check_mode(grad_sample_mode, clipping, optimizer, trainable, augmentations)
+        self._check_mode(mode, clipping, optimizer, trainable, augmentations)
+        if mode == "ghost":
+            check_criterion(criterion, loss_reduction)
         loader: DataLoader[Any] = data_loader
         if poisson_sampling:
             loader = poisson_loader(
                 data_loader, sampling, batch_first=batch_first, generator=None, secure=self.secure_mode
             )
-        collector = collect(
-            module,
-            grad_sample_mode,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            wrap_model=wrap_model,
-        )
-        collector.dummy_rows = augmentations
+        try:
+            collector, source = attach(
+                module,
+                mode,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                wrap_model=wrap_model,
+                samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
+                augmentations=augmentations,
+            )
+        except NotImplementedError as error:
+            raise bad(
+                "module",
+                type(module).__name__,
+                f"has a layer that cannot be trained privately ({error})",
+                "Replace or freeze the layer",
+            ) from error
         if poisson_sampling:
             collector.forbid_grad_accumulation()
-        ghost = isinstance(collector, GhostModule | GhostHooks)
-        source: GradientSource = GhostGradients(module) if ghost else PerExampleGradients(module, augmentations)
         noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
         dp_optimizer = DPOptimizer(
             optimizer,
@@ -152,6 +160,7 @@ class PrivacyEngine:
             draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
             prefetches=data_loader.num_workers > 0,
         )
+        self._remember_dataset(data_loader.dataset, sampling.dataset_size)
         if spec.unaccounted:
             warnings.warn(
                 f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
@@ -195,6 +204,8 @@ class PrivacyEngine:
             )
         epochs = check_whole("epochs", epochs, "Use the number of passes you will train", at_least=1)
         target_epsilon = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
+        fix = "Use a probability well below 1/N"
+        target_delta = check_number("target_delta", target_delta, fix, above=0.0, below=1.0)
         sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
         steps = epochs * sampling.steps
         sigma = calibrate(
@@ -233,6 +244,11 @@ class PrivacyEngine:
 
     def _charge(self, spec: NoiseSpec) -> None:
         """Charge one release, before it happens; refuse the one that would pass the budget."""
+        if spec.unaccounted and self._limit is not None:
+            raise PrivacyError(
+                f"target_epsilon={self._limit.epsilon!r}: a release with {spec.unaccounted} would spend ε = inf, so nothing "
+                "was released. Use make_private to train without a guarantee."
+            )
         if spec.unaccounted:
             self.accountant.record_unaccounted(spec.unaccounted)
             return
@@ -297,8 +313,14 @@ class PrivacyEngine:
             "grad_clip_scheduler": grad_clip_scheduler,
         }
         checkpoint: dict[str, Any] = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
+        saved = checkpoint["privacy_accountant_state_dict"]
+        if sum(row[2] for row in saved["history"]) < len(self.accountant):
+            raise PrivacyError(
+                f"path={str(path)!r}: holds fewer releases than the {len(self.accountant)} that this engine has charged, "
+                "which cannot be taken back. Load it before training, into a new PrivacyEngine."
+            )
         module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
-        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+        self.accountant.load_state_dict(saved)
         for name, part in parts.items():
             state = checkpoint.pop(f"{name}_state_dict", None)
             if part is not None and state:
@@ -335,7 +357,7 @@ class PrivacyEngine:
 
     def _ghost_criterion(
         self,
-        collector: Collector,
+        collector: Any,
         source: GhostGradients,
         optimizer: DPOptimizer,
         criterion: Any,

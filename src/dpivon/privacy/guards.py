@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer as OpacusDPOptimizer
+from opacus.validators.errors import UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpivon.errors import PrivacyError, bad
+from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.gradients.collect import tensors_in
 
 
-def check_model(module: nn.Module) -> None:
+def check_model(module: nn.Module, grad_sample_mode: str) -> None:
     """A model whose per-example gradients mean something."""
     if isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks"):
         raise bad("module", type(module).__name__, "is already private", "Pass the plain module, and only once")
@@ -37,7 +38,22 @@ def check_model(module: nn.Module) -> None:
     devices = sorted({str(p.device) for _, p in trainable})
     if len(devices) > 1:
         raise bad("module", devices, "has parameters on several devices", "Move it with module.to(device)")
-    ModuleValidator.validate(module, strict=True)
+    for name, layer in module.named_modules():
+        mixes = layer.training or not getattr(layer, "track_running_stats", True)
+        # Opacus looks at trainable layers only, and would let one with affine=False pass.
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and mixes:
+            raise UnsupportedModelError(
+                f"module.{name}={type(layer).__name__}: normalises over the batch, so one example changes all gradients. "
+                "Use GroupNorm; PrivacyEngine.get_compatible_module(module) replaces it."
+            )
+    problems = ModuleValidator.validate(module, strict=False)
+    if grad_sample_mode == "bookkeeping":  # it has a rule for the attention that Opacus asks to be replaced
+        problems = [p for p in problems if "nn.MultiheadAttention" not in str(p)]
+    if problems:
+        raise UnsupportedModelError(
+            f"module={type(module).__name__}: {str(problems[0]).rstrip('. ')}. "
+            "PrivacyEngine.get_compatible_module(module) replaces what can be replaced."
+        )
 
 
 def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
@@ -76,36 +92,51 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-class ForwardWatch:
-    """Looks at every training forward: which batch it saw, and whether it changed a buffer.
+class UnsupportedModelError(ArgumentError, UnsupportedModuleError):  # type: ignore[misc]
+    """A model that cannot be trained privately; also Opacus's error of that meaning."""
 
-    Buffers are neither clipped nor noised, so a forward that writes to one (running statistics, counters) would carry
-    data around the mechanism.
+
+class ForwardWatch:
+    """Looks at every training forward: which batch it saw, and whether it changed a buffer or a frozen parameter.
+
+    These are neither clipped nor noised, so a forward that writes to one (running statistics, counters) would carry
+    data around the mechanism. Writes through ``.data`` leave no trace in torch, so the first forward compares values as well.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.batch: list[Tensor] = []
-        self._buffers: dict[str, tuple[int, int]] = {}
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._before_forward: dict[str, tuple[Tensor, int, Tensor | None]] = {}
+        self._first = True
+        self._changed: list[str] = []
         module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after, always_call=True)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if not module.training:
+            return
+        if torch.is_grad_enabled():
             self.batch = tensors_in((args, kwargs))
-            self._buffers = self._versions()
+        buffers = {name: (b, b._version, b.clone() if self._first else None) for name, b in module.named_buffers()}
+        frozen = {name: (p, p._version, None) for name, p in self._frozen.items()}
+        self._before_forward, self._first = buffers | frozen, False
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self.module.named_buffers()}
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        now = dict(module.named_buffers()) | self._frozen
+        for name, (tensor, version, value) in self._before_forward.items():
+            same = now.get(name) is tensor and tensor._version == version
+            if not same or (value is not None and not _bits_equal(value, tensor)):
+                self._changed.append(name)
+        self._before_forward = {}
 
     def check_buffers(self) -> None:
-        after = self._versions()
-        changed = [name for name, version in self._buffers.items() if after.get(name) != version]
+        changed, self._changed = self._changed, []
         if changed:
             raise PrivacyError(
                 f"Buffer {changed[0]!r} was changed by forward: it would carry private data around the mechanism. "
                 "Remove the running statistics, or compute them from public data and freeze them."
             )
-        self._buffers = {}
 
     def same_batch(self, earlier: list[Tensor]) -> bool:
         """Whether the last forward saw bit for bit the same tensors as an earlier one."""

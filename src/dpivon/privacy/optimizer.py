@@ -63,13 +63,13 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self.last_release: Release | None = None
         self._open_spec: NoiseSpec | None = None  # the spec of the logical batch that is being summed
         self._micro_batch_is_last: bool | None = None
+        self._micro_batch_is_summed = False
         self._first_sample_batch: list[Tensor] = []
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
         for p in self.params:
             p.summed_grad = None
-        if isinstance(optimizer, IVON):
-            optimizer.bind_to_releases()
+        self._bind_inner()
         if draws is not None:
             draws.listeners.append(weakref.ref(self))
 
@@ -82,6 +82,13 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self._optimizer_load_state_dict_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_load_state_dict_post_hooks: OrderedDict[int, Any] = OrderedDict()
         self._patch_step_function()
+
+    def _bind_inner(self) -> None:
+        """The inner optimizer may step from here only: elsewhere ``p.grad`` is raw."""
+        if isinstance(self.original_optimizer, IVON):
+            self.original_optimizer.bind_to_releases()
+        elif hasattr(self.original_optimizer, "_optimizer_step_pre_hooks"):
+            self.original_optimizer.register_step_pre_hook(_refuse_unreleased_step)
 
     # ---- the spec, under Opacus's names
 
@@ -192,7 +199,11 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             if isinstance(self.original_optimizer, IVON):
                 self.original_optimizer.step(release=self.last_release)
             else:
-                self.original_optimizer.step()
+                self.original_optimizer._stepping_on_release = True  # type: ignore[attr-defined]
+                try:
+                    self.original_optimizer.step()
+                finally:
+                    self.original_optimizer._stepping_on_release = False  # type: ignore[attr-defined]
         return loss
 
     def _run(self, closure: Callable[[], Any]) -> Any:
@@ -214,24 +225,31 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                 "noise_multiplier or max_grad_norm changed in the middle of a logical batch: part of the sum was clipped to "
                 "another bound. Step schedulers between logical batches."
             )
-        batches = self.accumulated_iterations
+        self._check_micro_batch_is_new()
+        spec = self._spec.replace(accumulated=self.accumulated_iterations)
         self._open_spec = self._spec
         self.clip_and_accumulate()
+        self._micro_batch_is_summed = True
         self.source.forget_passes()
         if self._check_skip_next_step():
             self._is_last_step_skipped = True
             if isinstance(self.original_optimizer, IVON):
                 self.original_optimizer.rewind_samples()
             return False
-        self._release(self._spec.replace(accumulated=batches))
+        self._release(spec)
         return True
 
     def clip_and_accumulate(self) -> None:
-        sums = self.source.clipped_sums(self.params, self._clipping)
-        for p, total in zip(self.params, sums, strict=True):
+        # Without autocast, which would take the sum in bf16 if the caller's step() is inside one.
+        with torch.autocast(self.params[0].device.type, enabled=False):
+            sums = self.source.clipped_sums(self.params, self._clipping)
+        for p in self.params:
             if p.summed_grad is not None:
                 _check_processed_flag(p.summed_grad)
-            p.summed_grad = total if p.summed_grad is None else p.summed_grad + total
+        # All or nothing: after an error half-way, a retry would count the batch twice in some of the parameters.
+        new = [s if p.summed_grad is None else p.summed_grad + s for p, s in zip(self.params, sums, strict=True)]
+        for p, total in zip(self.params, new, strict=True):
+            p.summed_grad = total
 
     def _release(self, spec: NoiseSpec) -> None:
         for p in self.params:
@@ -241,11 +259,26 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self.last_release = release({p: p.summed_grad for p in self.params}, spec, self.noise, self.charge)
         self._open_spec = None
         self._is_last_step_skipped = False
+        for group in self.original_optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None  # also of a parameter that was frozen after backward
         for p in self.params:
             _mark_as_processed(p.summed_grad)
             p.grad = self.last_release.gradients[p].view_as(p).to(p.dtype)
         for hook in self.step_hooks:
             hook(self)
+
+    def _check_micro_batch_is_new(self) -> None:
+        announced = bool(self._step_skip_queue)
+        if self._micro_batch_is_last is not None:
+            repeated = self._micro_batch_is_summed
+        else:
+            repeated = self.draws is not None and self._is_last_step_skipped and not announced
+        if repeated:
+            raise PrivacyError(
+                "step() twice on one micro-batch: its examples would be clipped twice in one release. Take the next "
+                "micro-batch from the BatchMemoryManager before every step()."
+            )
 
     def _check_samples_complete(self) -> None:
         if not isinstance(self.original_optimizer, IVON):
@@ -277,7 +310,9 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         """Announce the next micro-batch (``dpivon.BatchMemoryManager`` does)."""
         if first:
             self.abandon_virtual_batch()
-        self._micro_batch_is_last = last
+            if self.draws is not None:
+                self.draws.redeemable = True
+        self._micro_batch_is_last, self._micro_batch_is_summed = last, False
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         if self.draws is not None and self._prefetches:
@@ -306,7 +341,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self._micro_batch_is_last = None
         self._step_skip_queue.clear()
         self._forget_pending_passes()
-        if self._is_last_step_skipped:
+        if self._is_last_step_skipped or self._open_spec is not None:  # the latter after a release that failed
             self._is_last_step_skipped = False
             self.zero_grad()
 
@@ -337,8 +372,11 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         new = object.__new__(type(self))
         memo[id(self)] = new
         memo[id(self.charge)] = self.charge
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        # Not `step`, which a learning-rate scheduler may have replaced by one bound to the original.
+        own = {key: value for key, value in self.__dict__.items() if key != "step"}
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in own.items()})
         new.charge = self.charge
+        new._bind_inner()
         for p in new.params:  # torch copies a parameter without its attributes
             p.grad_sample, p.summed_grad, p._forward_counter = None, None, 0
         if new.draws is not None:
@@ -349,4 +387,12 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         raise PrivacyError(
             "pickle of a private optimizer: two processes would add the same noise and charge apart. "
             "Save optimizer.state_dict() instead."
+        )
+
+
+def _refuse_unreleased_step(inner: Optimizer, args: Any, kwargs: Any) -> None:
+    if not getattr(inner, "_stepping_on_release", False):
+        raise PrivacyError(
+            f"step() on the inner {type(inner).__name__}: p.grad holds raw gradients. Call step() on the optimizer that "
+            "make_private returned."
         )

@@ -25,34 +25,37 @@ from dpivon.privacy.noise import secure_uniform
 
 @dataclass
 class Draws:
-    """Batches drawn and batches released, and whom to tell that a new pass over the data begins."""
+    """Whether the batch last handed out may still be released, and whom to tell that a new one comes.
 
-    drawn: int = 0
-    released: int = 0
+    A batch is released at most once, and never after the next one was handed out: credit for a skipped batch must not pay
+    for a second release of another.
+    """
+
+    redeemable: bool = False
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
         return self  # a copied optimizer still shares the one stream of batches
 
     def begin_pass(self) -> None:
-        self.released = self.drawn  # batches drawn but never released are spent: they may not be released later
         self._tell("abandon_virtual_batch")
 
     def draw(self) -> None:
-        self.drawn += 1
+        self.redeemable = True
         self._tell("next_batch_drawn")
 
     def deliver(self) -> None:
+        self.redeemable = True
         self._tell("next_batch_delivered")
 
     def redeem(self) -> None:
-        """One draw is about to be released."""
-        if self.released >= self.drawn:
+        """The batch last handed out is about to be released."""
+        if not self.redeemable:
             raise PrivacyError(
                 "step() twice on one Poisson batch: the second release would be charged as if its batch had been sampled "
                 "afresh. Take the next batch from the data loader that make_private returned before every step()."
             )
-        self.released += 1
+        self.redeemable = False
 
     def _tell(self, event: str) -> None:
         for ref in self.listeners:

@@ -11,7 +11,7 @@ from typing import Any
 from opacus.accountants import IAccountant
 
 from dpivon.errors import PrivacyWarning, bad, check_choice, check_number, check_whole
-from dpivon.privacy.accounting import pld, prv, rdp
+from dpivon.privacy.accounting import rdp
 from dpivon.privacy.accounting.history import History, append, check_entry, check_history
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
@@ -41,8 +41,12 @@ def epsilon(history: History, delta: float, accountant: str = "rdp", orders: Ord
     """
     name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
     if name == "pld":
+        from dpivon.privacy.accounting import pld  # here, since training itself needs no dp-accounting
+
         return pld.epsilon(history, probability)
     if name == "prv":
+        from dpivon.privacy.accounting import prv
+
         return prv.epsilon(history, probability)
     return rdp.epsilon(history, probability, alphas)
 

@@ -58,7 +58,7 @@ class _EmptyBatch:
         return _map(lambda t: t.narrow(dim, 0, 0) if t.dim() > dim else t, output)
 
 
-class _EmptyBatchInForward(_EmptyBatch):
+class EmptyBatchInForward(_EmptyBatch):
     """For a wrapping module: around its own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class _EmptyBatchInForward(_EmptyBatch):
         return self._cut(super().forward(*filled[0], **filled[1]))  # type: ignore[misc]
 
 
-class _EmptyBatchInHooks(_EmptyBatch):
+class EmptyBatchInHooks(_EmptyBatch):
     """For a model that is not wrapped: in forward hooks on it.
 
     A model that is itself a single layer is left alone: its own backward hook would see the output after it was cut.
@@ -78,8 +78,12 @@ class _EmptyBatchInHooks(_EmptyBatch):
 
     def __init__(self, m: nn.Module, **options: Any) -> None:
         super().__init__(m, **options)  # type: ignore[call-arg]
+        self.attach(m)
+
+    def attach(self, m: nn.Module) -> None:
         if not has_trainable_params(m):
-            m.register_forward_pre_hook(self._before, with_kwargs=True)
+            # First of all: whoever counts rows must count those of the filled batch.
+            m.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             m.register_forward_hook(self._after)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -104,26 +108,26 @@ class _DoubleNorms:
         return {layer: _in_double(sampler) for layer, sampler in samplers.items()}
 
 
-class HooksModule(_EmptyBatchInForward, _ContiguousCapture, GradSampleModule):  # type: ignore[misc]
+class HooksModule(EmptyBatchInForward, _ContiguousCapture, GradSampleModule):  # type: ignore[misc]
     """Modes ``"hooks"`` and ``"functorch"``."""
 
 
-class ExpandedWeightsModule(_EmptyBatchInForward, GradSampleModuleExpandedWeights):  # type: ignore[misc]
+class ExpandedWeightsModule(EmptyBatchInForward, GradSampleModuleExpandedWeights):  # type: ignore[misc]
     """Mode ``"ew"``."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(x.contiguous(), *args, **kwargs)
 
 
-class GhostModule(_EmptyBatchInForward, _DoubleNorms, _ContiguousCapture, GradSampleModuleFastGradientClipping):  # type: ignore[misc]
+class GhostModule(EmptyBatchInForward, _DoubleNorms, _ContiguousCapture, GradSampleModuleFastGradientClipping):  # type: ignore[misc]
     """Mode ``"ghost"``."""
 
 
-class Hooks(_EmptyBatchInHooks, _ContiguousCapture, GradSampleHooks):  # type: ignore[misc]
+class Hooks(EmptyBatchInHooks, _ContiguousCapture, GradSampleHooks):  # type: ignore[misc]
     """Modes ``"hooks"`` and ``"functorch"`` on a model that is not to be wrapped."""
 
 
-class GhostHooks(_EmptyBatchInHooks, _DoubleNorms, _ContiguousCapture, GradSampleHooksFastGradientClipping):  # type: ignore[misc]
+class GhostHooks(EmptyBatchInHooks, _DoubleNorms, _ContiguousCapture, GradSampleHooksFastGradientClipping):  # type: ignore[misc]
     """Mode ``"ghost"`` on a model that is not to be wrapped."""
 
 

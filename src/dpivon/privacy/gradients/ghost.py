@@ -7,7 +7,9 @@ non-finite gradient is taken out of the second pass instead of turning every par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ class GhostGradients:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.ready = False
+        self._written: dict[Tensor, tuple[Tensor | None, int]] = {}
+
+    def written(self, params: Sequence[Tensor]) -> None:
+        """The clipped sum is in ``p.grad``. Whatever touches it from now on has not been clipped."""
+        self._written = {p: (p.grad, 0 if p.grad is None else p.grad._version) for p in params}
+        self.ready = True
 
     def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
         if not self.ready:
@@ -33,6 +41,13 @@ class GhostGradients:
                 "and call loss.backward() once before step()."
             )
         self.ready = False
+        for p in params:
+            grad, version = self._written.get(p, (None, 0))
+            if p.grad is not grad or (grad is not None and grad._version != version):
+                raise PrivacyError(
+                    f"The gradient of a parameter of shape {tuple(p.shape)} changed after the ghost-clipped backward: a second "
+                    "loss would be released without clipping. Add the losses of make_private's criterion instead."
+                )
         return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in params]
 
     def end_of_sample(self, params: Sequence[Tensor], samples: int) -> None:
@@ -55,7 +70,7 @@ class _MaskedGraph:
     """Saved tensors of a forward pass, from which examples can be struck out before a second backward.
 
     Once an example's loss is dropped its gradient rows are zero, but zero times a saved NaN is NaN; so its saved rows are
-    zeroed too. Weights are shared by all examples and stay as they are.
+    replaced too, by ½: 0/0 would be NaN again. Weights are shared by all examples and stay as they are.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -78,8 +93,63 @@ class _MaskedGraph:
         if self.struck is None or not t.is_floating_point() or t.untyped_storage().data_ptr() in self._weights:
             return t
         if t.dim() and len(t) == len(self.struck):
-            return t.masked_fill(self.struck.view(-1, *[1] * (t.dim() - 1)), 0.0)
-        return torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0)
+            return t.masked_fill(self.struck.view(-1, *[1] * (t.dim() - 1)), 0.5)
+        return torch.nan_to_num(t, nan=0.5, posinf=0.5, neginf=0.5)
+
+
+class _LayerUses:
+    """When each parameter was used by its own layer, in autograd's sequence numbers.
+
+    Norms are known for these uses only. A parameter used elsewhere (an l2 penalty, a tied ``F.linear``) would bring an
+    unclipped gradient into the second backward.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._spans: dict[Tensor, list[tuple[int, int]]] = defaultdict(list)
+        self._entered: list[int] = []
+        for layer in layers:
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, layer: nn.Module, args: Any) -> None:
+        self._entered.append(_sequence_number())
+
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        span = (self._entered.pop(), _sequence_number())
+        for p in layer.parameters():
+            self._spans[p].append(span)
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+    def check(self, losses: Tensor, params: Sequence[Tensor]) -> None:
+        trained, seen, pending = set(params), set(), [losses.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for following, _ in node.next_functions:
+                p = getattr(following, "variable", None)
+                if p is None:
+                    pending.append(following)
+                elif p in trained and not any(a <= node._sequence_nr() < b for a, b in self._spans[p]):
+                    raise PrivacyError(
+                        f"A parameter of shape {tuple(p.shape)} is used outside its layer's forward, so ghost clipping cannot "
+                        "bound that part of its gradient. Use the optimizer's weight_decay for a penalty, and a layer for tied "
+                        "weights."
+                    )
+
+
+def check_criterion(criterion: Any, loss_reduction: str) -> None:
+    reduction = getattr(criterion, "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise bad(
+            "criterion",
+            criterion,
+            f"has reduction={reduction!r} but loss_reduction={loss_reduction!r}",
+            "Make the two equal",
+        )
 
 
 class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
@@ -94,14 +164,7 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
         criterion: Any,
         loss_reduction: str,
     ) -> None:
-        reduction = getattr(criterion, "reduction", loss_reduction)
-        if reduction != loss_reduction:
-            raise bad(
-                "criterion",
-                criterion,
-                f"has reduction={reduction!r} but loss_reduction={loss_reduction!r}",
-                "Make the two equal",
-            )
+        check_criterion(criterion, loss_reduction)
         self.module, self.criterion, self.loss_reduction = collector, criterion, loss_reduction
         self.optimizer = None  # Opacus's slot; the clipping bound comes from `clipping` instead
         if not hasattr(criterion, "reduction"):
@@ -109,6 +172,7 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
         self._source, self._params, self._clipping = source, params, clipping
         self._graph = _MaskedGraph(params())
         collector._module.register_forward_pre_hook(self._start_recording)
+        self._uses = _LayerUses(collector.iterate_submodules(collector._module))
         collector._module.register_forward_hook(self._stop_recording, always_call=True)
         self._recording: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -121,6 +185,7 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
                 "grad_sample_mode='ghost' under autocast: the clipped sum would be rounded below fp32 and one example could "
                 "move it by more than C. Use grad_sample_mode='hooks', or leave autocast."
             )
+        self._uses.clear()
         self._graph = _MaskedGraph(self._params())
         self._recording = self._graph.record()
         self._recording.__enter__()
@@ -140,6 +205,9 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
                 "returned a scalar where one loss an example is required",
                 "Honour reduction='none' in the criterion",
             )
+        if per_sample.dim() > 1:  # several outputs an example: reduce them as the criterion itself would
+            each = per_sample.flatten(1)
+            per_sample = each.mean(dim=1) if self.loss_reduction == "mean" else each.sum(dim=1)
         return GhostLoss(self, per_sample)
 
     def backward(self, losses: Tensor) -> None:
@@ -157,29 +225,61 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
             p.grad = None
         if losses.numel() == 0:
             clear_pass(self.module._module)
-            self._source.ready = True
+            self._source.written(params)
             return
+        self._uses.check(losses, params)
         for p in params:
             p._norm_sample = None  # type: ignore[attr-defined]
         reduced = losses.mean(dim=0) if self.loss_reduction == "mean" else losses.sum(dim=0)
-        reduced.backward(retain_graph=True)
-        factors = clipping.factors(_norms(params)).select(0, 0).to(losses.dtype)
-        for p in params:
-            p.grad = None
-        struck = factors == 0.0
-        self._graph.struck = struck if bool(struck.any()) else None
-        self.module.disable_hooks()
-        try:
-            (factors * losses.masked_fill(struck, 0.0)).sum().backward()
-        finally:
-            self.module.enable_hooks()
-        self._source.ready = True
+        with _full_precision(), torch.autocast(losses.device.type, enabled=False):
+            reduced.backward(retain_graph=True)
+            factors = clipping.factors(_norms(params)).select(0, 0).to(losses.dtype)
+            for p in params:
+                p.grad = None
+            if losses.shape != factors.shape:
+                raise PrivacyError(
+                    f"{tuple(losses.shape)} losses for {len(factors)} examples: they cannot be weighted one by one, so nothing "
+                    "would be clipped. Let the criterion return one loss an example; for sequences pass shape=(batch, length)."
+                )
+            struck = factors == 0.0
+            self._graph.struck = struck if bool(struck.any()) else None
+            self.module.disable_hooks()
+            try:
+                (factors * losses.masked_fill(struck, 0.0)).sum().backward()
+            finally:
+                self.module.enable_hooks()
+        self._source.written(params)
+
+
+def _sequence_number() -> int:
+    """The number that the next node of the autograd graph will get."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """TF32 keeps ten bits: the second backward would then not be the one whose norms were measured in the first."""
+    switches = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
 
 
 def _norms(params: Sequence[Tensor]) -> Tensor:
     """Per-example norms, one row for each parameter that the pass used."""
     norms = []
     for p in params:
+        if getattr(p, "_current_grad_sample", None) is not None:
+            raise PrivacyError(
+                f"A parameter of shape {tuple(p.shape)} is shared by layers of different kinds, so only a part of its norm is "
+                "known. Use grad_sample_mode='hooks'."
+            )
         norm: Tensor | None = p._norm_sample  # type: ignore[attr-defined]
         if norm is not None:
             norms.append(norm.double())

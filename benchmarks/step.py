@@ -1,0 +1,196 @@
+"""What a private step costs, as ratios within one run.
+
+    python -m benchmarks.step                                 # the paper's CNN, b = 256, this machine's CPU
+    python -m benchmarks.step --model wrn --batch 64 --device cuda
+    python -m benchmarks.step --json step.json
+
+Every contender runs in a process of its own, so that peak memory is its own; the contenders take turns for several rounds and
+the median is taken over all of them, so that a drifting machine drifts for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+CONTENDERS = {
+    "plain": "non-private SGD",
+    "plain-cl": "non-private SGD, channels_last",
+    "plain-cl-64": "non-private SGD, channels_last, micro-batches of 64",
+    "opacus-hooks": "Opacus DP-SGD, hooks",
+    "opacus-ghost": "Opacus DP-SGD, ghost clipping",
+    "opacus-functorch": "Opacus DP-SGD, functorch",
+    "ours": "dpivon DP-IVON, book-keeping",
+    "ours-cl": "dpivon DP-IVON, book-keeping, channels_last",
+    "ours-cl-64": "dpivon DP-IVON, book-keeping, channels_last, micro-batches of 64",
+}
+
+
+def build(name):
+    from dpivon.models import PaperCNN, TextEncoder, VisionTransformer, WideResNet
+
+    return {"cnn": PaperCNN, "wrn": WideResNet, "vit": VisionTransformer, "text": TextEncoder}[name]()
+
+
+def batch_of(name, size, device):
+    import torch
+
+    if name == "text":
+        return torch.randint(0, 5000, (size, 64), device=device), torch.randint(0, 4, (size,), device=device)
+    return torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 10, (size,), device=device)
+
+
+def make_step(contender, model_name, batch, device):
+    """A function that makes one training step of the contender on one fixed batch."""
+    import warnings
+
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = build(model_name).to(device)
+    x, y = batch_of(model_name, batch, device)
+    loss_fn = nn.CrossEntropyLoss()
+    channels_last = "-cl" in contender and model_name in ("cnn", "wrn")
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=torch.channels_last)
+    micro = 64 if contender.endswith("-64") else batch
+    chunks = list(zip(x.split(micro), y.split(micro), strict=True))
+
+    if contender.startswith("plain"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step():
+            optimizer.zero_grad()
+            for a, b in chunks:
+                (loss_fn(model(a), b) * (len(a) / batch)).backward()
+            optimizer.step()
+
+        return step
+
+    loader = DataLoader(TensorDataset(x, y), batch_size=batch)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    if contender.startswith("opacus"):
+        from opacus import PrivacyEngine
+
+        mode = contender.removeprefix("opacus-")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        made = PrivacyEngine(accountant="rdp").make_private(
+            module=model, optimizer=optimizer, data_loader=loader, grad_sample_mode=mode, **options
+        )
+        model, optimizer = made[0], made[1]
+        criterion = made[2] if mode == "ghost" else loss_fn
+
+        def step():
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+        return step
+
+    import dpivon
+
+    optimizer = dpivon.IVON(model.parameters(), lr=1e-3, ess=50000)
+    model, optimizer, _ = dpivon.PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, **options
+    )
+    assert type(model).__name__ == "BookKeepingModule"
+
+    def step():
+        for i, (a, b) in enumerate(chunks):
+            optimizer.begin_micro_batch(first=i == 0, last=i == len(chunks) - 1)
+            optimizer.zero_grad()
+            with optimizer.sampled_params(train=True):
+                loss_fn(model(a), b).backward()
+            optimizer.step()
+
+    return step
+
+
+def worker(args):
+    """Measure one contender: seconds for each step, and peak memory in MB."""
+    import resource
+
+    import torch
+
+    torch.set_num_threads(args.threads)
+    step = make_step(args.worker, args.model, args.batch, args.device)
+    cuda = args.device == "cuda"
+    for _ in range(args.warmup):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"times": times, "peak_mb": peak}))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["cnn", "wrn", "vit", "text"], default="cnn")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+
+    import torch
+
+    times, peaks = {name: [] for name in args.only}, {name: 0.0 for name in args.only}
+    for _ in range(args.rounds):
+        for name in args.only:
+            command = [sys.executable, "-m", "benchmarks.step", "--worker", name, "--model", args.model]
+            command += ["--batch", str(args.batch), "--device", args.device, "--threads", str(args.threads)]
+            command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                print(f"{name}: failed\n{run.stderr[-800:]}", file=sys.stderr)
+                continue
+            result = json.loads(run.stdout.strip().splitlines()[-1])
+            times[name] += result["times"]
+            peaks[name] = max(peaks[name], result["peak_mb"])
+    rows = {n: {"ms": 1e3 * statistics.median(t), "peak_mb": peaks[n]} for n, t in times.items() if t}
+    best = min((row["ms"] for name, row in rows.items() if name.startswith("plain")), default=float("nan"))
+    hooks = rows.get("opacus-hooks", {"ms": float("nan"), "peak_mb": float("nan")})
+    hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {args.threads} threads"
+    allocator = os.environ.get("LD_PRELOAD") or "default malloc"
+    print(f"model {args.model}, b = {args.batch}, {hardware}, torch {torch.__version__}, {allocator}")
+    print(f"{'':62s} {'ms':>9s} {'/ best plain':>13s} {'hooks /':>8s} {'peak MB':>8s}")
+    for name, row in rows.items():
+        row |= {"over_best_plain": row["ms"] / best, "hooks_over": hooks["ms"] / row["ms"]}
+        print(
+            f"{CONTENDERS[name]:62s} {row['ms']:9.2f} {row['over_best_plain']:13.2f} {row['hooks_over']:8.2f} {row['peak_mb']:8.0f}"
+        )
+    if args.json:
+        facts = {"model": args.model, "batch": args.batch, "hardware": hardware, "torch": torch.__version__}
+        facts |= {"allocator": allocator, "command": " ".join(sys.argv), "rounds": args.rounds, "steps": args.steps}
+        with open(args.json, "w") as file:
+            json.dump(facts | {"rows": rows}, file, indent=1)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Convolutional networks with GroupNorm, which normalises within one example as private training requires, and an MLP."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from dpivon.errors import bad, check_whole
+
+
+def conv_block(inputs: int, outputs: int, groups: int) -> nn.Sequential:
+    """3×3 convolution, GroupNorm, ReLU, 2×2 max-pooling: half the side length."""
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(inputs, outputs, kernel_size=3, padding=1),
+            norm=nn.GroupNorm(groups, outputs),
+            relu=nn.ReLU(),
+            pool=nn.MaxPool2d(2),
+        )
+    )
+
+
+class PaperCNN(nn.Module):
+    """The CIFAR-10 network of the DP-IVON-Gradsq paper: three convolutional blocks and two linear layers.
+
+    With the defaults it has 357,258 parameters: 896 + 64 + 18,496 + 128 + 73,856 + 256 in the blocks,
+    262,272 + 1,290 in the head.
+
+    Args:
+        in_channels: channels of the image.
+        classes: how many logits come out.
+        widths: output channels, one block each.
+        hidden: units of the hidden linear layer.
+        groups: groups of every GroupNorm; each width must be a multiple.
+        image_size: side length of the square image; each block halves it.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        classes: int = 10,
+        widths: Sequence[int] = (32, 64, 128),
+        hidden: int = 128,
+        groups: int = 8,
+        image_size: int = 32,
+    ) -> None:
+        super().__init__()
+        groups = check_whole("groups", groups, "Use 8", at_least=1)
+        for width in widths:
+            if width < 1 or width % groups:
+                raise bad("widths", tuple(widths), f"{width} is not a multiple of groups={groups}", "Change either")
+        side = image_size // 2 ** len(widths)
+        if side < 1:
+            problem = f"{len(widths)} blocks halve it to nothing"
+            raise bad("image_size", image_size, problem, f"Use at least {2 ** len(widths)}, or fewer widths")
+        channels = [in_channels, *widths]
+        blocks = {
+            f"block{i}": conv_block(inputs, outputs, groups)
+            for i, (inputs, outputs) in enumerate(pairwise(channels), start=1)
+        }
+        self.features = nn.Sequential(OrderedDict(blocks))
+        self.head = nn.Sequential(
+            OrderedDict(
+                flatten=nn.Flatten(),
+                hidden=nn.Linear(channels[-1] * side**2, hidden),
+                relu=nn.ReLU(),
+                logits=nn.Linear(hidden, classes),
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, classes] of images [B, in_channels, image_size, image_size]."""
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+class SmallCNN(PaperCNN):
+    """The same idea for 8×8 grey digits: two blocks of 16 and 32 channels, 9,354 parameters with the defaults."""
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        classes: int = 10,
+        widths: Sequence[int] = (16, 32),
+        hidden: int = 32,
+        groups: int = 4,
+        image_size: int = 8,
+    ) -> None:
+        super().__init__(in_channels, classes, widths, hidden, groups, image_size)
+
+
+class MLP(nn.Module):
+    """x → (Linear → ReLU) for each hidden width → Linear. Inputs of any shape [B, …] are flattened first.
+
+    Args:
+        inputs: numbers in one example, all dimensions multiplied.
+        outputs: logits or means that come out.
+        hidden: widths of the hidden layers; none makes it a linear model.
+    """
+
+    def __init__(self, inputs: int, outputs: int, hidden: Sequence[int] = (64,)) -> None:
+        super().__init__()
+        fix = "Pass how many units the layer has"
+        widths = [check_whole("inputs", inputs, fix, at_least=1)]
+        widths += [check_whole("hidden", width, fix, at_least=1) for width in hidden]
+        layers: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
+        for i, (before, after) in enumerate(pairwise(widths), start=1):
+            layers += [(f"hidden{i}", nn.Linear(before, after)), (f"relu{i}", nn.ReLU())]
+        layers.append(("outputs", nn.Linear(widths[-1], check_whole("outputs", outputs, fix, at_least=1))))
+        self.layers = nn.Sequential(OrderedDict(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, …] → [B, outputs]."""
+        y: Tensor = self.layers(x)
+        return y

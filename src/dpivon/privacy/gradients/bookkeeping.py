@@ -1,0 +1,301 @@
+"""Clipped sums by book-keeping: one forward, one backward, per-example norms, one weighted contraction.
+
+Every layer's weights are detached while it runs, so autograd computes output gradients only; the layer's rule turns its input
+and its output's gradient into a *use* of each parameter. When backward is done the uses know every example's norm, and one
+weighted contraction gives the clipped sum. Ordinary weight gradients are never computed. (Bu et al., *Differentially Private
+Optimization on Large Model at Small Cost*, 2023.)
+
+A parameter that is also used outside its layer's forward is not detached there, so it gets a ``p.grad``, and ``step()`` refuses.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+from opacus.layers.dp_rnn import DPRNNBase
+from opacus.utils.module_utils import has_trainable_params
+from torch import Tensor, nn
+
+from dpivon.errors import PrivacyError
+from dpivon.privacy.clipping import Clipping
+from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHooks
+from dpivon.privacy.layers.fallback import opacus_rule
+from dpivon.privacy.layers.registry import Rule, forward_for, rule_for
+from dpivon.privacy.layers.uses import Dense, Use, merge
+
+Uses = Callable[[Tensor], Mapping[Tensor, Use]]
+
+
+class BookKeeper:
+    """Watches the layers of a model and keeps the uses of their parameters. It is the optimizer's gradient source."""
+
+    def __init__(
+        self, module: nn.Module, *, batch_first: bool, loss_reduction: str, samples: int = 1, augmentations: int = 1
+    ) -> None:
+        self.module = module
+        self.batch_first, self.loss_reduction = batch_first, loss_reduction
+        self.samples, self.augmentations = samples, augmentations
+        self.rows: int | None = None  # of the batch, as the model saw it
+        self._uses: dict[Tensor, list[Use]] = defaultdict(list)
+        self._generation = 0
+        self._arrived = False
+        self._second_pass = False
+        self._handles: list[Any] = []
+        self._patched: list[nn.Module] = []
+        self._detached: list[list[Tensor]] = []
+        self._outstanding: dict[nn.Module, int] = defaultdict(int)
+        module.autograd_grad_sample_hooks = self._handles  # type: ignore[assignment]  # Opacus's mark of a private model
+        try:
+            self._watch(module)
+        except BaseException:
+            self.detach_from_model()
+            raise
+        self._handles.append(module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True))
+
+    # ---- watching layers
+
+    def _watch(self, module: nn.Module) -> None:
+        if not any(p.requires_grad for p in module.parameters()):
+            return
+        forward, rule = forward_for(module), rule_for(module)
+        if forward is not None:
+            self._replace_forward(module, forward)
+        elif rule is not None:
+            self._hook(module, rule)
+        elif has_trainable_params(module) and not isinstance(module, DPRNNBase):
+            bare = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+            if all(p.dim() > 1 and p.shape[0] == 1 for p in bare.values()):
+                self._expand_bare(module, bare)
+                for child in module.children():
+                    self._watch(child)
+            else:
+                self._hook(module, opacus_rule(module))
+        else:
+            for child in module.children():
+                self._watch(child)
+
+    def _hook(self, layer: nn.Module, rule: Rule) -> None:
+        def before(layer: nn.Module, args: Any) -> None:
+            self._detached.append(self._detach(layer) if self._recording(layer) else [])
+
+        def after(layer: nn.Module, args: Any, output: Any) -> Any:
+            weights = self._detached.pop()
+            for p in weights:
+                p.requires_grad_(True)
+            if not weights or output is None:
+                return output
+            if not isinstance(output, Tensor):
+                raise PrivacyError(
+                    f"{type(layer).__name__} returned a {type(output).__name__}: book-keeping needs one tensor. "
+                    "Use grad_sample_mode='functorch', or register a rule for the layer."
+                )
+            inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
+            return self._observe(layer, output, lambda g: rule(layer, self._batch_major(inputs), g))
+
+        self._handles.append(layer.register_forward_pre_hook(before))
+        self._handles.append(layer.register_forward_hook(after, always_call=True))
+
+    def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        original = layer.forward
+
+        def watched(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._recording(layer):
+                return original(*args, **kwargs)
+            # Attention says itself where its batch is, and always observes with the batch first.
+            return forward(layer, lambda z, uses: self._observe(layer, z, uses, batch_major=True), *args, **kwargs)
+
+        layer.forward = types.MethodType(watched, layer)  # type: ignore[method-assign]
+        self._patched.append(layer)
+
+    def _expand_bare(self, module: nn.Module, bare: dict[str, nn.Parameter]) -> None:
+        """A bare parameter of shape [1, …] is shared along the batch: give every example its own copy, and see its gradient."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            if self._recording(module) and self.rows is not None:
+                for name, p in bare.items():
+                    copies = p.detach().expand(self.rows, *p.shape[1:])
+                    module.__dict__[name] = self._observe(
+                        module, copies, lambda g, p=p: {p: Dense(g.unsqueeze(1))}, batch_major=True
+                    )
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for name in bare:
+                module.__dict__.pop(name, None)
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _recording(self, layer: nn.Module) -> bool:
+        return layer.training and torch.is_grad_enabled()
+
+    def _detach(self, layer: nn.Module) -> list[Tensor]:
+        weights = [p for p in layer.parameters() if p.requires_grad]
+        for p in weights:
+            p.requires_grad_(False)
+        return weights
+
+    # ---- recording uses
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._recording(module):
+            return
+        if self._arrived:
+            self._second_pass = True
+        dim = 0 if self.batch_first else 1
+        shapes = [t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > dim]
+        self.rows = shapes[0][dim] if shapes else None
+
+    def _observe(self, layer: nn.Module, z: Tensor, uses: Uses, *, batch_major: bool = False) -> Tensor:
+        """Arrange that the gradient of z becomes uses when backward reaches it."""
+        z = z if z.requires_grad else _Seed.apply(z, torch.zeros((), device=z.device, requires_grad=True))
+        if torch._C._current_graph_task_id() != -1 and self._outstanding[layer]:
+            return z  # a checkpoint recomputes this forward inside backward; the original is the one that is recorded
+        generation, seen = self._generation, [False]
+        self._outstanding[layer] += 1
+
+        def arrived(g: Tensor) -> None:
+            self._outstanding[layer] -= 1
+            if generation != self._generation or seen[0]:
+                raise PrivacyError(
+                    "A second backward through one forward, or one through the forward of an earlier batch: its examples would "
+                    "be clipped twice. Run forward and backward once for every step()."
+                )
+            seen[0] = True
+            with torch.no_grad():
+                self._record(uses, g if batch_major else self._batch_major((g,))[0])
+
+        z.register_hook(arrived)
+        return z
+
+    def _record(self, uses: Uses, g: Tensor) -> None:
+        self._arrived = True
+        if self.rows is not None and len(g) != self.rows:
+            raise PrivacyError(
+                f"A layer saw {len(g)} rows in a batch of {self.rows}: its rows are not examples, so clipping them would not bound "
+                "an example. Keep the batch as the first dimension of every layer's input."
+            )
+        scale = (len(g) if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
+        g = g.detach() if g.dtype == torch.float64 else g.detach().float()
+        for p, use in uses(g * scale).items():
+            self._uses[p].append(use.grouped(self.augmentations) if self.augmentations > 1 else use)
+
+    def _batch_major(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.batch_first:
+            return tensors
+        return tuple(t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() > 1 else t for t in tensors)
+
+    # ---- the gradient source
+
+    @torch.no_grad()
+    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+        self._check(params)
+        uses = {p: merge(self._uses[p]) for p in params if p in self._uses}
+        self._uses.clear()
+        norms = [u.squared_norm().clamp(min=0.0).sqrt() if (u := uses.get(p)) else None for p in params]
+        known = next(n for n in norms if n is not None)
+        factors = clipping.factors(torch.stack([known.new_zeros(len(known)) if n is None else n for n in norms]))
+        struck = (factors == 0.0).any(dim=0)
+        if bool(struck.any()):
+            uses = {p: use.without(struck) for p, use in uses.items()}
+        return [
+            uses[p].weighted_sum(c).reshape(p.shape) if p in uses else torch.zeros_like(p)
+            for p, c in zip(params, factors, strict=True)
+        ]
+
+    def _check(self, params: Sequence[Tensor]) -> None:
+        if self._second_pass:
+            raise PrivacyError(
+                "A second forward and backward before step(): an example could be clipped twice in one release. Call step() after "
+                "every backward; use dpivon.BatchMemoryManager for large batches."
+            )
+        if not self._uses:
+            raise PrivacyError(
+                "step() without per-example gradients: gradients were cleared or never computed. Run forward through the model that "
+                "make_private returned, then loss.backward(), then step(), then zero_grad()."
+            )
+        for p in params:
+            if p.grad is not None:
+                raise PrivacyError(
+                    f"A parameter of shape {tuple(p.shape)} was used outside its layer's forward, where it cannot be clipped. "
+                    "Use it through its layer only, or choose grad_sample_mode='functorch'."
+                )
+
+    def begin_sample(self, params: Sequence[Tensor]) -> None:
+        self._arrived = False
+
+    def end_of_sample(self, params: Sequence[Tensor], samples: int) -> None:
+        self._arrived = False
+
+    def batches(self, params: Sequence[Tensor]) -> int:
+        return 1
+
+    def clear(self, params: Sequence[Tensor]) -> None:
+        self._uses.clear()
+        self._arrived = self._second_pass = False
+
+    def forget_passes(self) -> None:
+        self._generation += 1
+        self._outstanding.clear()
+
+    def detach_from_model(self) -> None:
+        if hasattr(self.module, "autograd_grad_sample_hooks"):
+            del self.module.autograd_grad_sample_hooks
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._patched:
+            del layer.forward
+
+
+class _Seed(torch.autograd.Function):
+    """The first layer's output, made to ask for a gradient although nothing before it does. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, seed: Tensor) -> Tensor:
+        if z._is_view() or z.stride().count(0):
+            return z.clone()
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
+
+
+class BookKeepingModule(EmptyBatchInForward, AbstractGradSampleModule):  # type: ignore[misc]
+    """Mode ``"bookkeeping"``: the model, watched."""
+
+    def __init__(self, m: nn.Module, keeper: BookKeeper) -> None:
+        super().__init__(m, batch_first=keeper.batch_first, loss_reduction=keeper.loss_reduction)
+        self.keeper = keeper
+
+    def remove_hooks(self) -> None:
+        self.keeper.detach_from_model()
+
+
+class BookKeepingHooks(EmptyBatchInHooks):
+    """Mode ``"bookkeeping"`` on a model that is not to be wrapped."""
+
+    def __init__(self, m: nn.Module, keeper: BookKeeper) -> None:
+        self._module, self.batch_first, self.keeper = m, keeper.batch_first, keeper
+        self.attach(m)
+
+    def forbid_grad_accumulation(self) -> None:
+        pass
+
+    def cleanup(self) -> None:
+        self.keeper.detach_from_model()
+
+
+def has_rules(module: nn.Module) -> bool:
+    """Whether every trainable layer has a rule of ours, so that book-keeping needs no fallback."""
+    if not any(p.requires_grad for p in module.parameters()):
+        return True
+    if forward_for(module) is not None or rule_for(module) is not None:
+        return True
+    bare = [p for p in module.parameters(recurse=False) if p.requires_grad and not isinstance(module, DPRNNBase)]
+    return all(p.dim() > 1 and p.shape[0] == 1 for p in bare) and all(has_rules(child) for child in module.children())

@@ -1,0 +1,140 @@
+"""3×3 convolutions of many models at once, as implicit matrix products on NHWC tensors.
+
+Examples of all models lie one after the other; ``MODEL[n]`` says whose example n is, so every tile of rows reads its own model's
+weights and nothing is padded. Products take bf16 (or fp32) operands and accumulate in fp32.
+
+    forward     Z[n, t, :]  = Σ_tap X[n, t + shift(tap), :] · W[tap] + bias
+    gradients   g_n[tap]    = Σ_t X[n, t + shift(tap), :]ᵀ G[n, t, :]
+
+The weight gradient of an example is never stored: ``weight_norms`` keeps only its squared norm, ``weight_sums`` adds it up times
+the example's clip factor. The factor multiplies the fp32 accumulator, never a rounded operand, so what is summed is exactly what
+was measured.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _patch(X, pixels, h, w, tap, H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, SIGN: tl.constexpr):
+    """Pixels of one example shifted by a tap, zero outside the image: [pixels, CIN]."""
+    dh = (tap // 3 - 1) * SIGN
+    dw = (tap % 3 - 1) * SIGN
+    ok = (h + dh >= 0) & (h + dh < H) & (w + dw >= 0) & (w + dw < W)
+    c = tl.arange(0, CIN)
+    return tl.load(X + (pixels + dh * W + dw)[:, None] * CIN + c[None, :], mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+def _pixels3(X, pixels, h, w, H: tl.constexpr, W: tl.constexpr):
+    """All 27 values under the kernel for a 3-channel image, padded to 32: [pixels, 32]."""
+    k = tl.arange(0, 32)
+    tap = k // 3
+    dh = tap // 3 - 1
+    dw = tap % 3 - 1
+    hh = h[:, None] + dh[None, :]
+    ww = w[:, None] + dw[None, :]
+    ok = (k < 27)[None, :] & (hh >= 0) & (hh < H) & (ww >= 0) & (ww < W)
+    at = pixels[:, None] * 3 + ((dh * W + dw) * 3 + k % 3)[None, :]
+    return tl.load(X + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def conv_forward(
+    X, WEIGHT, BIAS, MODEL, Z,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    BM: tl.constexpr, SIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One tile of BM positions of one example; BM divides H·W. SIGN = −1 with transposed weights gives the input's gradient."""
+    tl.static_assert(H * W % BM == 0)
+    tiles: tl.constexpr = H * W // BM
+    n = (tl.program_id(0) // tiles).to(tl.int64)
+    k = tl.load(MODEL + n).to(tl.int64)
+    pixels = (tl.program_id(0) % tiles) * BM + tl.arange(0, BM)
+    h = pixels // W
+    w = pixels % W
+    cols = tl.arange(0, COUT)
+    X += n * (H * W * CIN)
+    if CIN == 3:
+        kk = tl.arange(0, 32)
+        a = _pixels3(X, pixels, h, w, H, W)
+        WEIGHT += k * (27 * COUT)
+        b = tl.load(WEIGHT + kk[:, None] * COUT + cols[None, :], mask=(kk < 27)[:, None], other=0.0)
+        acc = tl.dot(a, b)
+    else:
+        ci = tl.arange(0, CIN)
+        WEIGHT += k * (9 * CIN * COUT)
+        acc = tl.zeros((BM, COUT), tl.float32)
+        for tap in tl.static_range(9):
+            a = _patch(X, pixels, h, w, tap, H, W, CIN, SIGN)
+            b = tl.load(WEIGHT + tap * CIN * COUT + ci[:, None] * COUT + cols[None, :])
+            acc = tl.dot(a, b, acc)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + k * COUT + cols).to(tl.float32)[None, :]
+    tl.store(Z + n * (H * W * COUT) + pixels[:, None] * COUT + cols[None, :], acc.to(Z.dtype.element_ty))
+
+
+@triton.jit
+def _example_gradient(
+    X, G, n, tap,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One example's weight gradient: of one tap, [CIN, COUT], or of a 3-channel kernel whole, [32, COUT]."""
+    tl.static_assert(H * W % BT == 0)
+    K: tl.constexpr = 32 if CIN == 3 else CIN
+    cols = tl.arange(0, COUT)
+    X += n * (H * W * CIN)  # n is 64 bits wide: the tensors are larger than 2³¹
+    G += n * (H * W * COUT)
+    acc = tl.zeros((K, COUT), tl.float32)
+    for start in range(0, H * W, BT):
+        pixels = start + tl.arange(0, BT)
+        if CIN == 3:
+            a = _pixels3(X, pixels, pixels // W, pixels % W, H, W)
+        else:
+            a = _patch(X, pixels, pixels // W, pixels % W, tap, H, W, CIN, 1)
+        g = tl.load(G + pixels[:, None] * COUT + cols[None, :])
+        acc = tl.dot(tl.trans(a), g, acc)
+    return acc
+
+
+@triton.jit
+def weight_norms(
+    X, G, SQUARED,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """‖g_n‖² of every example."""
+    n = tl.program_id(0).to(tl.int64)
+    total = 0.0
+    for tap in tl.static_range(TAPS):
+        g = _example_gradient(X, G, n, tap, H, W, CIN, COUT, BT)
+        total += tl.sum(tl.sum(g * g, axis=1), axis=0)
+    tl.store(SQUARED + n, total)
+
+
+@triton.jit
+def weight_sums(
+    X, G, FACTOR, START, OUT,
+    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Σ_n c_n g_n over one of CHUNKS parts of a model's examples, for one tap. OUT is [model, chunk, tap, K, COUT]."""
+    K: tl.constexpr = 32 if CIN == 3 else CIN
+    k = tl.program_id(0)
+    tap = tl.program_id(1)
+    chunk = tl.program_id(2)
+    begin = tl.load(START + k).to(tl.int64)
+    end = tl.load(START + k + 1).to(tl.int64)
+    each = (end - begin + CHUNKS - 1) // CHUNKS
+    low = begin + chunk * each
+    high = tl.minimum(low + each, end)
+    total = tl.zeros((K, COUT), tl.float32)
+    for n in range(low, high):
+        c = tl.load(FACTOR + n)
+        g = _example_gradient(X, G, n, tap, H, W, CIN, COUT, BT)
+        total += tl.where(c > 0.0, g * c, 0.0)  # a struck example may hold NaN
+    rows = tl.arange(0, K)
+    cols = tl.arange(0, COUT)
+    base = ((k * CHUNKS + chunk) * TAPS + tap).to(tl.int64) * (K * COUT)
+    tl.store(OUT + base + rows[:, None] * COUT + cols[None, :], total)

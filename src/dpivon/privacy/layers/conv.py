@@ -1,0 +1,65 @@
+"""Convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
+
+Unfolded, a convolution is linear in its patches: g_i = Σ_t G_it ⊗ patch_it for every group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from dpivon.privacy.layers.registry import register_rule
+from dpivon.privacy.layers.uses import Dense, Use, outer_or_dense
+
+
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
+    uses: dict[Tensor, Use] = {}
+    g = g.flatten(2)  # [B, p, T]
+    if layer.weight.requires_grad:
+        patches = unfold(layer, inputs[0].to(g.dtype))  # [B, C_in, kernel, T]
+        n, groups, t = len(g), layer.groups, g.shape[2]
+        a, out = patches.reshape(n, groups, -1, t), g.reshape(n, groups, -1, t)
+        if groups == 1:
+            uses[layer.weight] = outer_or_dense(a[:, 0].mT, out[:, 0].mT, layer.weight.shape)
+        else:  # each group has its own small weight
+            uses[layer.weight] = Dense((out @ a.mT).reshape(n, *layer.weight.shape))
+    if layer.bias is not None and layer.bias.requires_grad:
+        uses[layer.bias] = Dense(g.sum(2))
+    return uses
+
+
+def unfold(layer: _ConvNd, x: Tensor) -> Tensor:
+    """The patches that the layer multiplies its kernel with, [B, C_in, kernel elements, output positions]."""
+    x = _pad(layer, x)
+    if x.dim() == 4:
+        patches = F.unfold(x, layer.kernel_size, layer.dilation, 0, layer.stride)  # type: ignore[arg-type]
+        return patches.reshape(len(x), x.shape[1], -1, patches.shape[-1])
+    # As a strided view: for every output position and kernel element, the input element they meet at.
+    x = x.contiguous()
+    spatial, strides = x.shape[2:], x.stride()[2:]
+    kernel, step, spread = layer.kernel_size, layer.stride, layer.dilation
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(spatial, kernel, step, spread, strict=True)]
+    view = x.as_strided(
+        (*x.shape[:2], *kernel, *out),
+        (
+            *x.stride()[:2],
+            *(d * s for d, s in zip(spread, strides, strict=True)),
+            *(n * s for n, s in zip(step, strides, strict=True)),
+        ),
+    )
+    return view.reshape(*x.shape[:2], torch.Size(kernel).numel(), torch.Size(out).numel())
+
+
+def _pad(layer: _ConvNd, x: Tensor) -> Tensor:
+    pads = layer._reversed_padding_repeated_twice
+    if not any(pads):
+        return x
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, pads, mode=mode)
+

@@ -1,0 +1,72 @@
+"""Layer rules: from what a layer saw and the gradient of what it said to the uses of its parameters.
+
+A rule is a function ``rule(layer, inputs, g) -> {parameter: use}``: ``inputs`` are the layer's positional inputs, ``g`` is the
+gradient of its output, both with one example a row; ``g`` is that example's own loss gradient, in fp32 or better. Register one
+for your own layer with :func:`register_rule`:
+
+>>> @register_rule(MyScale)
+... def my_scale(layer, inputs, g):
+...     return {layer.scale: Dense((g * inputs[0]).sum(1))}
+
+A layer that computes several things inside (attention) gets a forward of its own with :func:`register_forward`, which hands every
+intermediate output to ``observe(z, uses)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from dpivon.privacy.layers.uses import Dense, Use, outer_or_dense
+
+Rule = Callable[[Any, tuple[Any, ...], Tensor], Mapping[Tensor, Use]]
+Observe = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Use]]], Tensor]
+Forward = Callable[..., Any]
+
+RULES: dict[type[nn.Module], Rule] = {}
+FORWARDS: dict[type[nn.Module], Forward] = {}
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def register_rule(*layers: type[nn.Module]) -> Callable[[_F], _F]:
+    """Make the decorated function the rule of these layer types (exactly these: a subclass may compute something else)."""
+
+    def add(rule: _F) -> _F:
+        RULES.update(dict.fromkeys(layers, rule))
+        return rule
+
+    return add
+
+
+def register_forward(*layers: type[nn.Module]) -> Callable[[_F], _F]:
+    """Make the decorated ``forward(layer, observe, *args, **kwargs)`` the training forward of these layer types."""
+
+    def add(forward: _F) -> _F:
+        FORWARDS.update(dict.fromkeys(layers, forward))
+        return forward
+
+    return add
+
+
+def rule_for(layer: nn.Module) -> Rule | None:
+    if type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers."):
+        return hugging_face_conv1d
+    return RULES.get(type(layer))
+
+
+def forward_for(layer: nn.Module) -> Forward | None:
+    return FORWARDS.get(type(layer))
+
+
+def hugging_face_conv1d(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
+    """z = x W + b, a linear layer with its weight stored the other way round."""
+    uses: dict[Tensor, Use] = {}
+    g = g.reshape(len(g), -1, g.shape[-1])
+    if layer.weight.requires_grad:
+        a = inputs[0].to(g.dtype).reshape(len(g), -1, inputs[0].shape[-1])
+        uses[layer.weight] = outer_or_dense(a, g, layer.weight.shape, transposed=True)
+    if layer.bias.requires_grad:
+        uses[layer.bias] = Dense(g.sum(1))
+    return uses

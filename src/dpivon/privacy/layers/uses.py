@@ -1,0 +1,189 @@
+"""What one use of a parameter leaves behind: enough to know its per-example norms and its weighted sum.
+
+A parameter that was used several times in a pass (shared weights, several θ-samples) has several uses, and its per-example
+gradient is their sum; :func:`merge` makes one use of them, with all cross terms.
+
+Everything here is kept and accumulated in fp32 or better: a norm that comes out too small, or a sum rounded to bf16, would let
+one example contribute more than C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+#: Per-example gradients of one parameter are materialised up to this many bytes at a time.
+MEMORY_CAP = 256 * 2**20
+
+
+class Use(Protocol):
+    def squared_norm(self) -> Tensor:
+        """‖g_i‖² for every example, [B]."""
+        ...
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        """Σ_i c_i g_i, in the parameter's shape."""
+        ...
+
+    def materialise(self) -> Tensor:
+        """g_i for every example, [B, *shape]."""
+        ...
+
+    def without(self, struck: Tensor) -> Use:
+        """The same use with the struck examples' gradients zero, whatever they were."""
+        ...
+
+    def grouped(self, rows: int) -> Use:
+        """``rows`` consecutive rows are one example; their gradients add up."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Per-example gradients that are small enough to keep: biases, gains, small weights. ``g`` is [B, *shape]."""
+
+    g: Tensor
+
+    def squared_norm(self) -> Tensor:
+        return self.g.flatten(1).square().sum(1) if self.g.dim() > 1 else self.g.square()
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return (c.to(self.g) @ self.g.flatten(1)).reshape(self.g.shape[1:])
+
+    def materialise(self) -> Tensor:
+        return self.g
+
+    def without(self, struck: Tensor) -> Dense:
+        return Dense(_strike(self.g, struck))
+
+    def grouped(self, rows: int) -> Dense:
+        return Dense(self.g.unflatten(0, (-1, rows)).sum(1))
+
+
+@dataclass(frozen=True)
+class Outer:
+    """g_i = Σ_t G_it ⊗ A_it: weights of linear layers and of convolutions on unfolded input.
+
+    ``a`` is [B, T, d], ``g`` is [B, T, p]; the parameter has p·d elements, read as [p, d], or as [d, p] if ``transposed``.
+
+    Its squared norm is ⟨AAᵀ, GGᵀ⟩ (*ghost*: 2T²(p+d) operations, 2T² numbers an example) or comes from the materialised
+    gradient (2Tpd operations, pd numbers). The cheaper one is taken, but a ghost norm only where it is exact enough: the Gram
+    products cancel when rows share a large offset, with an error of about ε_mach ‖A‖²‖G‖².
+    """
+
+    a: Tensor
+    g: Tensor
+    shape: torch.Size
+    transposed: bool = False
+
+    def squared_norm(self) -> Tensor:
+        b, t, d = self.a.shape
+        p = self.g.shape[2]
+        if t == 1:
+            return self.a.square().sum((1, 2)) * self.g.square().sum((1, 2))
+        if t * (p + d) < p * d:
+            return self._ghost_norm()
+        return self._chunked_norm(torch.arange(b, device=self.a.device))
+
+    def _ghost_norm(self) -> Tensor:
+        b, t, _ = self.a.shape
+        out = self.a.new_empty(b)
+        rows = max(1, MEMORY_CAP // (8 * t * t))
+        for i in range(0, b, rows):
+            a, g = self.a[i : i + rows], self.g[i : i + rows]
+            out[i : i + rows] = (a @ a.mT).mul_(g @ g.mT).sum((1, 2))
+        scale = self.a.square().sum((1, 2)) * self.g.square().sum((1, 2))
+        loose = (torch.finfo(out.dtype).eps * scale > 1e-6 * out).nonzero().flatten()
+        if len(loose):
+            out[loose] = self._chunked_norm(loose)
+        return out
+
+    def _chunked_norm(self, examples: Tensor) -> Tensor:
+        each = 4 * self.a.shape[2] * self.g.shape[2]
+        chunks = examples.split(max(1, MEMORY_CAP // each))
+        return torch.cat([(self.g[i].mT @ self.a[i]).square().sum((1, 2)) for i in chunks])
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1)
+        a = self.a.flatten(0, 1)
+        return (a.mT @ weighted if self.transposed else weighted.mT @ a).reshape(self.shape)
+
+    def materialise(self) -> Tensor:
+        g = self.a.mT @ self.g if self.transposed else self.g.mT @ self.a
+        return g.reshape(len(g), *self.shape)
+
+    def without(self, struck: Tensor) -> Outer:
+        return Outer(_strike(self.a, struck), _strike(self.g, struck), self.shape, self.transposed)
+
+    def grouped(self, rows: int) -> Outer:
+        a, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.a, self.g))
+        return Outer(a, g, self.shape, self.transposed)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """g_i has G_it added to row index_it: embeddings. ``index`` is [B, T], ``g`` is [B, T, D]."""
+
+    index: Tensor
+    g: Tensor
+    shape: torch.Size
+
+    def squared_norm(self) -> Tensor:
+        """Σ_{s,t} [index_s = index_t] ⟨G_s, G_t⟩, by adding up equal rows: exact, and linear in T."""
+        b, t = self.index.shape
+        # Give every (example, row) pair its own slot, then add up what falls into one slot.
+        key = self.index + torch.arange(b, device=self.index.device).unsqueeze(1) * self.shape[0]
+        slots, place = key.flatten().unique(return_inverse=True)
+        rows = self.g.new_zeros(len(slots), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
+        return self.g.new_zeros(b).index_add_(0, slots // self.shape[0], rows.square().sum(1))
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1)
+        return self.g.new_zeros(self.shape).index_add_(0, self.index.flatten(), weighted)
+
+    def materialise(self) -> Tensor:
+        out = self.g.new_zeros(len(self.g), *self.shape)
+        return out.scatter_add_(1, self.index.unsqueeze(2).expand_as(self.g), self.g)
+
+    def without(self, struck: Tensor) -> Rows:
+        return Rows(self.index, _strike(self.g, struck), self.shape)
+
+    def grouped(self, rows: int) -> Rows:
+        index, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.index, self.g))
+        return Rows(index, g, self.shape)
+
+
+def merge(uses: Sequence[Use]) -> Use:
+    """One use whose per-example gradient is the sum of several."""
+    first = uses[0]
+    if len(uses) == 1:
+        return first
+    outers = [u for u in uses if isinstance(u, Outer)]
+    if len(outers) == len(uses) and len({u.transposed for u in outers}) == 1:
+        a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
+        return Outer(a, g, outers[0].shape, outers[0].transposed)
+    rows = [u for u in uses if isinstance(u, Rows)]
+    if len(rows) == len(uses):
+        return Rows(torch.cat([u.index for u in rows], 1), torch.cat([u.g for u in rows], 1), rows[0].shape)
+    total = first.materialise()
+    for use in uses[1:]:
+        total = total + use.materialise()
+    return Dense(total)
+
+
+def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False) -> Use:
+    """An :class:`Outer`, materialised at once where that is cheaper in work and in memory than keeping A and G."""
+    b, t, d = a.shape
+    p = g.shape[2]
+    keep, make = b * t * (d + p), b * p * d
+    cheaper = t > 1 and p * d <= t * (p + d)
+    use = Outer(a, g, shape, transposed)
+    return Dense(use.materialise()) if cheaper and make <= keep and 4 * make <= MEMORY_CAP else use
+
+
+def _strike(t: Tensor, struck: Tensor) -> Tensor:
+    return t.masked_fill(struck.view(-1, *[1] * (t.dim() - 1)), 0.0)

@@ -1,0 +1,85 @@
+"""Randomness of many runs that each own a seed: what a run draws depends on its seed, step and stream, not on its company.
+
+On a GPU the draws come from :mod:`dpivon.privacy.kernels.random`; here is the same generator in numpy, which CPU runs use and the
+tests hold the kernels to. Philox-4x32-10 (Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Streams of one run; two draws with different stream, step or element never share a counter.
+POSTERIOR, PRIVACY, SAMPLING, PREDICTION = 0, 1, 2, 3
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def philox(seed: int, element: np.ndarray, step: int, stream: int) -> tuple[np.ndarray, ...]:
+    """Four words of 32 random bits for every element."""
+    x = [element.astype(np.uint64) & _WORD] + [np.full(element.shape, v, np.uint64) for v in (step & _WORD, stream, 0)]
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(10):
+        p0, p1 = x[0] * np.uint64(_MULTIPLIERS[0]), x[2] * np.uint64(_MULTIPLIERS[1])
+        high0, low0, high1, low1 = p0 >> np.uint64(32), p0 & _WORD, p1 >> np.uint64(32), p1 & _WORD
+        x = [high1 ^ x[1] ^ np.uint64(k0), low1, high0 ^ x[3] ^ np.uint64(k1), low0]
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return tuple(x)
+
+
+class Streams:
+    """The generators of K runs on one device."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self.seeds, self.device = list(seeds), device
+        self._seed_rows = torch.tensor(self.seeds, dtype=torch.int64, device=device)
+
+    def normal(self, out: Tensor, step: Tensor, stream: int) -> Tensor:
+        """Fill out, [K, P], with standard normals. ``step`` is a tensor of one number, read on the device."""
+        if out.is_cuda:
+            from dpivon.privacy.kernels.random import normal
+
+            k, p = out.shape
+            block = 512
+            normal[(-(-p // (4 * block)), k)](out, self._seed_rows, step, p, STREAM=stream, BLOCK=block)
+            return out
+        p = out.shape[1]
+        element = np.arange(-(-p // 4))
+        for row, seed in zip(out, self.seeds, strict=True):
+            a, b, c, d = philox(seed, element, int(step), stream)
+            values = np.stack([*_box_muller(a, b), *_box_muller(c, d)], 1).reshape(-1)[:p]
+            row.copy_(torch.from_numpy(values))
+        return out
+
+    def poisson(self, examples: int, rates: Tensor, first_step: int, steps: int) -> Tensor:
+        """[steps, K, examples] of 0 and 1: who is in which run's batch. ``rates`` are q·2³², whole numbers."""
+        k = len(self.seeds)
+        out = torch.empty(steps, k, examples, dtype=torch.int8, device=self.device)
+        if out.is_cuda:
+            from dpivon.privacy.kernels.random import poisson
+
+            block = 1024
+            for i in range(steps):
+                at = torch.tensor(first_step + i, device=self.device)
+                poisson[(-(-examples // (4 * block)), k)](
+                    out[i], rates, self._seed_rows, at, examples, STREAM=SAMPLING, BLOCK=block
+                )
+            return out
+        element = np.arange(-(-examples // 4))
+        for i in range(steps):
+            for j, seed in enumerate(self.seeds):
+                words = np.stack(philox(seed, element, first_step + i, SAMPLING), 1).reshape(-1)[:examples]
+                out[i, j] = torch.from_numpy((words < np.uint64(int(rates[j]))).astype(np.int8))
+        return out
+
+
+def _box_muller(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    u = np.minimum((a.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(0.99999994))
+    angle = np.float32(2 * np.pi) * (b.astype(np.float32) * np.float32(2.0**-32))
+    r = np.sqrt(np.float32(-2.0) * np.log(u))
+    return r * np.cos(angle), r * np.sin(angle)

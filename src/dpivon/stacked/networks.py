@@ -1,0 +1,90 @@
+"""What a stack trains: a network whose parameters are one row of numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.models import PaperCNN
+from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.stack import StackedGradients
+
+
+class Network(Protocol):
+    """How rows and models correspond, and who computes the clipped sums of K rows."""
+
+    @property
+    def size(self) -> int: ...
+
+    def initial(self, seed: int) -> Tensor:
+        """A freshly initialised row."""
+        ...
+
+    def model(self, row: Tensor) -> nn.Module:
+        """A model with these parameters."""
+        ...
+
+    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients: ...
+
+
+class AnyNetwork:
+    """Any model made of layers with rules, one run after the other: correct everywhere, faster nowhere.
+
+    ``build`` makes the model; images reach it as [B, channels, H, W].
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self.build = build
+        self._template = build()
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self._template.parameters())
+
+    def initial(self, seed: int) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.pack(self.build())
+
+    def pack(self, model: nn.Module) -> Tensor:
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def model(self, row: Tensor) -> nn.Module:
+        model = copy.deepcopy(self._template).to(row.device)
+        nn.utils.vector_to_parameters(row, model.parameters())
+        return model
+
+    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
+        return LoopedGradients(self, device)
+
+
+class PaperNetwork(AnyNetwork):
+    """The paper's CNN: all runs at once in kernels on a GPU, the loop elsewhere."""
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        self.layout = Layout() if layout is None else layout
+        o = self.layout
+        super().__init__(
+            lambda: PaperCNN(widths=o.widths, hidden=o.hidden, classes=o.classes, groups=o.groups, image_size=o.image)
+        )
+
+    def pack(self, model: nn.Module) -> Tensor:
+        assert isinstance(model, PaperCNN)
+        return self.layout.pack(model)
+
+    def model(self, row: Tensor) -> nn.Module:
+        model = copy.deepcopy(self._template).to(row.device)
+        assert isinstance(model, PaperCNN)
+        return self.layout.unpack(row, model)
+
+    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
+        if device.type != "cuda":
+            return super().gradients(runs, capacity, device, dtype)
+        from dpivon.privacy.kernels.program import Program
+
+        return Program(self.layout, runs, capacity, device, dtype)

@@ -1,0 +1,251 @@
+"""K private runs trained as one program.
+
+Runs may differ in method, seed, σ, C, learning rate and batch size. Each has its own Poisson batches, noise and posterior samples,
+drawn from its own seed, so a run in a stack is the same run alone, to rounding; and each has its own account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.errors import bad, check_number, check_whole
+from dpivon.posterior import Posterior
+from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
+from dpivon.privacy.streams import POSTERIOR, Streams
+from dpivon.optim.ivon_rule import variance
+from dpivon.stacked.networks import Network
+from dpivon.stacked.rules import DEFAULTS, RULES, Rule, Rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """One private training run. ``options`` override the method's defaults (``beta1``, ``ess``, ``hess_init``, …)."""
+
+    method: str
+    seed: int
+    noise_multiplier: float
+    max_grad_norm: float
+    lr: float
+    batch_size: int
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method not in RULES:
+            raise bad("method", self.method, "cannot be stacked", f"Use one of {', '.join(map(repr, RULES))}")
+        check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
+        check_number("lr", self.lr, "Use a positive step size", above=0.0)
+        check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
+        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess"}
+        if unknown:
+            raise bad("options", sorted(unknown), f"are not options of {self.method!r}", f"Use {sorted(DEFAULTS[self.method])}")
+
+
+class Stack:
+    """Trains runs on labelled images that stay on the device.
+
+    >>> stack = Stack(runs, PaperNetwork(), images, labels)      # images: [N, H, W, 3], normalised by public constants
+    >>> for done in stack.train(steps=1000): ...
+    >>> stack.epsilon(0, delta=1e-5), stack.posterior(0)
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        network: Network,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        dataset_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        block: int = 32,
+    ) -> None:
+        if not runs:
+            raise bad("runs", [], "there is nothing to train", "Give at least one Run")
+        if len(images) != len(labels):
+            raise bad("labels", len(labels), f"does not match {len(images)} images", "Give one label an image")
+        n = len(images) if dataset_size is None else dataset_size
+        # Rows of one method stand together, so that each rule acts on a slice.
+        self.order = sorted(range(len(runs)), key=lambda i: list(RULES).index(runs[i].method))
+        self.runs = [runs[i] for i in self.order]
+        self.network, self.block = network, block
+        self.images, self.labels = images.to(dtype), labels.long()
+        self.device = images.device
+        specs = [
+            NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n) for r in self.runs
+        ]
+        self.streams = Streams([r.seed for r in self.runs], self.device)
+        self.mechanism = StackedMechanism(specs, self.streams, self.device)
+        self.sampler = StackedSampler(specs, len(images), self.streams, self.device)
+        self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype)
+        self.steps_done = 0
+        self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
+        self._position = torch.zeros((), dtype=torch.int64, device=self.device)  # in the block of batches
+        mean = torch.stack([network.initial(r.seed) for r in self.runs]).to(self.device)
+        self._eps = torch.zeros_like(mean)
+        self.parts = [self._part(method, mean, n) for method in dict.fromkeys(r.method for r in self.runs)]
+        self._buffers: BatchBlock | None = None
+        self._graph: Any = None
+        self._step_rules = torch.compile(self._apply) if self.device.type == "cuda" else self._apply
+
+    def _part(self, method: str, mean: Tensor, n: int) -> _Part:
+        rows = [i for i, r in enumerate(self.runs) if r.method == method]
+        keys = ["lr", *DEFAULTS[method], *(["ess"] if RULES[method].samples else [])]
+        columns = []
+        for i in rows:
+            run = self.runs[i]
+            values = {"lr": run.lr, "ess": float(n)} | DEFAULTS[method] | dict(run.options)
+            columns.append([values[key] for key in keys])
+        table = torch.tensor(columns, dtype=torch.float32, device=self.device)
+        hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
+        place = slice(rows[0], rows[-1] + 1)
+        hyper["noise_variance"] = self.mechanism.variance[place]
+        rule = RULES[method]
+        return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
+
+    # ---- training
+
+    def train(self, steps: int) -> Iterator[int]:
+        """Make so many steps with every run, yielding how many are done after each block."""
+        steps = check_whole("steps", steps, "Use the number of steps to make", at_least=0)
+        while steps > 0:
+            n = min(self.block, steps)
+            self.mechanism.reserve(n)
+            self._draw(n)
+            assert self._buffers is not None
+            for i in range(n):
+                self.mechanism.spend()
+                if i in self._buffers.overflows:
+                    self._step_in_parts()
+                else:
+                    self._launch()
+            self.steps_done += n
+            steps -= n
+            yield self.steps_done
+
+    def _draw(self, n: int) -> None:
+        fresh = self.sampler.draw(self.steps_done, n)
+        if self._buffers is None:
+            size = self.block
+            self._buffers = BatchBlock(
+                *(t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh)), []
+            )
+        for buffer, t in zip(_tensors(self._buffers), _tensors(fresh), strict=True):
+            buffer[:n].copy_(t)
+        self._buffers.overflows[:] = fresh.overflows
+        self._position.zero_()
+
+    def _launch(self) -> None:
+        if self.device.type != "cuda":
+            self._step()
+        elif self._graph is None:
+            self._step()  # compiles and warms up; a real step, drawn and charged like any other
+            self._capture_next = getattr(self, "_capture_next", 0) + 1
+            if self._capture_next == 3:
+                self._capture()
+        else:
+            self._graph.replay()
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._graph = graph
+
+    def _step(self) -> None:
+        block, at = self._buffers, self._position.view(1)
+        assert block is not None
+        batch = self._batch(*(t.index_select(0, at).squeeze(0) for t in _tensors(block)))
+        sums, _ = self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound)
+        self._update(sums)
+
+    def _step_in_parts(self) -> None:
+        """A step whose batches do not fit: the same release, its sum added up over parts."""
+        theta, total = self._theta(), None
+        for part in self.sampler.parts(int(self._t)):
+            sums, _ = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
+            total = sums if total is None else total + sums
+        assert total is not None
+        self._update(total)
+
+    def _batch(self, index: Tensor, *rest: Tensor) -> Batch:
+        return Batch(self.images[index], self.labels[index], *rest)
+
+    def _theta(self) -> Tensor:
+        self.streams.normal(self._eps, self._t, POSTERIOR)
+        return torch.cat([p.rule.theta(p.state, self._eps[p.rows], p.hyper) for p in self.parts])
+
+    def _update(self, sums: Tensor) -> None:
+        g = self.mechanism.release(sums, self._t)
+        self._t += 1
+        self._position += 1
+        new = self._step_rules(g, self._eps, self._t, [p.state for p in self.parts])
+        for part, state in zip(self.parts, new, strict=True):
+            for name, value in state.items():
+                part.state[name].copy_(value)
+
+    def _apply(self, g: Tensor, eps: Tensor, t: Tensor, states: list[Rows]) -> list[Rows]:
+        return [
+            p.rule.step(state, g[p.rows], eps[p.rows], t, p.hyper) for p, state in zip(self.parts, states, strict=True)
+        ]
+
+    # ---- results, by the caller's numbering
+
+    def _row(self, i: int) -> int:
+        return self.order.index(i)
+
+    @property
+    def mean(self) -> Tensor:
+        """[K, P], in the order of the stack."""
+        return torch.cat([p.state["mean"] for p in self.parts])
+
+    @property
+    def std(self) -> Tensor:
+        """Posterior standard deviations, [K, P]; zero for point estimates."""
+        return torch.cat([_std(p) for p in self.parts])
+
+    def epsilon(self, i: int, delta: float) -> float:
+        """ε that run i has spent."""
+        return self.mechanism.accountants[self._row(i)].get_epsilon(delta)
+
+    def model(self, i: int) -> nn.Module:
+        """Run i's network at its mean."""
+        return self.network.model(self.mean[self._row(i)])
+
+    def posterior(self, i: int) -> Posterior:
+        """Run i's posterior under its network's own parameter names."""
+        row = self._row(i)
+        mean, std = (
+            {n: p.detach().clone() for n, p in self.network.model(values[row]).named_parameters()}
+            for values in (self.mean, self.std)
+        )
+        method = self.runs[row].method
+        return Posterior(mean=mean, variance={n: s.square() for n, s in std.items()}, metadata={"method": method})
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one method."""
+
+    rule: Rule
+    rows: slice
+    state: Rows
+    hyper: Rows
+
+
+def _tensors(block: BatchBlock) -> tuple[Tensor, ...]:
+    return block.index, block.model, block.start, block.places, block.seats
+
+
+def _std(part: _Part) -> Tensor:
+    if "hess" not in part.state:
+        return torch.zeros_like(part.state["mean"])
+    h = part.hyper
+    return variance(part.state["hess"], ess=h["ess"], weight_decay=h["weight_decay"]).sqrt()

@@ -1,0 +1,64 @@
+"""The networks: size, shapes, and that no example's output depends on the rest of its batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from opacus.validators.module_validator import ModuleValidator
+
+from dpivon import ArgumentError
+from dpivon.models import MLP, PaperCNN, SmallCNN
+
+NETWORKS = [
+    (PaperCNN, (3, 32, 32)),
+    (SmallCNN, (1, 8, 8)),
+    (lambda: MLP(64, 10, hidden=(32, 16)), (1, 8, 8)),
+]
+
+
+def size(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_papers_network_has_the_papers_number_of_parameters() -> None:
+    assert size(PaperCNN()) == 357_258
+
+
+def test_small_networks_have_the_documented_sizes() -> None:
+    assert size(SmallCNN()) == 9_354
+    assert size(MLP(64, 10)) == 64 * 64 + 64 + 64 * 10 + 10
+    assert size(MLP(64, 10, hidden=())) == 64 * 10 + 10
+
+
+@pytest.mark.parametrize(("make", "shape"), NETWORKS)
+def test_logits_per_example_do_not_depend_on_the_batch(make, shape) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(6, *shape)
+    together = model(x)
+    assert together.shape == (6, 10)
+    alone = torch.cat([model(row[None]) for row in x])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    # Exactly no influence, not just a small one: the gradient of one example's output by the others' inputs is zero.
+    x.requires_grad_()
+    (g,) = torch.autograd.grad(model(x)[2].sum(), x)
+    assert g[2].abs().sum() > 0
+    assert g[[0, 1, 3, 4, 5]].abs().sum() == 0
+
+
+@pytest.mark.parametrize(("make", "shape"), NETWORKS)
+def test_opacus_finds_nothing_to_complain_about(make, shape) -> None:
+    assert ModuleValidator.validate(make()) == []
+
+
+def test_other_shapes() -> None:
+    model = PaperCNN(in_channels=1, classes=4, widths=(8, 16), hidden=12, groups=4, image_size=28)
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
+
+
+def test_impossible_shapes_are_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match=r"widths=.*12 is not a multiple of groups=8"):
+        PaperCNN(widths=(8, 12))
+    with pytest.raises(ArgumentError, match="image_size=4"):
+        PaperCNN(image_size=4)
+    with pytest.raises(ArgumentError, match="hidden=0"):
+        MLP(4, 2, hidden=(0,))

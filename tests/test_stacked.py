@@ -1,0 +1,220 @@
+"""Stacked runs against the same runs alone, and against torch's optimizers on the same released gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpivon import budget
+from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.streams import SAMPLING, Streams, philox
+from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
+
+LAYOUT = Layout(image=16, widths=(8, 8, 16), hidden=16, groups=4)
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(60, 16, 16, 3, generator=generator)
+    return images, torch.randint(0, 10, (60,), generator=generator)
+
+
+RUNS = [
+    Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 8),
+    Run("dp-sgd", 12, 0.5, 1.0, 0.1, 16),
+    Run("dp-adam", 13, 2.0, 0.5, 0.01, 4),
+    Run("dp-ivon-gradsq", 14, 5.0, 1.0, 0.1, 12, {"ess": 500.0, "hess_init": 0.5}),
+    Run("dp-sgd", 15, 1.0, 1.0, 0.1, 1),  # often an empty batch
+]
+
+
+def trained(runs, data, steps=5, **options):
+    stack = Stack(runs, PaperNetwork(LAYOUT), *data, **options)
+    for _ in stack.train(steps):
+        pass
+    return stack
+
+
+def test_a_run_in_a_stack_equals_the_same_run_alone(data):
+    together = trained(RUNS, data, block=3)
+    for i, run in enumerate(RUNS):
+        alone = trained([run], data)
+        for a, b in zip(together.model(i).parameters(), alone.model(0).parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for name, v in alone.posterior(0).variance.items():
+            torch.testing.assert_close(together.posterior(i).variance[name], v, rtol=1e-5, atol=0)
+
+
+def test_runs_differ_from_each_other_by_their_seed_alone(data):
+    twins = [Run("dp-sgd", seed, 1.0, 1.0, 0.1, 8) for seed in (1, 1, 2)]
+    stack = trained(twins, data)
+    assert torch.equal(stack.mean[0], stack.mean[1])
+    assert not torch.allclose(stack.mean[0], stack.mean[2])
+
+
+def test_every_run_is_charged_for_its_own_releases(data):
+    stack = trained(RUNS, data, steps=7, block=3)
+    for i, run in enumerate(RUNS):
+        expected = budget(
+            dataset_size=60, batch_size=run.batch_size, steps=7, delta=1e-3, noise_multiplier=run.noise_multiplier
+        )
+        assert stack.epsilon(i, 1e-3) == expected.epsilon
+
+
+def test_a_block_is_charged_before_it_is_launched(data):
+    stack = Stack(RUNS, PaperNetwork(LAYOUT), *data, block=4)
+    stack._launch = lambda: (_ for _ in ()).throw(RuntimeError("the machine died"))
+    with pytest.raises(RuntimeError, match="died"):
+        next(stack.train(10))
+    assert all(len(a) == 4 for a in stack.mechanism.accountants)
+
+
+def test_a_step_that_overflows_its_capacity_is_run_in_parts_not_cut(data):
+    whole = trained(RUNS, data)
+    tight = Stack(RUNS, PaperNetwork(LAYOUT), *data)
+    tight.sampler.capacity, tight.sampler.most = 40, 9
+    parts = []
+    original = tight._step_in_parts
+    tight._step_in_parts = lambda: (parts.append(1), original())
+    for _ in tight.train(5):
+        pass
+    assert parts  # it did overflow
+    torch.testing.assert_close(tight.mean, whole.mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam"])
+def test_rules_are_those_of_torch_given_the_same_released_gradients(data, method):
+    stack = Stack([Run(method, 3, 1.0, 1.0, 0.05, 8)], PaperNetwork(LAYOUT), *data)
+    start = stack.mean[0].clone()
+    released = []
+    release = stack.mechanism.release
+    stack.mechanism.release = lambda *args: released.append(release(*args)) or released[-1]
+    for _ in stack.train(6):
+        pass
+    p = nn.Parameter(start)
+    optimizer = (
+        torch.optim.SGD([p], 0.05, momentum=0.9, weight_decay=1e-4)
+        if method == "dp-sgd"
+        else torch.optim.Adam([p], 0.05, weight_decay=1e-4)
+    )
+    for g in released:
+        p.grad = g[0]
+        optimizer.step()
+    torch.testing.assert_close(stack.mean[0], p.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_ivon_rows_are_the_optimizer_given_the_same_released_gradients_and_samples(data):
+    from dpivon import IVON, Release
+
+    run = Run("dp-ivon-gradsq", 3, 1.0, 1.0, 0.3, 8)
+    stack = Stack([run], PaperNetwork(LAYOUT), *data)
+    p = nn.Parameter(stack.mean[0].clone())
+    optimizer = IVON([p], lr=0.3, ess=60, rescale_lr=False)
+    optimizer.bind_to_releases()
+    original = stack._update
+
+    def update(sums):
+        g = stack.mechanism.release(sums, stack._t)[0]
+        optimizer.step(release=Release({p: g}, float(stack.mechanism.variance)))
+        original(sums)
+
+    stack._update = update
+    for _ in stack.train(6):
+        pass
+    torch.testing.assert_close(stack.mean[0], p.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(stack.parts[0].state["hess"][0], optimizer.state[p]["hess"], rtol=1e-5, atol=0)
+
+
+def test_batches_are_poisson_and_independent_between_runs(data):
+    stack = Stack([Run("dp-sgd", s, 1.0, 1.0, 0.1, 15) for s in range(20)], PaperNetwork(LAYOUT), *data)
+    mask = stack.streams.poisson(60, stack.sampler.rates, 0, 100).double()  # [100, 20, 60], q = .25
+    n = mask.numel()
+    assert abs(float(mask.mean()) - 0.25) < 5 * (0.25 * 0.75 / n) ** 0.5
+    sizes = mask.sum(2)
+    variance = 60 * 0.25 * 0.75
+    assert abs(float(sizes.var()) / variance - 1) < 5 * (2 / sizes.numel()) ** 0.5
+    a, b = mask[:, 0].flatten() - 0.25, mask[:, 1].flatten() - 0.25
+    assert abs(float((a * b).mean())) < 5 * 0.1875 / len(a) ** 0.5
+    a, b = mask[:-1].flatten() - 0.25, mask[1:].flatten() - 0.25
+    assert abs(float((a * b).mean())) < 5 * 0.1875 / len(a) ** 0.5
+
+
+def test_packed_batches_hold_exactly_the_drawn_examples(data):
+    stack = Stack(RUNS, PaperNetwork(LAYOUT), *data)
+    block = stack.sampler.draw(4, 3)
+    mask = stack.streams.poisson(60, stack.sampler.rates, 4, 3)
+    for j in range(3):
+        for k in range(len(RUNS)):
+            begin, end = int(block.start[j, k]), int(block.start[j, k + 1])
+            members = mask[j, k].nonzero().flatten()
+            assert torch.equal(block.index[j, begin:end], members)
+            assert (block.model[j, begin:end] == k).all()
+            assert block.places[j, k, : end - begin].tolist() == list(range(begin, end))
+            assert (block.places[j, k, end - begin :] == stack.sampler.capacity).all()
+
+
+def test_philox_gives_the_published_answer():
+    """Known answers of Random123 for philox4x32-10."""
+    assert [int(w[0]) for w in philox(0, np.array([0]), 0, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_normals_are_normal_and_independent_across_runs_steps_and_streams():
+    streams = Streams([1, 2], torch.device("cpu"))
+    n = 40_000
+    draws = {
+        (step, stream): streams.normal(torch.empty(2, n), torch.tensor(step), stream) for step in (0, 1) for stream in (0, 1)
+    }
+    rows = torch.cat(list(draws.values()))
+    assert (rows.mean(1).abs() < 5 / n**0.5).all()
+    assert ((rows.var(1) - 1).abs() < 5 * (2 / n) ** 0.5).all()
+    correlation = torch.corrcoef(rows) - torch.eye(len(rows))
+    assert correlation.abs().max() < 5 / n**0.5
+    assert SAMPLING not in (0, 1)
+
+
+def test_a_diverging_run_leaves_the_others_alone(data):
+    runs = [Run("dp-sgd", 1, 1.0, 1.0, 1e30, 8), Run("dp-sgd", 2, 1.0, 1.0, 0.1, 8)]
+    stack = trained(runs, data)
+    assert not torch.isfinite(stack.mean[0]).all()
+    torch.testing.assert_close(stack.mean[1], trained(runs[1:], data).mean[0])
+
+
+def test_any_network_of_layers_with_rules_can_be_stacked(data):
+    def build():
+        return nn.Sequential(nn.Flatten(), nn.Linear(768, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 10))
+
+    stack = Stack(RUNS, AnyNetwork(build), *data)
+    for _ in stack.train(3):
+        pass
+    alone = Stack(RUNS[:1], AnyNetwork(build), *data)
+    for _ in alone.train(3):
+        pass
+    torch.testing.assert_close(stack.mean[stack._row(0)], alone.mean[0])
+
+
+def test_layout_is_a_rearrangement_and_nothing_else():
+    network = PaperNetwork(LAYOUT)
+    row = network.initial(5)
+    assert row.numel() == LAYOUT.size == sum(p.numel() for p in network.model(row).parameters())
+    assert torch.equal(network.pack(network.model(row)), row)
+    assert PaperNetwork().size == 357_258
+
+
+def test_struck_examples_count_for_nothing(data):
+    images, labels = data[0].clone(), data[1]
+    network = PaperNetwork(LAYOUT)
+    theta = network.initial(0).unsqueeze(0)
+
+    def sums(rows):
+        n = len(rows)
+        start = torch.tensor([0, n], dtype=torch.int32)
+        batch = Batch(images[rows], labels[rows], torch.zeros(n, dtype=torch.int32), start, torch.arange(n).unsqueeze(0), torch.arange(n))
+        return network.gradients(1, n, torch.device("cpu"), torch.float32).clipped_sums(theta, batch, torch.ones(1))[0]
+
+    expected = sums(torch.tensor([0, 1, 3]))
+    images[2] = float("nan")
+    torch.testing.assert_close(sums(torch.tensor([0, 1, 2, 3])), expected)
