@@ -42,7 +42,11 @@ def stacked(runs, batch, images, labels, steps, block):
         pass
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / steps
-    return {"ms": 1e3 * seconds, "examples_per_s": runs * batch / seconds, "peak_gb": torch.cuda.max_memory_allocated() / 2**30}
+    return {
+        "ms": 1e3 * seconds,
+        "examples_per_s": runs * batch / seconds,
+        "peak_gb": torch.cuda.max_memory_allocated() / 2**30,
+    }
 
 
 def plain(batch, compiled, channels_last, captured, steps=200):

@@ -137,7 +137,9 @@ def worker(args):
         if cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = (
+        torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    )
     print(json.dumps({"times": times, "peak_mb": peak}))
 
 
@@ -159,7 +161,7 @@ def main():
 
     import torch
 
-    times, peaks = {name: [] for name in args.only}, {name: 0.0 for name in args.only}
+    times, peaks = {name: [] for name in args.only}, dict.fromkeys(args.only, 0.0)
     for _ in range(args.rounds):
         for name in args.only:
             command = [sys.executable, "-m", "benchmarks.step", "--worker", name, "--model", args.model]
@@ -175,7 +177,9 @@ def main():
     rows = {n: {"ms": 1e3 * statistics.median(t), "peak_mb": peaks[n]} for n, t in times.items() if t}
     best = min((row["ms"] for name, row in rows.items() if name.startswith("plain")), default=float("nan"))
     hooks = rows.get("opacus-hooks", {"ms": float("nan"), "peak_mb": float("nan")})
-    hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {args.threads} threads"
+    hardware = (
+        torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {args.threads} threads"
+    )
     allocator = os.environ.get("LD_PRELOAD") or "default malloc"
     print(f"model {args.model}, b = {args.batch}, {hardware}, torch {torch.__version__}, {allocator}")
     print(f"{'':62s} {'ms':>9s} {'/ best plain':>13s} {'hooks /':>8s} {'peak MB':>8s}")

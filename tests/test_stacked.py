@@ -166,7 +166,9 @@ def test_normals_are_normal_and_independent_across_runs_steps_and_streams():
     streams = Streams([1, 2], torch.device("cpu"))
     n = 40_000
     draws = {
-        (step, stream): streams.normal(torch.empty(2, n), torch.tensor(step), stream) for step in (0, 1) for stream in (0, 1)
+        (step, stream): streams.normal(torch.empty(2, n), torch.tensor(step), stream)
+        for step in (0, 1)
+        for stream in (0, 1)
     }
     rows = torch.cat(list(draws.values()))
     assert (rows.mean(1).abs() < 5 / n**0.5).all()
@@ -212,7 +214,14 @@ def test_struck_examples_count_for_nothing(data):
     def sums(rows):
         n = len(rows)
         start = torch.tensor([0, n], dtype=torch.int32)
-        batch = Batch(images[rows], labels[rows], torch.zeros(n, dtype=torch.int32), start, torch.arange(n).unsqueeze(0), torch.arange(n))
+        batch = Batch(
+            images[rows],
+            labels[rows],
+            torch.zeros(n, dtype=torch.int32),
+            start,
+            torch.arange(n).unsqueeze(0),
+            torch.arange(n),
+        )
         return network.gradients(1, n, torch.device("cpu"), torch.float32).clipped_sums(theta, batch, torch.ones(1))[0]
 
     expected = sums(torch.tensor([0, 1, 3]))

@@ -1,6 +1,7 @@
 """Private Bayesian deep learning for PyTorch."""
 
 from dpivon._version import __version__
+from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
 from dpivon.optim import IVON, CurvatureEstimator, Evidence
 from dpivon.posterior import Posterior
@@ -24,6 +25,7 @@ __all__ = [
     "Budget",
     "CurvatureEstimator",
     "DPOptimizer",
+    "Diagnostics",
     "DpivonError",
     "Evidence",
     "NoiseSpec",

@@ -41,7 +41,7 @@ def check_number(
     """``value`` as a float inside the stated bounds, or an :class:`ArgumentError` that ends in ``fix``."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last from a tensor of several elements
         raise bad(name, value, "is not a number", fix) from None
     if math.isnan(number):
         raise bad(name, value, "is not a number", fix)

@@ -19,7 +19,7 @@ import dpivon
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import stub_torchvision  # noqa: E402
+import stub_torchvision
 
 stub_torchvision.install()
 
@@ -31,7 +31,9 @@ class DegenerateIVON(dpivon.IVON):
     def __init__(self, params, lr=1e-3, momentum=0, weight_decay=0):
         assert momentum == 0
         assert weight_decay == 0
-        super().__init__(params, lr=lr, ess=1e30, hess_init=1.0, beta1=0.0, beta2=1.0, weight_decay=0.0, rescale_lr=False)
+        super().__init__(
+            params, lr=lr, ess=1e30, hess_init=1.0, beta1=0.0, beta2=1.0, weight_decay=0.0, rescale_lr=False
+        )
 
 
 opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = dpivon.PrivacyEngine

@@ -1,5 +1,7 @@
 """Small networks that are ready for private training: no layer mixes examples."""
 
 from dpivon.models.cnn import MLP, PaperCNN, SmallCNN
+from dpivon.models.transformer import TextEncoder, VisionTransformer
+from dpivon.models.wrn import WideResNet
 
-__all__ = ["MLP", "PaperCNN", "SmallCNN"]
+__all__ = ["MLP", "PaperCNN", "SmallCNN", "TextEncoder", "VisionTransformer", "WideResNet"]

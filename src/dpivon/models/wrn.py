@@ -9,7 +9,9 @@ from torch import Tensor, nn
 class WideResNet(nn.Module):
     """WRN-d-k: three groups of (d − 4)/6 pre-activation blocks, k times as wide as a ResNet; GroupNorm mixes no examples."""
 
-    def __init__(self, depth: int = 16, width: int = 4, classes: int = 10, in_channels: int = 3, groups: int = 16) -> None:
+    def __init__(
+        self, depth: int = 16, width: int = 4, classes: int = 10, in_channels: int = 3, groups: int = 16
+    ) -> None:
         super().__init__()
         blocks = (depth - 4) // 6
         channels = [16, 16 * width, 32 * width, 64 * width]

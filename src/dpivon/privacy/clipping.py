@@ -2,9 +2,9 @@
 
     ḡ_i = g_i · min(1, C / (‖g_i‖₂ + ε_num)),    S = Σ_i ḡ_i
 
-Norms and sums are taken in fp32 or better, since a sum rounded to bf16 moves by more than C when one example leaves.
-Even in fp32 a sum of b clipped gradients is rounded by up to about b·2⁻²⁴·C, so examples are clipped to C·(1 − margin), where
-the margin covers that (:func:`rounding_margin`); the sensitivity that noise is calibrated to stays C.
+Rounding must not let one example move S by more than C. A sum in bf16 would, and even in fp32 a sum of b coherent gradients is
+rounded by about b·2⁻²⁴·C; so products are taken in fp32 over few examples at a time and added up in double (:func:`weighted_sum`).
+S stays in double until the noise is in it.
 An example whose gradient is not finite contributes zero, so that S(D) and S(D ∖ {x}) differ by at most C for every x.
 """
 
@@ -23,9 +23,8 @@ EPS_NUM = 1e-6
 _BLOCK = 256  # coordinates whose squares are added in fp32; a row of 10⁷ added so would be wrong by up to a percent
 
 
-def rounding_margin(expected_batch_size: float) -> float:
-    """What an fp32 sum of b clipped gradients may be off by, relative to C. Public: it depends on the expected batch."""
-    return min(0.5, expected_batch_size * 2.0**-23)
+#: Examples whose fp32 products are added before the sum goes on in double: 64·2⁻²⁴ is 4e-6 of C.
+EXAMPLES_AT_ONCE = 64
 
 
 class Clipping(Protocol):
@@ -44,14 +43,13 @@ class FlatClipping:
     """One bound C on the norm over all parameters (the paper's)."""
 
     sensitivity: float
-    margin: float = 0.0
 
     def factors(self, norms: Tensor) -> Tensor:
         total = torch.linalg.vector_norm(norms, dim=0, keepdim=True)
-        return _factor(total, self.sensitivity * (1.0 - self.margin)).expand_as(norms)
+        return _factor(total, self.sensitivity).expand_as(norms)
 
     def rescaled(self, sensitivity: float) -> FlatClipping:
-        return FlatClipping(sensitivity, self.margin)
+        return FlatClipping(sensitivity)
 
 
 @dataclass(frozen=True)
@@ -59,32 +57,29 @@ class PerLayerClipping:
     """A bound C_l for every parameter tensor; the sensitivity is (Σ C_l²)^½, and the noise is calibrated to that."""
 
     bounds: tuple[float, ...]
-    margin: float = 0.0
 
     @property
     def sensitivity(self) -> float:
         return float(torch.tensor(self.bounds, dtype=torch.float64).norm())
 
     def factors(self, norms: Tensor) -> Tensor:
-        bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1) * (1.0 - self.margin)
+        bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1)
         # An example that is bad in one tensor is dropped everywhere: half an example is no example.
         usable = torch.isfinite(norms).all(dim=0, keepdim=True)
         return torch.where(usable, _factor(norms, bounds), torch.zeros_like(norms))
 
     def rescaled(self, sensitivity: float) -> PerLayerClipping:
         scale = sensitivity / self.sensitivity
-        return PerLayerClipping(tuple(scale * bound for bound in self.bounds), self.margin)
+        return PerLayerClipping(tuple(scale * bound for bound in self.bounds))
 
 
-def make_clipping(
-    clipping: str, max_grad_norm: float | Sequence[float], parameters: int, margin: float = 0.0
-) -> Clipping:
+def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], parameters: int) -> Clipping:
     """The clipping named, with its bound or bounds."""
     if clipping == "flat":
         if isinstance(max_grad_norm, Sequence):
             raise bad("max_grad_norm", max_grad_norm, "is a list but clipping='flat'", "Give one bound, such as 1.0")
         norm = check_number("max_grad_norm", max_grad_norm, "Use a finite bound such as 1.0", above=0.0)
-        return FlatClipping(norm, margin)
+        return FlatClipping(norm)
     if clipping == "per_layer":
         if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != parameters:
             raise bad(
@@ -94,7 +89,7 @@ def make_clipping(
                 f"Give a list of {parameters} bounds, one for each trainable parameter",
             )
         fix = "Use a finite bound such as 1.0 for every parameter"
-        return PerLayerClipping(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm), margin)
+        return PerLayerClipping(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm))
     if clipping == "adaptive":
         raise bad(
             "clipping",
@@ -115,9 +110,17 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
     if bad_examples.any():  # 0 · NaN is NaN: take the rows out before anything multiplies them
         rows = [g.masked_fill(bad_examples.to(g.device).unsqueeze(1), 0.0) for g in rows]
     return [
-        (factor.to(g) @ g).reshape(sample.shape[1:])
+        weighted_sum(factor, g).reshape(sample.shape[1:])
         for factor, g, sample in zip(factors, rows, grad_samples, strict=True)
     ]
+
+
+def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
+    """Σ_i c_i rows_i in double: fp32 products of a few examples at a time, added up in double."""
+    total = torch.zeros(rows.shape[1:], dtype=torch.float64, device=rows.device)
+    for part, weights in zip(rows.split(EXAMPLES_AT_ONCE), c.to(rows).split(EXAMPLES_AT_ONCE), strict=True):
+        total += weights @ part
+    return total
 
 
 def _norm(g: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
-from dpivon.privacy.clipping import make_clipping, rounding_margin
+from dpivon.privacy.clipping import make_clipping
 from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients, check_criterion
 from dpivon.privacy.gradients.modes import attach, choose
 from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
@@ -71,7 +71,7 @@ class PrivacyEngine:
         poisson_sampling: bool = True,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
+        grad_sample_mode: str | None = None,
         wrap_model: bool = True,
         rand_on_empty: bool = False,
         dataset_size: int | None = None,
@@ -93,7 +93,8 @@ class PrivacyEngine:
             poisson_sampling: with False your loader is used as it is, recorded as non-private.
             clipping: ``"flat"`` or ``"per_layer"``.
             noise_generator: source of the noise, for reproducible experiments. Its seed is a secret.
-            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
+            grad_sample_mode: ``"bookkeeping"``, or one of Opacus's ``"hooks"``, ``"functorch"``, ``"ew"``, ``"ghost"``. None takes
+                book-keeping if every trainable layer has a rule for it, otherwise hooks.
             wrap_model: False attaches hooks to the model instead of wrapping it; go on using your own model then.
             rand_on_empty: accepted for compatibility; True would double the sensitivity and is refused.
             dataset_size: the public N, if it is not simply ``len(dataset)``.
@@ -109,8 +110,7 @@ class PrivacyEngine:
             raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
         sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
         trainable = [p for p in module.parameters() if p.requires_grad]
-        margin = rounding_margin(sampling.expected_batch_size)
-        clip = make_clipping(clipping, max_grad_norm, len(trainable), margin)
+        clip = make_clipping(clipping, max_grad_norm, len(trainable))
         spec = NoiseSpec(
             noise_multiplier=noise_multiplier,
             max_grad_norm=clip.sensitivity,
@@ -365,7 +365,13 @@ class PrivacyEngine:
     ) -> GhostCriterion:
         criterion = criterion if criterion is not None else nn.CrossEntropyLoss(reduction=loss_reduction)
         return GhostCriterion(
-            collector, source, lambda: optimizer.params, lambda: optimizer.clipping, criterion, loss_reduction
+            collector,
+            source,
+            lambda: optimizer.params,
+            lambda: optimizer.clipping,
+            criterion,
+            loss_reduction,
+            optimizer.expected_batch_size,
         )
 
     def _remember_dataset(self, dataset: Any, size: int) -> None:

@@ -17,10 +17,15 @@ class NoiseSource(Protocol):
 
 
 class TorchNoise:
-    """PyTorch's pseudo-random generator: fast, reproducible from its seed, and only as secret as that seed."""
+    """PyTorch's pseudo-random generator: fast, reproducible from its seed, and only as secret as that seed.
+
+    Without a generator it makes its own, seeded once from the global one: a ``torch.manual_seed`` inside the training loop would
+    otherwise add the same noise again, and two such releases subtract to the data.
+    """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.generator = generator
+        self.generator = generator if generator is not None else own_generator()
+        self._elsewhere: dict[torch.device, torch.Generator] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> TorchNoise:
         return self  # a copied generator would add the same noise twice, and two such releases subtract to the data
@@ -28,9 +33,16 @@ class TorchNoise:
     def normal(self, like: Tensor, std: float) -> Tensor:
         if std == 0.0:
             return torch.zeros_like(like)
-        device = like.device if self.generator is None else self.generator.device
-        noise = torch.randn(like.shape, dtype=like.dtype, device=device, generator=self.generator)
-        return noise.mul_(std).to(like.device)
+        generator = self._on(like.device)
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator).mul_(std)
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        """The generator for a device: a child of ours if ours lives elsewhere."""
+        if self.generator.device == device:
+            return self.generator
+        if device not in self._elsewhere:
+            self._elsewhere[device] = own_generator(self.generator, device)
+        return self._elsewhere[device]
 
 
 class SecureNoise:
@@ -54,6 +66,13 @@ class SecureNoise:
         radius = torch.sqrt(-2.0 * torch.log1p(-secure_uniform(half)))
         angle = 2.0 * math.pi * secure_uniform(half)
         return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])[:n]
+
+
+def own_generator(parent: torch.Generator | None = None, device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator, seeded by one draw from its parent (the global generator if None)."""
+    source = None if parent is None or parent.device.type != "cpu" else parent
+    seed = int(torch.randint(2**63 - 1, (1,), generator=source))
+    return torch.Generator(device).manual_seed(seed)
 
 
 def secure_uniform(n: int) -> Tensor:

@@ -67,6 +67,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self._first_sample_batch: list[Tensor] = []
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
+        self._in_closure = False
         for p in self.params:
             p.summed_grad = None
         self._bind_inner()
@@ -142,6 +143,9 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         """As :meth:`dpivon.IVON.sampled_params`. Gradients taken inside with ``train=True`` stay on this side of the
         boundary until ``step()``; with ``mc_samples=K`` they are averaged per example before clipping."""
         inner = self._variational()
+        if train and self._in_closure and inner.inside_training_sample:  # step(closure) has sampled already
+            yield
+            return
         if not train:
             with inner.sampled_params():
                 yield
@@ -180,11 +184,12 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             raise ArgumentError(f"optimizer={name}: has no posterior to sample from. Make it private with dpivon.IVON.")
         return self.original_optimizer
 
-    def posterior(self) -> Posterior:
+    def posterior(self, model: nn.Module | None = None) -> Posterior:
         """The trained posterior, under the model's own names; a point of zero width for an ordinary optimizer."""
+        model = self.module if model is None else model
         if isinstance(self.original_optimizer, IVON):
-            return self.original_optimizer.posterior(self.module)
-        return Posterior.point(self.module)
+            return self.original_optimizer.posterior(model)
+        return Posterior.point(model)
 
     # ---- the step
 
@@ -211,9 +216,13 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             if not isinstance(self.original_optimizer, IVON):
                 return closure()
             losses = []
-            for _ in range(self.original_optimizer.mc_samples):
-                with self.sampled_params(train=True):
-                    losses.append(closure())
+            self._in_closure = True
+            try:
+                for _ in range(self.original_optimizer.mc_samples):
+                    with self.sampled_params(train=True):
+                        losses.append(closure())
+            finally:
+                self._in_closure = False
             return sum(losses[1:], start=losses[0]) / len(losses)
 
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
@@ -264,7 +273,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                 p.grad = None  # also of a parameter that was frozen after backward
         for p in self.params:
             _mark_as_processed(p.summed_grad)
-            p.grad = self.last_release.gradients[p].view_as(p).to(p.dtype)
+            p.grad = self.last_release.gradients[p].view_as(p).to(p.dtype, copy=True)
         for hook in self.step_hooks:
             hook(self)
 
@@ -360,6 +369,12 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
         """Call ``fn(optimizer)`` after every release. Hooks add up; accounting is not among them and cannot be displaced."""
         self.step_hooks.append(fn)
+
+    def add_noise(self) -> None:
+        raise PrivacyError("add_noise() by itself would release without a charge. Call step().")
+
+    def scale_grad(self) -> None:
+        raise PrivacyError("scale_grad() by itself would change a release after its noise. Call step().")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise PrivacyError(

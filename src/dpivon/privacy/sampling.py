@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data._utils.collate import default_collate
 
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.noise import secure_uniform
+from dpivon.privacy.noise import own_generator, secure_uniform
 
 
 @dataclass
@@ -202,7 +202,8 @@ def poisson_loader(
         num_samples=len(dataset),  # type: ignore[arg-type]
         sample_rate=sampling.sample_rate,
         steps=sampling.steps,
-        generator=generator if generator is not None else data_loader.generator,
+        # One of its own: reseeding the global generator in the loop would draw the same batches again.
+        generator=generator or data_loader.generator or own_generator(),
         secure=secure,
     )
     return PoissonDataLoader(

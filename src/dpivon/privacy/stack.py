@@ -47,9 +47,7 @@ class StackedMechanism:
             if spec.unaccounted:
                 accountant.record_unaccounted(spec.unaccounted, releases)
             else:
-                accountant.charge(
-                    noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate, steps=releases
-                )
+                accountant.charge(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate, steps=releases)
         self.reserved += releases
 
     def spend(self) -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number, check_whole
+from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, Streams
-from dpivon.optim.ivon_rule import variance
 from dpivon.stacked.networks import Network
-from dpivon.stacked.rules import DEFAULTS, RULES, Rule, Rows
+from dpivon.stacked.rules import DEFAULTS, RULES, Rows, Rule
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,12 @@ class Run:
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
         unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess"}
         if unknown:
-            raise bad("options", sorted(unknown), f"are not options of {self.method!r}", f"Use {sorted(DEFAULTS[self.method])}")
+            raise bad(
+                "options",
+                sorted(unknown),
+                f"are not options of {self.method!r}",
+                f"Use {sorted(DEFAULTS[self.method])}",
+            )
 
 
 class Stack:
@@ -77,9 +82,7 @@ class Stack:
         self.network, self.block = network, block
         self.images, self.labels = images.to(dtype), labels.long()
         self.device = images.device
-        specs = [
-            NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n) for r in self.runs
-        ]
+        specs = [NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n) for r in self.runs]
         self.streams = Streams([r.seed for r in self.runs], self.device)
         self.mechanism = StackedMechanism(specs, self.streams, self.device)
         self.sampler = StackedSampler(specs, len(images), self.streams, self.device)
@@ -133,9 +136,7 @@ class Stack:
         fresh = self.sampler.draw(self.steps_done, n)
         if self._buffers is None:
             size = self.block
-            self._buffers = BatchBlock(
-                *(t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh)), []
-            )
+            self._buffers = BatchBlock(*(t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh)), [])
         for buffer, t in zip(_tensors(self._buffers), _tensors(fresh), strict=True):
             buffer[:n].copy_(t)
         self._buffers.overflows[:] = fresh.overflows

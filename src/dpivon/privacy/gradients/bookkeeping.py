@@ -203,7 +203,7 @@ class BookKeeper:
         if bool(struck.any()):
             uses = {p: use.without(struck) for p, use in uses.items()}
         return [
-            uses[p].weighted_sum(c).reshape(p.shape) if p in uses else torch.zeros_like(p)
+            uses[p].weighted_sum(c).reshape(p.shape) if p in uses else torch.zeros_like(p, dtype=torch.float64)
             for p, c in zip(params, factors, strict=True)
         ]
 

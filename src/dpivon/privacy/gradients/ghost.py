@@ -163,6 +163,7 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
         clipping: Callable[[], Clipping],
         criterion: Any,
         loss_reduction: str,
+        expected_batch_size: float,
     ) -> None:
         check_criterion(criterion, loss_reduction)
         self.module, self.criterion, self.loss_reduction = collector, criterion, loss_reduction
@@ -170,6 +171,7 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
         if not hasattr(criterion, "reduction"):
             criterion.reduction = loss_reduction
         self._source, self._params, self._clipping = source, params, clipping
+        self._expected_batch_size = expected_batch_size
         self._graph = _MaskedGraph(params())
         collector._module.register_forward_pre_hook(self._start_recording)
         self._uses = _LayerUses(collector.iterate_submodules(collector._module))
@@ -233,7 +235,10 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
         reduced = losses.mean(dim=0) if self.loss_reduction == "mean" else losses.sum(dim=0)
         with _full_precision(), torch.autocast(losses.device.type, enabled=False):
             reduced.backward(retain_graph=True)
-            factors = clipping.factors(_norms(params)).select(0, 0).to(losses.dtype)
+            factors = clipping.factors(_norms(params)).select(0, 0) * (
+                1.0 - rounding_margin(self._expected_batch_size, losses.dtype)
+            )
+            factors = factors.to(losses.dtype)
             for p in params:
                 p.grad = None
             if losses.shape != factors.shape:
@@ -249,6 +254,15 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
             finally:
                 self.module.enable_hooks()
         self._source.written(params)
+
+
+def rounding_margin(expected_batch_size: float, dtype: torch.dtype) -> float:
+    """What autograd's own sum of b clipped gradients may be off by, relative to C, in the losses' precision.
+
+    The other modes add up in double; here the second backward adds, so each example is clipped to a little less than C. Public: it
+    depends on the expected batch, not on the drawn one.
+    """
+    return min(0.5, expected_batch_size * torch.finfo(dtype).eps)
 
 
 def _sequence_number() -> int:

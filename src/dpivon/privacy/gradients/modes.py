@@ -48,9 +48,7 @@ def attach(
         collector: Any = BookKeepingModule(module, keeper) if wrap_model else BookKeepingHooks(module, keeper)
         source: GradientSource = keeper
     else:
-        collector = collect(
-            module, mode, batch_first=batch_first, loss_reduction=loss_reduction, wrap_model=wrap_model
-        )
+        collector = collect(module, mode, batch_first=batch_first, loss_reduction=loss_reduction, wrap_model=wrap_model)
         source = GhostGradients(module) if mode == "ghost" else PerExampleGradients(module, augmentations)
     collector.dummy_rows = augmentations
     return collector, source

@@ -167,7 +167,11 @@ def _take(rows: Tensor, places: Tensor) -> Tensor:
     """rows[places], with zeros for spare places."""
     inside = places < len(rows)
     taken = rows[places.clamp(max=len(rows) - 1)]
-    return torch.where(inside.view(*places.shape, *[1] * (rows.dim() - 1)), taken, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    return torch.where(
+        inside.view(*places.shape, *[1] * (rows.dim() - 1)),
+        taken,
+        torch.zeros((), dtype=rows.dtype, device=rows.device),
+    )
 
 
 def _linear_norm(a: Tensor, g: Tensor) -> Tensor:

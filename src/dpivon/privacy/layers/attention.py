@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +98,9 @@ def _mask(
     b, heads, t, s = shape
     total: Tensor | None = None
     if attn_mask is not None:
-        total = _additive(attn_mask, like).reshape(b, heads, t, s) if attn_mask.dim() == 3 else _additive(attn_mask, like)
+        total = (
+            _additive(attn_mask, like).reshape(b, heads, t, s) if attn_mask.dim() == 3 else _additive(attn_mask, like)
+        )
     if key_padding_mask is not None:
         padding = _additive(key_padding_mask, like).reshape(b, 1, 1, s)
         total = padding if total is None else total + padding

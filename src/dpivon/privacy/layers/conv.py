@@ -62,4 +62,3 @@ def _pad(layer: _ConvNd, x: Tensor) -> Tensor:
         return x
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(x, pads, mode=mode)
-

@@ -3,8 +3,8 @@
 A parameter that was used several times in a pass (shared weights, several θ-samples) has several uses, and its per-example
 gradient is their sum; :func:`merge` makes one use of them, with all cross terms.
 
-Everything here is kept and accumulated in fp32 or better: a norm that comes out too small, or a sum rounded to bf16, would let
-one example contribute more than C.
+Everything here is kept in fp32 or better, and sums over examples are added up in double: a norm that comes out too small, or a
+rounded sum, would let one example contribute more than C.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, weighted_sum
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 256 * 2**20
@@ -52,7 +54,7 @@ class Dense:
         return self.g.flatten(1).square().sum(1) if self.g.dim() > 1 else self.g.square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return (c.to(self.g) @ self.g.flatten(1)).reshape(self.g.shape[1:])
+        return weighted_sum(c, self.g.flatten(1)).reshape(self.g.shape[1:])
 
     def materialise(self) -> Tensor:
         return self.g
@@ -108,9 +110,12 @@ class Outer:
         return torch.cat([(self.g[i].mT @ self.a[i]).square().sum((1, 2)) for i in chunks])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1)
-        a = self.a.flatten(0, 1)
-        return (a.mT @ weighted if self.transposed else weighted.mT @ a).reshape(self.shape)
+        total = torch.zeros(self.shape, dtype=torch.float64, device=self.a.device)
+        parts = (t.split(EXAMPLES_AT_ONCE) for t in (self.a, self.g, c.to(self.g).view(-1, 1, 1)))
+        for a, g, weights in zip(*parts, strict=True):
+            a, g = a.flatten(0, 1), (g * weights).flatten(0, 1)
+            total += (a.mT @ g if self.transposed else g.mT @ a).reshape(self.shape)
+        return total
 
     def materialise(self) -> Tensor:
         g = self.a.mT @ self.g if self.transposed else self.g.mT @ self.a
@@ -142,8 +147,8 @@ class Rows:
         return self.g.new_zeros(b).index_add_(0, slots // self.shape[0], rows.square().sum(1))
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1)
-        return self.g.new_zeros(self.shape).index_add_(0, self.index.flatten(), weighted)
+        weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1).double()
+        return weighted.new_zeros(self.shape).index_add_(0, self.index.flatten(), weighted)
 
     def materialise(self) -> Tensor:
         out = self.g.new_zeros(len(self.g), *self.shape)
