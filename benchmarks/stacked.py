@@ -111,7 +111,8 @@ def main():
             for compiled in (False, True):
                 for channels_last in (False, True):
                     for captured in (False, True):
-                        name = f"{'compiled' if compiled else 'eager'}{' channels_last' * channels_last}{' captured' * captured}"
+                        name = "compiled" if compiled else "eager"
+                        name += " channels_last" * channels_last + " captured" * captured
                         try:
                             times[name] = plain(batch, compiled, channels_last, captured)
                         except Exception as error:  # a combination torch cannot capture is no contender

@@ -186,7 +186,8 @@ def main():
     for name, row in rows.items():
         row |= {"over_best_plain": row["ms"] / best, "hooks_over": hooks["ms"] / row["ms"]}
         print(
-            f"{CONTENDERS[name]:62s} {row['ms']:9.2f} {row['over_best_plain']:13.2f} {row['hooks_over']:8.2f} {row['peak_mb']:8.0f}"
+            f"{CONTENDERS[name]:62s} {row['ms']:9.2f} {row['over_best_plain']:13.2f} {row['hooks_over']:8.2f} "
+            f"{row['peak_mb']:8.0f}"
         )
     if args.json:
         facts = {"model": args.model, "batch": args.batch, "hardware": hardware, "torch": torch.__version__}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+OPTIONS = ["-m", "pytest", "-q", "--no-header", "-W", "ignore", "-p", "opacus_plugin", "-p", "no:cacheprovider"]
 MODULES = [
     "privacy_engine_test",
     "privacy_engine_validation_test",
@@ -41,20 +42,7 @@ def test_at_most_ten_refusals_each_with_its_reason():
 def test_opacus_module_passes_against_our_engine(module, tmp_path):
     source = Path(__file__).parents[2] / "src"
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--no-header",
-            "-W",
-            "ignore",
-            "-p",
-            "opacus_plugin",
-            "-p",
-            "no:cacheprovider",
-        ]
-        + ["--refused", str(HERE / "refused.txt"), "--pyargs", f"opacus.tests.{module}"],
+        [sys.executable, *OPTIONS, "--refused", str(HERE / "refused.txt"), "--pyargs", f"opacus.tests.{module}"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
         capture_output=True,

@@ -3,8 +3,8 @@
     ḡ_i = g_i · min(1, C / (‖g_i‖₂ + ε_num)),    S = Σ_i ḡ_i
 
 Rounding must not let one example move S by more than C. A sum in bf16 would, and even in fp32 a sum of b coherent gradients is
-rounded by about b·2⁻²⁴·C; so products are taken in fp32 over few examples at a time and added up in double (:func:`weighted_sum`).
-S stays in double until the noise is in it.
+rounded by about b·2⁻²⁴·C; so products are taken in fp32 over few examples at a time and added up in double
+(:func:`weighted_sum`). S stays in double until the noise is in it.
 An example whose gradient is not finite contributes zero, so that S(D) and S(D ∖ {x}) differ by at most C for every x.
 """
 

@@ -19,8 +19,8 @@ class NoiseSource(Protocol):
 class TorchNoise:
     """PyTorch's pseudo-random generator: fast, reproducible from its seed, and only as secret as that seed.
 
-    Without a generator it makes its own, seeded once from the global one: a ``torch.manual_seed`` inside the training loop would
-    otherwise add the same noise again, and two such releases subtract to the data.
+    Without a generator it makes its own, seeded once from the global one: a ``torch.manual_seed`` inside the training
+    loop would otherwise add the same noise again, and two such releases subtract to the data.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +25,14 @@ class StackedGradients(Protocol):
 class StackedMechanism:
     """Releases a row a run: g_dp = (Σ ḡ + N(0, σ²C²)) / b, row by row from the run's own stream.
 
-    Charging comes first and by the block: :meth:`reserve` charges every run for n releases before any of them is launched, since a
-    captured step runs without Python. What a crash leaves unused stays charged.
+    Charging comes first and by the block: :meth:`reserve` charges every run for n releases before any of them is
+    launched, since a captured step runs without Python. What a crash leaves unused stays charged.
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
         self.specs, self.streams = list(specs), streams
         self.accountants = [Accountant("rdp") for _ in specs]
-        column = {"dtype": torch.float64, "device": device}
+        column: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.noise_std = torch.tensor([[s.noise_std] for s in specs], **column)
         self.divisor = torch.tensor([[s.divisor] for s in specs], **column)
         self.variance = torch.tensor([[s.variance] for s in specs], dtype=torch.float32, device=device)
@@ -79,7 +79,8 @@ class BatchBlock:
 class StackedSampler:
     """Poisson batches of K runs, packed one after the other.
 
-    The capacity leaves room for seven standard deviations; a step that needs more is run in parts of the same release, never cut.
+    The capacity leaves room for seven standard deviations; a step that needs more is run in parts of the same release,
+    never cut.
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], examples: int, streams: Streams, device: torch.device) -> None:
@@ -117,7 +118,8 @@ class StackedSampler:
         """One step's batches in as many parts as fit: (index, model, start, places, seats) each."""
         mask = self.streams.poisson(self.examples, self.rates, step, 1)[0].bool()
         rank = mask.cumsum(1) - 1
-        out, low = [], 0
+        out: list[tuple[Tensor, ...]] = []
+        low = 0
         share = max(1, min(self.most, self.capacity // self.runs))
         while low <= int(rank.max()):
             part = mask & (rank >= low) & (rank < low + share)

@@ -1,7 +1,7 @@
 """Randomness of many runs that each own a seed: what a run draws depends on its seed, step and stream, not on its company.
 
-On a GPU the draws come from :mod:`dpivon.privacy.kernels.random`; here is the same generator in numpy, which CPU runs use and the
-tests hold the kernels to. Philox-4x32-10 (Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011).
+On a GPU the draws come from :mod:`dpivon.privacy.kernels.random`; here is the same generator in numpy, which CPU runs
+use and the tests hold the kernels to. Philox-4x32-10 (Salmon et al., *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011).
 """
 
 from __future__ import annotations

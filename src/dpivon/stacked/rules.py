@@ -76,9 +76,9 @@ class Adam:
 
 @dataclass(frozen=True)
 class IVONRows:
-    """DP-IVON with any curvature estimator; the paper's by default."""
+    """DP-IVON with any curvature estimator."""
 
-    estimator: CurvatureEstimator = CorrectedSquaredGradient()
+    estimator: CurvatureEstimator
     samples = True
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
@@ -117,7 +117,7 @@ def _debias(beta: Tensor, t: Tensor) -> Tensor:
     return (1.0 - beta.double() ** t.double()).float()
 
 
-RULES: dict[str, Rule] = {"dp-sgd": SGD(), "dp-adam": Adam(), "dp-ivon-gradsq": IVONRows()}
+RULES: dict[str, Rule] = {"dp-sgd": SGD(), "dp-adam": Adam(), "dp-ivon-gradsq": IVONRows(CorrectedSquaredGradient())}
 
 DEFAULTS: dict[str, dict[str, float]] = {
     "dp-sgd": {"momentum": 0.9, "weight_decay": 1e-4},

@@ -1,7 +1,8 @@
 """K private runs trained as one program.
 
-Runs may differ in method, seed, σ, C, learning rate and batch size. Each has its own Poisson batches, noise and posterior samples,
-drawn from its own seed, so a run in a stack is the same run alone, to rounding; and each has its own account.
+Runs may differ in method, seed, σ, C, learning rate and batch size. Each has its own Poisson batches, noise and
+posterior samples, drawn from its own seed, so a run in a stack is the same run alone, to rounding; and each has its
+own account.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Stack:
         fresh = self.sampler.draw(self.steps_done, n)
         if self._buffers is None:
             size = self.block
-            self._buffers = BatchBlock(*(t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh)), [])
+            index, model, start, places, seats = (t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh))
+            self._buffers = BatchBlock(index, model, start, places, seats, [])
         for buffer, t in zip(_tensors(self._buffers), _tensors(fresh), strict=True):
             buffer[:n].copy_(t)
         self._buffers.overflows[:] = fresh.overflows

@@ -5,7 +5,8 @@ and its output's gradient into a *use* of each parameter. When backward is done 
 weighted contraction gives the clipped sum. Ordinary weight gradients are never computed. (Bu et al., *Differentially Private
 Optimization on Large Model at Small Cost*, 2023.)
 
-A parameter that is also used outside its layer's forward is not detached there, so it gets a ``p.grad``, and ``step()`` refuses.
+A parameter that is also used outside its layer's forward is not detached there, so it gets a ``p.grad``, and
+``step()`` refuses.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class BookKeeper:
             # Attention says itself where its batch is, and always observes with the batch first.
             return forward(layer, lambda z, uses: self._observe(layer, z, uses, batch_major=True), *args, **kwargs)
 
-        layer.forward = types.MethodType(watched, layer)  # type: ignore[method-assign]
+        layer.forward = types.MethodType(watched, layer)
         self._patched.append(layer)
 
     def _expand_bare(self, module: nn.Module, bare: dict[str, nn.Parameter]) -> None:
@@ -119,9 +120,7 @@ class BookKeeper:
             if self._recording(module) and self.rows is not None:
                 for name, p in bare.items():
                     copies = p.detach().expand(self.rows, *p.shape[1:])
-                    module.__dict__[name] = self._observe(
-                        module, copies, lambda g, p=p: {p: Dense(g.unsqueeze(1))}, batch_major=True
-                    )
+                    module.__dict__[name] = self._observe(module, copies, _whole(p), batch_major=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             for name in bare:
@@ -134,7 +133,7 @@ class BookKeeper:
         return layer.training and torch.is_grad_enabled()
 
     def _detach(self, layer: nn.Module) -> list[Tensor]:
-        weights = [p for p in layer.parameters() if p.requires_grad]
+        weights: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
         for p in weights:
             p.requires_grad_(False)
         return weights
@@ -152,7 +151,7 @@ class BookKeeper:
 
     def _observe(self, layer: nn.Module, z: Tensor, uses: Uses, *, batch_major: bool = False) -> Tensor:
         """Arrange that the gradient of z becomes uses when backward reaches it."""
-        z = z if z.requires_grad else _Seed.apply(z, torch.zeros((), device=z.device, requires_grad=True))
+        z = z if z.requires_grad else _Seed.apply(z, torch.zeros((), device=z.device, requires_grad=True))  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() != -1 and self._outstanding[layer]:
             return z  # a checkpoint recomputes this forward inside backward; the original is the one that is recorded
         generation, seen = self._generation, [False]
@@ -176,7 +175,8 @@ class BookKeeper:
         self._arrived = True
         if self.rows is not None and len(g) != self.rows:
             raise PrivacyError(
-                f"A layer saw {len(g)} rows in a batch of {self.rows}: its rows are not examples, so clipping them would not bound "
+                f"A layer saw {len(g)} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
+                "would not bound "
                 "an example. Keep the batch as the first dimension of every layer's input."
             )
         scale = (len(g) if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
@@ -210,12 +210,14 @@ class BookKeeper:
     def _check(self, params: Sequence[Tensor]) -> None:
         if self._second_pass:
             raise PrivacyError(
-                "A second forward and backward before step(): an example could be clipped twice in one release. Call step() after "
+                "A second forward and backward before step(): an example could be clipped twice in one release. Call "
+                "step() after "
                 "every backward; use dpivon.BatchMemoryManager for large batches."
             )
         if not self._uses:
             raise PrivacyError(
-                "step() without per-example gradients: gradients were cleared or never computed. Run forward through the model that "
+                "step() without per-example gradients: gradients were cleared or never computed. Run forward through "
+                "the model that "
                 "make_private returned, then loss.backward(), then step(), then zero_grad()."
             )
         for p in params:
@@ -251,6 +253,11 @@ class BookKeeper:
             del layer.forward
 
 
+def _whole(p: Tensor) -> Uses:
+    """The gradient of an example's own copy of p is its per-example gradient."""
+    return lambda g: {p: Dense(g.unsqueeze(1))}
+
+
 class _Seed(torch.autograd.Function):
     """The first layer's output, made to ask for a gradient although nothing before it does. No copy."""
 
@@ -262,7 +269,7 @@ class _Seed(torch.autograd.Function):
         return z
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
         return None, None
 
 

@@ -259,8 +259,8 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
 def rounding_margin(expected_batch_size: float, dtype: torch.dtype) -> float:
     """What autograd's own sum of b clipped gradients may be off by, relative to C, in the losses' precision.
 
-    The other modes add up in double; here the second backward adds, so each example is clipped to a little less than C. Public: it
-    depends on the expected batch, not on the drawn one.
+    The other modes add up in double; here the second backward adds, so each example is clipped to a little less than
+    C. Public: it depends on the expected batch, not on the drawn one.
     """
     return min(0.5, expected_batch_size * torch.finfo(dtype).eps)
 

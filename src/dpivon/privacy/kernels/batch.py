@@ -9,7 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """The runs' examples one after the other; rows after the last are spare. ``places`` points past the end where a run has fewer."""
+    """The runs' examples one after the other; rows after the last are spare. ``places`` points past the end where a
+    run has fewer.
+    """
 
     images: Tensor  # [capacity, H, W, channels]
     labels: Tensor  # [capacity]

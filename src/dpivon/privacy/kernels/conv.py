@@ -1,14 +1,14 @@
 """3×3 convolutions of many models at once, as implicit matrix products on NHWC tensors.
 
-Examples of all models lie one after the other; ``MODEL[n]`` says whose example n is, so every tile of rows reads its own model's
-weights and nothing is padded. Products take bf16 (or fp32) operands and accumulate in fp32.
+Examples of all models lie one after the other; ``MODEL[n]`` says whose example n is, so every tile of rows reads its
+own model's weights and nothing is padded. Products take bf16 (or fp32) operands and accumulate in fp32.
 
     forward     Z[n, t, :]  = Σ_tap X[n, t + shift(tap), :] · W[tap] + bias
     gradients   g_n[tap]    = Σ_t X[n, t + shift(tap), :]ᵀ G[n, t, :]
 
-The weight gradient of an example is never stored: ``weight_norms`` keeps only its squared norm, ``weight_sums`` adds it up times
-the example's clip factor. The factor multiplies the fp32 accumulator, never a rounded operand, so what is summed is exactly what
-was measured.
+The weight gradient of an example is never stored: ``weight_norms`` keeps only its squared norm, ``weight_sums`` adds
+it up times the example's clip factor. The factor multiplies the fp32 accumulator, never a rounded operand, so what is
+summed is exactly what was measured.
 """
 
 from __future__ import annotations

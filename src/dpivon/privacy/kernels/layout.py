@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from dpivon.models import PaperCNN
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Layout:
         """The parameters of K models as views of [K, P]."""
         return {name: rows[:, s].unflatten(1, self.shapes[name]) for name, s in self.slices.items()}
 
-    def pack(self, model: PaperCNN) -> Tensor:
+    def pack(self, model: Any) -> Tensor:
         """A model's parameters as one row."""
         parts: list[Tensor] = []
         for block in model.features:
@@ -74,7 +73,7 @@ class Layout:
         parts += [turned, first.bias, last.weight.T, last.bias]
         return torch.cat([p.detach().reshape(-1) for p in parts])
 
-    def unpack(self, row: Tensor, model: PaperCNN) -> PaperCNN:
+    def unpack(self, row: Tensor, model: Any) -> Any:
         """Write one row into a model."""
         v = {name: t[0] for name, t in self.views(row.unsqueeze(0)).items()}
         side = self.image >> len(self.widths)

@@ -1,10 +1,12 @@
 """Clipped sums of K copies of the paper's network in one pass over all their batches.
 
 The examples of all runs lie one after the other, run by run (``start[k] : start[k+1]`` are run k's); rows after the last are
-spare capacity that no sum reads. One forward, one backward for output gradients, per-example norms, one weighted contraction: the
-book-keeping of :mod:`dpivon.privacy.gradients.bookkeeping`, in kernels made for this network, and tested against it.
+spare capacity that no sum reads. One forward, one backward for output gradients, per-example norms, one weighted
+contraction: the book-keeping of :mod:`dpivon.privacy.gradients.bookkeeping`, in kernels made for this network, and
+tested against it.
 
-Operands may be bf16. Norms, clip factors, accumulators and sums are fp32, and an example's clip factor multiplies fp32 values only.
+Operands may be bf16. Norms, clip factors, accumulators and sums are fp32, and an example's clip factor multiplies fp32
+values only.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def unfold(layer: _ConvNd, x: Tensor) -> Tensor:
     """The patches that the layer multiplies its kernel with, [B, C_in, kernel elements, output positions]."""
     x = _pad(layer, x)
     if x.dim() == 4:
-        patches = F.unfold(x, layer.kernel_size, layer.dilation, 0, layer.stride)  # type: ignore[arg-type]
+        patches = F.unfold(x, layer.kernel_size, layer.dilation, 0, layer.stride)
         return patches.reshape(len(x), x.shape[1], -1, patches.shape[-1])
     # As a strided view: for every output position and kernel element, the input element they meet at.
     x = x.contiguous()

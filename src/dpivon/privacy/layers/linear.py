@@ -1,4 +1,4 @@
-"""Linear layers with any leading dimensions: z = x Wᵀ + b. Also the cells of Opacus's recurrent layers, used once a time step."""
+"""Linear layers with any leading dimensions: z = x Wᵀ + b; also the cells of Opacus's recurrent layers."""
 
 from __future__ import annotations
 

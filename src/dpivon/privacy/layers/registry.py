@@ -8,8 +8,8 @@ for your own layer with :func:`register_rule`:
 ... def my_scale(layer, inputs, g):
 ...     return {layer.scale: Dense((g * inputs[0]).sum(1))}
 
-A layer that computes several things inside (attention) gets a forward of its own with :func:`register_forward`, which hands every
-intermediate output to ``observe(z, uses)``.
+A layer that computes several things inside (attention) gets a forward of its own with :func:`register_forward`, which
+hands every intermediate output to ``observe(z, uses)``.
 """
 
 from __future__ import annotations

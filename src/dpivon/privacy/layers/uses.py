@@ -139,7 +139,7 @@ class Rows:
 
     def squared_norm(self) -> Tensor:
         """Σ_{s,t} [index_s = index_t] ⟨G_s, G_t⟩, by adding up equal rows: exact, and linear in T."""
-        b, t = self.index.shape
+        b = len(self.index)
         # Give every (example, row) pair its own slot, then add up what falls into one slot.
         key = self.index + torch.arange(b, device=self.index.device).unsqueeze(1) * self.shape[0]
         slots, place = key.flatten().unique(return_inverse=True)
