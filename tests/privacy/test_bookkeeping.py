@@ -18,7 +18,7 @@ from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import Dense, Outer, register_rule
 
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using padding=.same.")
 
 
 def loss_of(output, weight):

@@ -104,7 +104,7 @@ def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], paramet
 def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
     """Σ_i ḡ_i for every parameter, from per-example gradients of shape (B, *parameter)."""
     rows = [_at_least_fp32(g.flatten(1)) for g in grad_samples]
-    norms = torch.stack([_norm(g).to(rows[0].device) for g in rows])
+    norms = torch.stack([row_norms(g).to(rows[0].device) for g in rows])
     factors = clipping.factors(norms)
     bad_examples = (factors == 0.0).any(dim=0) if factors.numel() else factors.new_zeros(0, dtype=torch.bool)
     if bad_examples.any():  # 0 · NaN is NaN: take the rows out before anything multiplies them
@@ -123,7 +123,7 @@ def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
     return total
 
 
-def _norm(g: Tensor) -> Tensor:
+def row_norms(g: Tensor) -> Tensor:
     """‖g_i‖ for every row: squares added in fp32 over short blocks, the blocks in double."""
     whole = g.shape[1] - g.shape[1] % _BLOCK
     blocks = (

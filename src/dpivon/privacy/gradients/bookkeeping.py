@@ -26,6 +26,7 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHooks
 from dpivon.privacy.layers.fallback import opacus_rule
+from dpivon.privacy.layers.memory import Pool
 from dpivon.privacy.layers.registry import Rule, forward_for, rule_for
 from dpivon.privacy.layers.uses import Dense, Use, merge
 
@@ -43,6 +44,8 @@ class BookKeeper:
         self.samples, self.augmentations = samples, augmentations
         self.rows: int | None = None  # of the batch, as the model saw it
         self._uses: dict[Tensor, list[Use]] = defaultdict(list)
+        self._scale: float | None = None
+        self._pool = Pool()
         self._generation = 0
         self._arrived = False
         self._second_pass = False
@@ -179,9 +182,18 @@ class BookKeeper:
                 "would not bound "
                 "an example. Keep the batch as the first dimension of every layer's input."
             )
+        # A mean divides every example's gradient by the rows of the batch; undone at the end, on norms and sums.
         scale = (len(g) if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
+        if self._scale not in (None, scale):
+            raise PrivacyError(
+                f"Layers saw batches of different sizes in one step (scales {self._scale} and {scale}): call zero_grad() and run "
+                "forward and backward on one batch."
+            )
+        self._scale = scale
         g = g.detach() if g.dtype == torch.float64 else g.detach().float()
-        for p, use in uses(g * scale).items():
+        with self._pool.active():
+            found = uses(g)
+        for p, use in found.items():
             self._uses[p].append(use.grouped(self.augmentations) if self.augmentations > 1 else use)
 
     def _batch_major(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -195,17 +207,22 @@ class BookKeeper:
     def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
         self._check(params)
         uses = {p: merge(self._uses[p]) for p in params if p in self._uses}
+        scale = self._scale or 1.0
         self._uses.clear()
-        norms = [u.squared_norm().clamp(min=0.0).sqrt() if (u := uses.get(p)) else None for p in params]
+        self._scale = None
+        norms = [u.squared_norm().clamp(min=0.0).double().sqrt() if (u := uses.get(p)) else None for p in params]
         known = next(n for n in norms if n is not None)
-        factors = clipping.factors(torch.stack([known.new_zeros(len(known)) if n is None else n for n in norms]))
+        table = torch.stack([known.new_zeros(len(known)) if n is None else n for n in norms]) * scale
+        factors = clipping.factors(table)
         struck = (factors == 0.0).any(dim=0)
         if bool(struck.any()):
             uses = {p: use.without(struck) for p, use in uses.items()}
-        return [
-            uses[p].weighted_sum(c).reshape(p.shape) if p in uses else torch.zeros_like(p, dtype=torch.float64)
+        sums = [
+            uses[p].weighted_sum(c * scale).reshape(p.shape) if p in uses else torch.zeros_like(p, dtype=torch.float64)
             for p, c in zip(params, factors, strict=True)
         ]
+        self._pool.take_back()
+        return sums
 
     def _check(self, params: Sequence[Tensor]) -> None:
         if self._second_pass:
@@ -238,6 +255,8 @@ class BookKeeper:
 
     def clear(self, params: Sequence[Tensor]) -> None:
         self._uses.clear()
+        self._pool.take_back()
+        self._scale = None
         self._arrived = self._second_pass = False
 
     def forget_passes(self) -> None:

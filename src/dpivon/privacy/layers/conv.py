@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import Dense, Use, outer_or_dense
+from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
+    if g.dim() == 4 and layer.groups == 1:
+        return _conv2d(layer, inputs[0], g)
     uses: dict[Tensor, Use] = {}
     g = g.flatten(2)  # [B, p, T]
     if layer.weight.requires_grad:
@@ -27,19 +30,39 @@ def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, 
         a, out = patches.reshape(n, groups, -1, t), g.reshape(n, groups, -1, t)
         if groups == 1:
             uses[layer.weight] = outer_or_dense(a[:, 0].mT, out[:, 0].mT, layer.weight.shape)
-        else:  # each group has its own small weight
+        else:  # each group has a small weight of its own
             uses[layer.weight] = Dense((out @ a.mT).reshape(n, *layer.weight.shape))
     if layer.bias is not None and layer.bias.requires_grad:
         uses[layer.bias] = Dense(g.sum(2))
     return uses
 
 
+def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
+    """The common case, channels last: a patch's rows are then contiguous in memory, and so are the output's positions."""
+    uses: dict[Tensor, Use] = {}
+    p, c = g.shape[1], x.shape[1]
+    out = g.permute(0, 2, 3, 1).reshape(len(g), -1, p)  # [B, T, p]
+    if layer.weight.requires_grad:
+        x = _pad(layer, x.to(g.dtype)).permute(0, 2, 3, 1).contiguous()
+        b, h, w, ch = x.stride()
+        (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
+        view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
+        d, order = kh * kw * c, Order(torch.Size((p, kh, kw, c)), (0, 3, 1, 2))
+        if materialises(len(x), out.shape[1], d, p):  # then the patches are needed for this product only
+            patches = empty(tuple(view.shape), view).copy_(view).view(len(x), -1, d)
+            gradients = torch.bmm(out.mT, patches, out=empty((len(x), p, d), out))
+            free(patches)
+            uses[layer.weight] = Dense(gradients, order)
+        else:
+            uses[layer.weight] = Outer(view.reshape(len(x), -1, d), out, layer.weight.shape, order=order)
+    if layer.bias is not None and layer.bias.requires_grad:
+        uses[layer.bias] = Dense(out.sum(1))
+    return uses
+
+
 def unfold(layer: _ConvNd, x: Tensor) -> Tensor:
     """The patches that the layer multiplies its kernel with, [B, C_in, kernel elements, output positions]."""
     x = _pad(layer, x)
-    if x.dim() == 4:
-        patches = F.unfold(x, layer.kernel_size, layer.dilation, 0, layer.stride)
-        return patches.reshape(len(x), x.shape[1], -1, patches.shape[-1])
     # As a strided view: for every output position and kernel element, the input element they meet at.
     x = x.contiguous()
     spatial, strides = x.shape[2:], x.stride()[2:]

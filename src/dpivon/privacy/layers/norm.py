@@ -37,12 +37,13 @@ def rms_norm(layer: nn.RMSNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[T
 
 def _channelwise(layer: Any, z: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """Parameters of shape [C] against values of shape [B, C, …]."""
-    g = g.flatten(2) if g.dim() > 2 else g.unsqueeze(2)
+    positions = tuple(range(2, g.dim()))
     uses: dict[Tensor, Use] = {}
     if layer.weight is not None and layer.weight.requires_grad:
-        uses[layer.weight] = Dense((g * z.reshape(g.shape)).sum(2))
+        product = z.mul_(g)  # z was made for this
+        uses[layer.weight] = Dense(product.sum(positions) if positions else product)
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(g.sum(2))
+        uses[layer.bias] = Dense(g.sum(positions) if positions else g)
     return uses
 
 

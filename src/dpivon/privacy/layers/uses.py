@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, weighted_sum
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
-MEMORY_CAP = 256 * 2**20
+MEMORY_CAP = 128 * 2**20
 
 
 class Use(Protocol):
@@ -45,25 +45,41 @@ class Use(Protocol):
 
 
 @dataclass(frozen=True)
+class Order:
+    """The order of elements in which a rule computed, where it is not the parameter's: its shape, and how to permute it."""
+
+    shape: torch.Size
+    permutation: tuple[int, ...]
+
+    def restore(self, t: Tensor) -> Tensor:
+        """From [*leading, elements] or [*leading, *shape] in this order to [*leading, *parameter]."""
+        lead = t.dim() - 1 if t.shape[-1] == self.shape.numel() and len(self.shape) > 1 else t.dim() - len(self.shape)
+        t = t.reshape(*t.shape[:lead], *self.shape)
+        return t.permute(*range(lead), *(lead + i for i in self.permutation))
+
+
+@dataclass(frozen=True)
 class Dense:
-    """Per-example gradients that are small enough to keep: biases, gains, small weights. ``g`` is [B, *shape]."""
+    """Per-example gradients that are small enough to keep: biases, gains, small weights. ``g`` is [B, *shape], or in ``order``."""
 
     g: Tensor
+    order: Order | None = None
 
     def squared_norm(self) -> Tensor:
-        return self.g.flatten(1).square().sum(1) if self.g.dim() > 1 else self.g.square()
+        return row_norms(self.g.flatten(1)).square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return weighted_sum(c, self.g.flatten(1)).reshape(self.g.shape[1:])
+        total = weighted_sum(c, self.g.flatten(1))
+        return total.reshape(self.g.shape[1:]) if self.order is None else self.order.restore(total)
 
     def materialise(self) -> Tensor:
-        return self.g
+        return self.g if self.order is None else self.order.restore(self.g.flatten(1))
 
     def without(self, struck: Tensor) -> Dense:
-        return Dense(_strike(self.g, struck))
+        return Dense(_strike(self.g, struck), self.order)
 
     def grouped(self, rows: int) -> Dense:
-        return Dense(self.g.unflatten(0, (-1, rows)).sum(1))
+        return Dense(self.g.unflatten(0, (-1, rows)).sum(1), self.order)
 
 
 @dataclass(frozen=True)
@@ -73,21 +89,22 @@ class Outer:
     ``a`` is [B, T, d], ``g`` is [B, T, p]; the parameter has p·d elements, read as [p, d], or as [d, p] if ``transposed``.
 
     Its squared norm is ⟨AAᵀ, GGᵀ⟩ (*ghost*: 2T²(p+d) operations, 2T² numbers an example) or comes from the materialised
-    gradient (2Tpd operations, pd numbers). The cheaper one is taken, but a ghost norm only where it is exact enough: the Gram
-    products cancel when rows share a large offset, with an error of about ε_mach ‖A‖²‖G‖².
+    gradient (2Tpd operations, pd numbers), in chunks if need be. A ghost norm is taken where it is cheaper, and only where it is
+    exact enough: the Gram products cancel when rows share a large offset, with an error of about ε_mach ‖A‖²‖G‖².
     """
 
     a: Tensor
     g: Tensor
     shape: torch.Size
     transposed: bool = False
+    order: Order | None = None
 
     def squared_norm(self) -> Tensor:
         b, t, d = self.a.shape
         p = self.g.shape[2]
         if t == 1:
             return self.a.square().sum((1, 2)) * self.g.square().sum((1, 2))
-        if t * (p + d) < p * d:
+        if t * (p + d) < p * d and 4 * b * p * d > MEMORY_CAP:
             return self._ghost_norm()
         return self._chunked_norm(torch.arange(b, device=self.a.device))
 
@@ -110,23 +127,23 @@ class Outer:
         return torch.cat([(self.g[i].mT @ self.a[i]).square().sum((1, 2)) for i in chunks])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        total = torch.zeros(self.shape, dtype=torch.float64, device=self.a.device)
+        total = torch.zeros(self.shape.numel(), dtype=torch.float64, device=self.a.device)
         parts = (t.split(EXAMPLES_AT_ONCE) for t in (self.a, self.g, c.to(self.g).view(-1, 1, 1)))
         for a, g, weights in zip(*parts, strict=True):
             a, g = a.flatten(0, 1), (g * weights).flatten(0, 1)
-            total += (a.mT @ g if self.transposed else g.mT @ a).reshape(self.shape)
-        return total
+            total += (a.mT @ g if self.transposed else g.mT @ a).flatten()
+        return total.reshape(self.shape) if self.order is None else self.order.restore(total)
 
     def materialise(self) -> Tensor:
-        g = self.a.mT @ self.g if self.transposed else self.g.mT @ self.a
-        return g.reshape(len(g), *self.shape)
+        g = (self.a.mT @ self.g if self.transposed else self.g.mT @ self.a).flatten(1)
+        return g.reshape(len(g), *self.shape) if self.order is None else self.order.restore(g)
 
     def without(self, struck: Tensor) -> Outer:
-        return Outer(_strike(self.a, struck), _strike(self.g, struck), self.shape, self.transposed)
+        return Outer(_strike(self.a, struck), _strike(self.g, struck), self.shape, self.transposed, self.order)
 
     def grouped(self, rows: int) -> Outer:
         a, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.a, self.g))
-        return Outer(a, g, self.shape, self.transposed)
+        return Outer(a, g, self.shape, self.transposed, self.order)
 
 
 @dataclass(frozen=True)
@@ -168,9 +185,9 @@ def merge(uses: Sequence[Use]) -> Use:
     if len(uses) == 1:
         return first
     outers = [u for u in uses if isinstance(u, Outer)]
-    if len(outers) == len(uses) and len({u.transposed for u in outers}) == 1:
+    if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
         a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
-        return Outer(a, g, outers[0].shape, outers[0].transposed)
+        return Outer(a, g, outers[0].shape, outers[0].transposed, outers[0].order)
     rows = [u for u in uses if isinstance(u, Rows)]
     if len(rows) == len(uses):
         return Rows(torch.cat([u.index for u in rows], 1), torch.cat([u.g for u in rows], 1), rows[0].shape)
@@ -181,13 +198,21 @@ def merge(uses: Sequence[Use]) -> Use:
 
 
 def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False) -> Use:
-    """An :class:`Outer`, materialised at once where that is cheaper in work and in memory than keeping A and G."""
+    """An :class:`Outer`, materialised at once where memory allows.
+
+    Materialised, a gradient gives its norm and its share of the sum for 2Tpd operations; kept as A and G, the sum alone costs
+    that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made.
+    """
     b, t, d = a.shape
     p = g.shape[2]
-    keep, make = b * t * (d + p), b * p * d
-    cheaper = t > 1 and p * d <= t * (p + d)
-    use = Outer(a, g, shape, transposed)
-    return Dense(use.materialise()) if cheaper and make <= keep and 4 * make <= MEMORY_CAP else use
+    if not materialises(b, t, d, p):
+        return Outer(a, g, shape, transposed)
+    return Dense((a.mT @ g if transposed else g.mT @ a).reshape(b, *shape))
+
+
+def materialises(examples: int, t: int, d: int, p: int) -> bool:
+    """Whether per-example gradients of p·d elements, each a sum over t positions, are made and kept."""
+    return t > 1 and 4 * examples * p * d <= MEMORY_CAP
 
 
 def _strike(t: Tensor, struck: Tensor) -> Tensor:
