@@ -1049,3 +1049,20 @@ def test_a_checkpoint_holds_no_state_of_the_noise():
     file.seek(0)
     saved = list(leaves(torch.load(file, weights_only=True)))
     assert not any(isinstance(v, Tensor) and v.dtype == torch.uint8 for v in saved)
+
+
+def test_reseeding_the_global_generator_in_the_loop_repeats_neither_noise_nor_batches(mode):
+    """A `torch.manual_seed` every epoch is common; two releases with the same noise would subtract to the data."""
+    run = make(mode, capture=False, batch_size=6)
+    normal, drawn, batches = run.optimizer.noise.normal, [], []
+    run.optimizer.noise.normal = lambda like, std: drawn.append(normal(like, std)) or drawn[-1]
+    for _ in range(2):
+        torch.manual_seed(0)
+        x, y = next(iter(run.loader))
+        run.step(x, y)
+        batches.append(x)
+    half = len(drawn) // 2
+    first, second = (torch.cat([n.flatten() for n in part]) for part in (drawn[:half], drawn[half:]))
+    assert not torch.equal(first, second)
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 5 / len(first) ** 0.5
+    assert batches[0].shape != batches[1].shape or not torch.equal(*batches)

@@ -17,7 +17,7 @@ from dpivon.posterior import Posterior
 
 # Okabe and Ito's palette, told apart by colour-blind readers too.
 BLUE, SKY, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#666666"
-BINS = 10
+BINS = 15
 NOISE_ONLY = math.erf(math.sqrt(0.5))  # P(|z| ≤ 1) for a standard normal z
 _STYLE = {
     "font.size": 10,

@@ -154,7 +154,9 @@ class BookKeeper:
 
     def _observe(self, layer: nn.Module, z: Tensor, uses: Uses, *, batch_major: bool = False) -> Tensor:
         """Arrange that the gradient of z becomes uses when backward reaches it."""
-        z = z if z.requires_grad else _Seed.apply(z, torch.zeros((), device=z.device, requires_grad=True))  # type: ignore[no-untyped-call]
+        if not z.requires_grad:
+            seed = torch.zeros((), device=z.device, requires_grad=True)
+            z = _Seed.apply(z, seed)  # type: ignore[no-untyped-call]
         if torch._C._current_graph_task_id() != -1 and self._outstanding[layer]:
             return z  # a checkpoint recomputes this forward inside backward; the original is the one that is recorded
         generation, seen = self._generation, [False]
@@ -186,8 +188,8 @@ class BookKeeper:
         scale = (len(g) if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
         if self._scale not in (None, scale):
             raise PrivacyError(
-                f"Layers saw batches of different sizes in one step (scales {self._scale} and {scale}): call zero_grad() and run "
-                "forward and backward on one batch."
+                f"Layers saw batches of different sizes in one step (scales {self._scale} and {scale}): call zero_grad() "
+                "and run forward and backward on one batch."
             )
         self._scale = scale
         g = g.detach() if g.dtype == torch.float64 else g.detach().float()

@@ -1,7 +1,7 @@
 """Memory that a book-keeper keeps between steps.
 
-On a CPU fresh pages for every layer of every micro-batch cost more than filling them. A pool belongs to one book-keeper; what it
-lends is valid until that book-keeper has made its sums. On a GPU the caching allocator does this already.
+On a CPU fresh pages for every layer of every micro-batch cost more than filling them. A pool belongs to one book-keeper;
+what it lends is valid until that book-keeper has made its sums. On a GPU the caching allocator does this already.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Dense:
-    """Per-example gradients that are small enough to keep: biases, gains, small weights. ``g`` is [B, *shape], or in ``order``."""
+    """Per-example gradients that are small enough to keep. ``g`` is [B, *shape], or in ``order``."""
 
     g: Tensor
     order: Order | None = None
@@ -89,8 +89,8 @@ class Outer:
     ``a`` is [B, T, d], ``g`` is [B, T, p]; the parameter has p·d elements, read as [p, d], or as [d, p] if ``transposed``.
 
     Its squared norm is ⟨AAᵀ, GGᵀ⟩ (*ghost*: 2T²(p+d) operations, 2T² numbers an example) or comes from the materialised
-    gradient (2Tpd operations, pd numbers), in chunks if need be. A ghost norm is taken where it is cheaper, and only where it is
-    exact enough: the Gram products cancel when rows share a large offset, with an error of about ε_mach ‖A‖²‖G‖².
+    gradient (2Tpd operations, pd numbers), in chunks if need be. A ghost norm is taken where it is cheaper, and only where
+    it is exact enough: the Gram products cancel when rows share a large offset, by about ε_mach ‖A‖²‖G‖².
     """
 
     a: Tensor

@@ -1,0 +1,138 @@
+"""The stacked kernels on a GPU: against the looped reference, and against the guarantee. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
+
+from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.program import Program
+from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.streams import PRIVACY, SAMPLING, Streams, philox
+from dpivon.stacked import PaperNetwork, Run, Stack
+
+DEVICE = torch.device("cuda")
+LAYOUT = Layout()
+
+
+def batch_of(counts, images, labels, spare=3):
+    """The first rows of images, given out to the runs in turn."""
+    runs, total = len(counts), sum(counts)
+    capacity, most = total + spare, max(counts) + 2
+    model = torch.zeros(capacity, dtype=torch.int32, device=DEVICE)
+    places = torch.full((runs, most), capacity, device=DEVICE)
+    seats = torch.zeros(capacity, dtype=torch.int64, device=DEVICE)
+    start = [0]
+    for k, n in enumerate(counts):
+        rows = torch.arange(start[-1], start[-1] + n, device=DEVICE)
+        model[rows], places[k, :n] = k, rows
+        seats[rows] = k * most + torch.arange(n, device=DEVICE)
+        start.append(start[-1] + n)
+    start = torch.tensor(start, dtype=torch.int32, device=DEVICE)
+    return Batch(images[:capacity], labels[:capacity], model, start, places, seats)
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    images = torch.randn(600, 32, 32, 3, device=DEVICE, generator=generator)
+    return images, torch.randint(0, 10, (600,), device=DEVICE, generator=generator)
+
+
+def rows(runs):
+    network = PaperNetwork()
+    theta = torch.stack([network.initial(k) for k in range(runs)]).to(DEVICE)
+    return theta + 0.02 * torch.randn(theta.shape, device=DEVICE, generator=torch.Generator("cuda").manual_seed(1))
+
+
+def test_kernels_agree_with_the_loop_to_the_precision_of_their_operands(data):
+    counts, bound = [40, 0, 1, 33], torch.tensor([2.0, 1.0, 0.5, 30.0], device=DEVICE)
+    theta = rows(4)
+    batch = batch_of(counts, *data)
+    expected, _ = LoopedGradients(PaperNetwork(), DEVICE).clipped_sums(theta, batch, bound)
+    low = Batch(batch.images.bfloat16(), batch.labels, batch.model, batch.start, batch.places, batch.seats)
+    got, _ = Program(LAYOUT, 4, len(batch.labels), DEVICE, torch.bfloat16).clipped_sums(theta, low, bound)
+    assert float(got[1].abs().max()) == 0.0  # an empty batch
+    for k in (0, 2, 3):
+        assert float((got[k] - expected[k]).norm() / expected[k].norm()) < 0.1
+        assert float(torch.nn.functional.cosine_similarity(got[k], expected[k], dim=0)) > 0.995
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_no_example_moves_the_sum_by_more_than_c(data, offset):
+    """b = 512 coherent gradients and shifted activations, for the very tensor that gets the noise."""
+    images, labels = data
+    alike = (images[:1] + 0.01 * images[:516] + offset).bfloat16()
+    labels = labels[:1].expand(516).contiguous()
+    theta, bound = rows(1), torch.ones(1, device=DEVICE)
+    program = Program(LAYOUT, 1, 516, DEVICE, torch.bfloat16)
+    whole, norms = program.clipped_sums(theta, batch_of([513], alike, labels), bound)
+    assert whole.dtype == torch.float64
+    assert float(norms[0, :513].min()) > 1.0  # clipping is in force
+    for gone in (0, 200, 512):
+        kept = torch.arange(516, device=DEVICE) != gone
+        fewer = torch.cat([alike[kept], alike[:1]]), torch.cat([labels[kept], labels[:1]])
+        less, _ = program.clipped_sums(theta, batch_of([512], *fewer, spare=4), bound)
+        moved = float((whole - less).norm())
+        assert 0.5 < moved <= 1 + 1e-5
+
+
+def test_a_non_finite_example_contributes_zero(data):
+    images, labels = data[0].clone(), data[1]
+    theta, bound = rows(1), torch.ones(1, device=DEVICE)
+    program = Program(LAYOUT, 1, 24, DEVICE, torch.bfloat16)
+    order = torch.cat([torch.arange(7), torch.arange(8, 30)]).to(DEVICE)
+    expected, _ = program.clipped_sums(theta, batch_of([19], images[order].bfloat16(), labels[order], spare=5), bound)
+    images[7, 3, 3, 1] = float("nan")
+    got, _ = program.clipped_sums(theta, batch_of([20], images.bfloat16(), labels, spare=4), bound)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_streams_are_those_of_the_cpu():
+    seeds = [5, 1234567890123]
+    gpu, cpu = Streams(seeds, DEVICE), Streams(seeds, torch.device("cpu"))
+    step = torch.tensor(7)
+    a = gpu.normal(torch.empty(2, 10_001, device=DEVICE), step.to(DEVICE), PRIVACY).cpu()
+    b = cpu.normal(torch.empty(2, 10_001), step, PRIVACY)
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    rates = torch.tensor([2**31, 2**30])
+    assert torch.equal(gpu.poisson(999, rates.to(DEVICE), 3, 2).cpu(), cpu.poisson(999, rates, 3, 2))
+    assert len(philox(1, __import__("numpy").arange(3), 0, SAMPLING)) == 4
+
+
+def test_a_captured_step_draws_new_batches_and_new_noise_every_time(data):
+    """lr = 0 leaves the parameters alone, so that releases differ by their draws only."""
+    stack = Stack([Run("dp-sgd", 3, 1.0, 1.0, 1e-12, 32)], PaperNetwork(), *data, dtype=torch.bfloat16, block=8)
+    seen = []
+    for _ in stack.train(40):
+        seen.append((stack.mechanism._noise.clone(), stack.parts[0].state["velocity"].clone(), int(stack._t)))
+    assert stack._graph is not None
+    assert [t for *_, t in seen] == [8, 16, 24, 32, 40]
+    for (a, *_), (b, *_) in zip(seen, seen[1:], strict=False):
+        correlation = float((a * b).mean())
+        assert abs(correlation) < 5 / a.numel() ** 0.5
+    positions = stack._buffers.index[:8]
+    assert len({tuple(row.tolist()) for row in positions}) == 8
+
+
+def test_a_run_in_a_captured_stack_equals_the_same_run_alone(data):
+    runs = [
+        Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 64),
+        Run("dp-sgd", 12, 0.5, 1.0, 0.1, 32),
+        Run("dp-adam", 13, 2.0, 0.5, 0.01, 48),
+    ]
+    together = Stack(runs, PaperNetwork(), *data, dtype=torch.bfloat16, block=8)
+    for _ in together.train(24):
+        pass
+    for i, run in enumerate(runs):
+        alone = Stack([run], PaperNetwork(), *data, dtype=torch.bfloat16, block=8)
+        for _ in alone.train(24):
+            pass
+        a, b = together.mean[together._row(i)], alone.mean[0]
+        start = PaperNetwork().initial(run.seed).to(DEVICE)
+        assert float((a - b).norm()) < 0.02 * float((b - start).norm())
