@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -113,7 +115,7 @@ def test_a_captured_step_draws_new_batches_and_new_noise_every_time(data):
         seen.append((stack.mechanism._noise.clone(), stack.parts[0].state["velocity"].clone(), int(stack._t)))
     assert stack._graph is not None
     assert [t for *_, t in seen] == [8, 16, 24, 32, 40]
-    for (a, *_), (b, *_) in zip(seen, seen[1:], strict=False):
+    for (a, *_), (b, *_) in itertools.pairwise(seen):
         correlation = float((a * b).mean())
         assert abs(correlation) < 5 / a.numel() ** 0.5
     positions = stack._buffers.index[:8]

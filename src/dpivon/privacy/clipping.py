@@ -117,10 +117,13 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
 
 def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
     """Σ_i c_i rows_i in double: fp32 products of a few examples at a time, added up in double."""
-    total = torch.zeros(rows.shape[1:], dtype=torch.float64, device=rows.device)
-    for part, weights in zip(rows.split(EXAMPLES_AT_ONCE), c.to(rows).split(EXAMPLES_AT_ONCE), strict=True):
-        total += weights @ part
-    return total
+    c = c.to(rows)
+    whole = len(rows) - len(rows) % EXAMPLES_AT_ONCE
+    rest = (c[whole:] @ rows[whole:]).double()
+    if not whole:
+        return rest
+    parts = c[:whole].view(-1, 1, EXAMPLES_AT_ONCE) @ rows[:whole].unflatten(0, (-1, EXAMPLES_AT_ONCE))
+    return parts.sum((0, 1), dtype=torch.float64) + rest
 
 
 def row_norms(g: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ TUNING: dict[str, list[dict[str, int]]] = {
     "pool_forward": [{"BP": 128, "num_warps": 2}, {"BP": 64, "num_warps": 2}, {"BP": 16, "num_warps": 2}],
     "pool_backward": [{"BP": 16, "num_warps": 4}, {"BP": 32, "num_warps": 2}, {"BP": 16, "num_warps": 2}],
 }
-CHUNKS = 16
 
 
 class Program:
@@ -53,7 +52,9 @@ class Program:
         self.stats = [(new(n, d, dtype=f), new(n, d, dtype=f)) for *_, d in layout.convs]
         self.small = [tuple(new(n, d, dtype=f) for _ in range(3)) for *_, d in layout.convs]  # γ, β, bias
         self.squared = new(2 * len(layout.convs), n, dtype=f)
-        self.partial = [new(runs, CHUNKS, *_taps(c), d, dtype=f) for _, c, d in layout.convs]
+        # Parts of a run's batch that are summed side by side: enough of them to fill the chip with few runs.
+        self.chunks = max(16, min(128, 2048 // runs))
+        self.partial = [new(runs, self.chunks, *_taps(c), d, dtype=f) for _, c, d in layout.convs]
 
     # ---- forward
 
@@ -141,9 +142,9 @@ class Program:
         for i, (s, c, d) in enumerate(self.layout.convs):
             x = self.y[i - 1] if i else batch.images
             taps = 1 if c == 3 else 9
-            conv_kernels.weight_sums[(self.runs, taps, CHUNKS)](
+            conv_kernels.weight_sums[(self.runs, taps, self.chunks)](
                 x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d,
-                TAPS=taps, CHUNKS=CHUNKS, **_tuned("sums", i, s * s),
+                TAPS=taps, CHUNKS=self.chunks, **_tuned("sums", i, s * s),
             )  # fmt: skip
             total = self.partial[i].sum(1, dtype=torch.float64)
             out[f"w{i}"].copy_(total[:, 0, :27].reshape(-1, 9, 3, d) if c == 3 else total)

@@ -127,11 +127,16 @@ class Outer:
         return torch.cat([(self.g[i].mT @ self.a[i]).square().sum((1, 2)) for i in chunks])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        total = torch.zeros(self.shape.numel(), dtype=torch.float64, device=self.a.device)
-        parts = (t.split(EXAMPLES_AT_ONCE) for t in (self.a, self.g, c.to(self.g).view(-1, 1, 1)))
-        for a, g, weights in zip(*parts, strict=True):
-            a, g = a.flatten(0, 1), (g * weights).flatten(0, 1)
-            total += (a.mT @ g if self.transposed else g.mT @ a).flatten()
+        n, whole = EXAMPLES_AT_ONCE, len(self.a) - len(self.a) % EXAMPLES_AT_ONCE
+        g = self.g * c.to(self.g).view(-1, 1, 1)
+        # As in weighted_sum: fp32 products over a few examples at a time, added up in double.
+        parts = [(self.a[:whole].unflatten(0, (-1, n)), g[:whole].unflatten(0, (-1, n)))] if whole else []
+        if whole < len(g):
+            parts.append((self.a[whole:].unsqueeze(0), g[whole:].unsqueeze(0)))
+        total = torch.zeros(self.shape.numel(), dtype=torch.float64, device=g.device)
+        for left, right in ((a.flatten(1, 2), g.flatten(1, 2)) for a, g in parts):
+            product = left.mT @ right if self.transposed else right.mT @ left
+            total += product.sum(0, dtype=torch.float64).flatten()
         return total.reshape(self.shape) if self.order is None else self.order.restore(total)
 
     def materialise(self) -> Tensor:
