@@ -130,7 +130,11 @@ def main():
             f"peak {row['peak_gb']:.1f} GB{ratio}", flush=True,
         )  # fmt: skip
     if args.json:
-        facts = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+        facts = {
+            "hardware": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "command": " ".join(["python -m benchmarks.stacked", *sys.argv[1:]]),
+        }
         with open(args.json, "w") as file:
             json.dump(facts | {"best_non_private_ms": best, "rows": rows}, file, indent=1)
 

@@ -191,7 +191,12 @@ def main():
         )
     if args.json:
         facts = {"model": args.model, "batch": args.batch, "hardware": hardware, "torch": torch.__version__}
-        facts |= {"allocator": allocator, "command": " ".join(sys.argv), "rounds": args.rounds, "steps": args.steps}
+        facts |= {
+            "allocator": allocator,
+            "command": " ".join(["python -m benchmarks.step", *sys.argv[1:]]),
+            "rounds": args.rounds,
+            "steps": args.steps,
+        }
         with open(args.json, "w") as file:
             json.dump(facts | {"rows": rows}, file, indent=1)
     return None

@@ -1,0 +1,77 @@
+"""Plots of committed benchmark results.
+
+python -m benchmarks.plot      # reads results/benchmarks/*.json, writes PNGs beside them
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FOLDER = Path(__file__).parents[1] / "results" / "benchmarks"
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
+
+
+def stacked(path):
+    facts = json.loads(path.read_text())
+    rows = facts["rows"]
+    figure, axis = plt.subplots(figsize=(7.5, 4.2), dpi=150)
+    for batch, colour, marker in ((128, GREY, "s"), (256, ORANGE, "^"), (512, BLUE, "o")):
+        points = sorted(
+            (r["runs"] * r["batch"], r["examples_per_s"] / 1e6, r["runs"]) for r in rows if r["batch"] == batch
+        )
+        if points:
+            axis.plot(
+                [p[0] for p in points], [p[1] for p in points], marker, ls="-", color=colour, label=f"batch {batch}"
+            )
+            for size, rate, runs in points:
+                axis.annotate(
+                    f"{runs} run{'s' * (runs > 1)}",
+                    (size, rate),
+                    textcoords="offset points",
+                    xytext=(5, -12),
+                    fontsize=8,
+                )
+    axis.axhline(1.2, ls=":", color="black", lw=1)
+    axis.text(130, 1.22, "bar: 1.2 million a second", fontsize=8)
+    axis.set_xscale("log")
+    axis.set_ylim(0, 1.5)
+    axis.set_xlabel("examples in a step, over all runs")
+    axis.set_ylabel("million examples a second")
+    axis.set_title(f"Whole private steps of the paper's CNN on one {facts['hardware'].replace('NVIDIA ', '')}")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"))
+
+
+def step(path):
+    from benchmarks.step import CONTENDERS
+
+    facts = json.loads(path.read_text())
+    rows = facts["rows"]
+    names = list(rows)[::-1]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 0.45 * len(names) + 1.6), dpi=150, sharey=True)
+    colours = [BLUE if n.startswith("ours") else ORANGE if n.startswith("opacus") else GREY for n in names]
+    for axis, key, label in ((left, "ms", "milliseconds a step"), (right, "peak_mb", "peak memory, MB")):
+        values = [rows[n][key] for n in names]
+        bars = axis.barh([CONTENDERS[n] for n in names], values, color=colours)
+        axis.bar_label(bars, [f"{v:.0f}" if v >= 20 else f"{v:.1f}" for v in values], padding=3, fontsize=8)
+        axis.set_xlabel(label)
+        axis.set_xlim(0, max(values) * 1.15)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    figure.suptitle(f"{facts['model']}, batch {facts['batch']}, {facts['hardware']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    for file in sorted(FOLDER.glob("*.json")):
+        (stacked if file.stem.startswith("stacked") else step)(file)
+        print(file.with_suffix(".png"))
