@@ -40,7 +40,7 @@ test-all: lint
 
 conformance: $(READY)
 	@echo "== Opacus's own tests against dpivon.PrivacyEngine"
-	$(BIN)/python -m pytest -q -s tests/conformance
+	CONFORMANCE_EXAMPLES=20 $(BIN)/python -m pytest -q -s tests/conformance
 
 clean:
 	rm -rf $(VENV) demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -227,3 +227,55 @@ def test_struck_examples_count_for_nothing(data):
     expected = sums(torch.tensor([0, 1, 3]))
     images[2] = float("nan")
     torch.testing.assert_close(sums(torch.tensor([0, 1, 2, 3])), expected)
+
+
+def test_a_block_that_failed_midway_is_continued_with_fresh_batches(data):
+    whole = trained(RUNS[:2], data, steps=5)
+    stack = Stack(RUNS[:2], PaperNetwork(LAYOUT), *data)
+    sums, calls = stack.gradients.clipped_sums, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError
+        return sums(*args)
+
+    stack.gradients.clipped_sums = failing
+    with pytest.raises(MemoryError):
+        list(stack.train(5))
+    list(stack.train(3))  # two were made
+    assert stack.steps_done == 5
+    torch.testing.assert_close(stack.mean, whole.mean, rtol=0, atol=0)
+
+
+def test_two_different_runs_may_not_share_their_noise(data):
+    runs = [Run("dp-sgd", 1, 1.0, 1.0, lr, 8) for lr in (0.1, 0.2)]
+    with pytest.raises(ValueError, match="share their noise"):
+        Stack(runs, PaperNetwork(LAYOUT), *data)
+
+
+@pytest.mark.parametrize("option", [{"block": 0}, {"block": -3}, {"dataset_size": 0}])
+def test_sizes_are_checked(data, option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        Stack(RUNS, PaperNetwork(LAYOUT), *data, **option)
+
+
+def test_rates_and_bounds_are_never_rounded_up(data):
+    runs = [Run("dp-sgd", i, 1.0, 0.1 * i, 0.1, i) for i in range(1, 30)]
+    stack = Stack(runs, PaperNetwork(LAYOUT), *data)
+    for run, rate, bound in zip(runs, stack.sampler.rates.tolist(), stack.mechanism.bound.tolist(), strict=True):
+        assert rate <= run.batch_size / 60 * 2**32 < rate + 1
+        assert run.max_grad_norm * (1 - 2e-7) < bound <= run.max_grad_norm
+
+
+def test_a_network_that_mixes_examples_is_refused():
+    with pytest.raises(Exception, match="over the batch"):
+        AnyNetwork(lambda: nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Flatten(), nn.Linear(48, 3)))
+
+
+def test_looped_sums_stay_in_double(data):
+    images, labels = (t.repeat(4, *[1] * (t.dim() - 1)) for t in data)
+    stack = Stack([Run("dp-sgd", 1, 1.0, 1.0, 0.1, 200)], PaperNetwork(LAYOUT), images, labels)
+    batch = stack._batch(*stack.sampler.parts(0)[0])
+    sums, _ = stack.gradients.clipped_sums(stack._theta(), batch, stack.mechanism.bound)
+    assert not torch.equal(sums, sums.float().double())

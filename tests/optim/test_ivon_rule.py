@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dpivon import IVON
 from dpivon.optim.curvature import CorrectedSquaredGradient, Evidence, Reparameterised, SquaredGradient
 from dpivon.optim.ivon_rule import IVONState, debias_factor, ivon_update, std, variance
 from dpivon.optim.tensors import TensorList
@@ -241,3 +242,14 @@ def test_corrected_squared_gradient_has_the_stated_bias_at_zero_signal() -> None
     assert float(h_hat.square().mean()) == pytest.approx(second, rel=0.05)
     plain = SquaredGradient()(evidence(g, torch.ones_like(g), ess=ess, variance=s * s))
     assert abs(float(plain.mean()) - s**2 * ess) <= 5 * math.sqrt(2 / n) * s**2 * ess
+
+
+def test_beta2_of_one_leaves_the_curvature_alone_even_where_the_target_overflows():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = IVON(
+        [p], lr=0.25, ess=1e30, beta1=0.0, beta2=1.0, weight_decay=0.0, curvature="gradsq", rescale_lr=False
+    )
+    p.grad = torch.tensor([1e5, 1.0, 0.0])  # 1e30 · 1e10 is beyond fp32
+    optimizer.step()
+    assert p.tolist() == [1 - 0.25e5, 0.75, 1.0]
+    assert optimizer.state[p]["hess"].tolist() == [1.0, 1.0, 1.0]

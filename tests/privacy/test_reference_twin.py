@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,15 +29,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 THETA_SEED, PRIVACY_SEED, LOADER_SEED = 11, 12, 53
 
 Batches = tuple[tuple[int, ...], ...]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of tiny operations: a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

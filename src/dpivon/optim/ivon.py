@@ -226,7 +226,8 @@ class IVON(Optimizer):
                 hess=evidence.hess,
             ),
             evidence.g,
-            curvatures.estimate(estimator, evidence),
+            # With β₂ = 1 the curvature stays as it is, even where a target N_ess·g² would overflow.
+            None if group["beta2"] == 1.0 else curvatures.estimate(estimator, evidence),
             lr=lr * (group["hess_init"] + weight_decay) if group["rescale_lr"] else lr,
             beta1=beta1,
             beta2=group["beta2"],

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import torch
-from opacus.validators.module_validator import ModuleValidator
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -22,12 +20,13 @@ from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients, check
 from dpivon.privacy.gradients.modes import attach, choose
 from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
+from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader
 from dpivon.privacy.spec import NoiseSpec
 
 
-class PrivacyEngine:
+class PrivacyEngine(OpacusVerbs):
     """Makes training private and keeps its account.
 
     >>> engine = PrivacyEngine()
@@ -256,83 +255,6 @@ class PrivacyEngine:
         if self._limit is not None:
             self._limit.check(self.accountant, spec.noise_multiplier, spec.sample_rate)
         self.accountant.step(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate)
-
-    # ---- Opacus's other verbs
-
-    @classmethod
-    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy of the module with unsupported layers replaced (BatchNorm by GroupNorm, …)."""
-        fixed: nn.Module = ModuleValidator.fix(module)
-        ModuleValidator.validate(fixed, strict=True)
-        return fixed
-
-    def is_compatible(self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None) -> bool:
-        return bool(ModuleValidator.is_valid(module))
-
-    def validate(self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: Any = None) -> None:
-        ModuleValidator.validate(module, strict=True)
-
-    def save_checkpoint(
-        self,
-        *,
-        path: str | os.PathLike[str] | IO[bytes],
-        module: nn.Module,
-        optimizer: DPOptimizer | None = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        checkpoint_dict: dict[str, Any] | None = None,
-        module_state_dict_kwargs: dict[str, Any] | None = None,
-        torch_save_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Model, optimizer, schedulers and account in one file, as Opacus writes it."""
-        parts = {
-            "optimizer": optimizer,
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
-        checkpoint = dict(checkpoint_dict or {})
-        checkpoint["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
-        checkpoint["privacy_accountant_state_dict"] = self.accountant.state_dict()
-        checkpoint |= {f"{name}_state_dict": part.state_dict() for name, part in parts.items() if part is not None}
-        torch.save(checkpoint, path, **(torch_save_kwargs or {}))
-
-    def load_checkpoint(
-        self,
-        *,
-        path: str | os.PathLike[str] | IO[bytes],
-        module: nn.Module,
-        optimizer: DPOptimizer | None = None,
-        noise_scheduler: Any = None,
-        grad_clip_scheduler: Any = None,
-        module_load_dict_kwargs: dict[str, Any] | None = None,
-        torch_load_kwargs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Load what :meth:`save_checkpoint` wrote. Tensors and plain values only: nothing in the file is executed."""
-        parts = {
-            "optimizer": optimizer,
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
-        checkpoint: dict[str, Any] = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
-        saved = checkpoint["privacy_accountant_state_dict"]
-        if sum(row[2] for row in saved["history"]) < len(self.accountant):
-            raise PrivacyError(
-                f"path={str(path)!r}: holds fewer releases than the {len(self.accountant)} that this engine has charged, "
-                "which cannot be taken back. Load it before training, into a new PrivacyEngine."
-            )
-        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
-        self.accountant.load_state_dict(saved)
-        for name, part in parts.items():
-            state = checkpoint.pop(f"{name}_state_dict", None)
-            if part is not None and state:
-                part.load_state_dict(state)
-            elif name == "optimizer" and (part is None) != (state is None):
-                warnings.warn(
-                    f"optimizer={part!r}: the checkpoint {'has' if state else 'lacks'} an optimizer state. "
-                    "Pass the optimizer that was saved, or none.",
-                    stacklevel=2,
-                )
-        return checkpoint
 
     # ---- checks
 

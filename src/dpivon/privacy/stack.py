@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class StackedMechanism:
         self.noise_std = torch.tensor([[s.noise_std] for s in specs], **column)
         self.divisor = torch.tensor([[s.divisor] for s in specs], **column)
         self.variance = torch.tensor([[s.variance] for s in specs], dtype=torch.float32, device=device)
-        self.bound = torch.tensor([s.max_grad_norm for s in specs], dtype=torch.float32, device=device)
+        self.bound = torch.tensor([_down(s.max_grad_norm) for s in specs], dtype=torch.float32, device=device)
         self.reserved = 0
         self._noise: Tensor | None = None
         self._combine = torch.compile(_combine) if device.type == "cuda" else _combine
@@ -86,7 +87,8 @@ class StackedSampler:
     def __init__(self, specs: Sequence[NoiseSpec], examples: int, streams: Streams, device: torch.device) -> None:
         self.streams, self.examples, self.device = streams, examples, device
         self.runs = len(specs)
-        self.rates = torch.tensor([round(s.sample_rate * 2**32) for s in specs], dtype=torch.int64, device=device)
+        # Rounded down: a rate above the one that is charged would make ε too small.
+        self.rates = torch.tensor([int(s.sample_rate * 2**32) for s in specs], dtype=torch.int64, device=device)
         expected = [s.sample_rate * examples for s in specs]
         self.capacity = min(_room(sum(expected)), self.runs * examples)
         self.most = min(max(_room(e) for e in expected), examples)
@@ -141,6 +143,12 @@ class StackedSampler:
 
 def _combine(sums: Tensor, noise: Tensor, noise_std: Tensor, divisor: Tensor) -> Tensor:
     return ((sums + noise.double() * noise_std) / divisor).float()
+
+
+def _down(c: float) -> float:
+    """The largest fp32 number that is at most c: the noise is calibrated to c itself."""
+    nearest = np.float32(c)
+    return float(nearest if float(nearest) <= c else np.nextafter(nearest, np.float32(0)))
 
 
 def _room(expected: float) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.models import PaperCNN
+from dpivon.privacy.guards import check_model
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.stack import StackedGradients
@@ -41,6 +42,7 @@ class AnyNetwork:
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self.build = build
         self._template = build()
+        check_model(self._template, "bookkeeping")
 
     @property
     def size(self) -> int:

@@ -76,7 +76,10 @@ class Stack:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
         if len(images) != len(labels):
             raise bad("labels", len(labels), f"does not match {len(images)} images", "Give one label an image")
+        _check_seeds(runs)
+        block = check_whole("block", block, "Use the number of steps to draw and charge at once", at_least=1)
         n = len(images) if dataset_size is None else dataset_size
+        check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
         # Rows of one method stand together, so that each rule acts on a slice.
         self.order = sorted(range(len(runs)), key=lambda i: list(RULES).index(runs[i].method))
         self.runs = [runs[i] for i in self.order]
@@ -120,6 +123,9 @@ class Stack:
         steps = check_whole("steps", steps, "Use the number of steps to make", at_least=0)
         while steps > 0:
             n = min(self.block, steps)
+            self.steps_done = int(
+                self._t
+            )  # a block that failed midway made some: their batches must not be drawn again
             self.mechanism.reserve(n)
             self._draw(n)
             assert self._buffers is not None
@@ -231,6 +237,16 @@ class Stack:
         )
         method = self.runs[row].method
         return Posterior(mean=mean, variance={n: s.square() for n, s in std.items()}, metadata={"method": method})
+
+
+def _check_seeds(runs: Sequence[Run]) -> None:
+    """Two different runs with one seed share their noise: whoever sees both could subtract it."""
+    known: dict[int, Run] = {}
+    for run in runs:
+        if known.setdefault(run.seed, run) != run:
+            raise bad(
+                "seed", run.seed, "belongs to two different runs, which would share their noise", "Give each its own"
+            )
 
 
 @dataclass(frozen=True)

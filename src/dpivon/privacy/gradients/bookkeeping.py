@@ -47,12 +47,15 @@ class BookKeeper:
         self._scale: float | None = None
         self._pool = Pool()
         self._generation = 0
+        self._running = False  # inside the model's forward
+        self._pass = 0  # the forward that is running, or ran last
+        self._recorded: int | None = None  # the forward whose gradients arrived
+        self._kept: list[tuple[Tensor, int | None]] = []  # what the uses hold, as it was
         self._arrived = False
         self._second_pass = False
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
         self._detached: list[list[Tensor]] = []
-        self._outstanding: dict[nn.Module, int] = defaultdict(int)
         module.autograd_grad_sample_hooks = self._handles  # type: ignore[assignment]  # Opacus's mark of a private model
         try:
             self._watch(module)
@@ -60,6 +63,7 @@ class BookKeeper:
             self.detach_from_model()
             raise
         self._handles.append(module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(self._end_forward, always_call=True))
 
     # ---- watching layers
 
@@ -98,11 +102,15 @@ class BookKeeper:
                     f"{type(layer).__name__} returned a {type(output).__name__}: book-keeping needs one tensor. "
                     "Use grad_sample_mode='functorch', or register a rule for the layer."
                 )
+            if any(output is t for t in args):
+                output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
             inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
-            return self._observe(layer, output, lambda g: rule(layer, self._batch_major(inputs), g))
+            return self._observe(output, lambda g: rule(layer, self._batch_major(inputs), g), inputs)
 
         self._handles.append(layer.register_forward_pre_hook(before))
-        self._handles.append(layer.register_forward_hook(after, always_call=True))
+        self._handles.append(
+            layer.register_forward_hook(after, always_call=True, prepend=True)
+        )  # before a hook changes z
 
     def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         original = layer.forward
@@ -111,7 +119,8 @@ class BookKeeper:
             if not self._recording(layer):
                 return original(*args, **kwargs)
             # Attention says itself where its batch is, and always observes with the batch first.
-            return forward(layer, lambda z, uses: self._observe(layer, z, uses, batch_major=True), *args, **kwargs)
+            saved = [t.detach() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            return forward(layer, lambda z, uses: self._observe(z, uses, saved, batch_major=True), *args, **kwargs)
 
         layer.forward = types.MethodType(watched, layer)
         self._patched.append(layer)
@@ -123,7 +132,7 @@ class BookKeeper:
             if self._recording(module) and self.rows is not None:
                 for name, p in bare.items():
                     copies = p.detach().expand(self.rows, *p.shape[1:])
-                    module.__dict__[name] = self._observe(module, copies, _whole(p), batch_major=True)
+                    module.__dict__[name] = self._observe(copies, _whole(p), batch_major=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             for name in bare:
@@ -144,32 +153,47 @@ class BookKeeper:
     # ---- recording uses
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running = True
         if not self._recording(module):
             return
         if self._arrived:
             self._second_pass = True
+        self._pass += 1
         dim = 0 if self.batch_first else 1
         shapes = [t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > dim]
         self.rows = shapes[0][dim] if shapes else None
 
-    def _observe(self, layer: nn.Module, z: Tensor, uses: Uses, *, batch_major: bool = False) -> Tensor:
-        """Arrange that the gradient of z becomes uses when backward reaches it."""
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running = False
+
+    def _observe(self, z: Tensor, uses: Uses, saved: Sequence[Any] = (), *, batch_major: bool = False) -> Tensor:
+        """Arrange that the gradient of z becomes uses when backward reaches it. ``saved`` must not change until then.
+
+        A checkpoint that recomputes a forward inside backward comes here again; of the two z's only one gets a gradient.
+        """
         if not z.requires_grad:
             seed = torch.zeros((), device=z.device, requires_grad=True)
             z = _Seed.apply(z, seed)  # type: ignore[no-untyped-call]
-        if torch._C._current_graph_task_id() != -1 and self._outstanding[layer]:
-            return z  # a checkpoint recomputes this forward inside backward; the original is the one that is recorded
-        generation, seen = self._generation, [False]
-        self._outstanding[layer] += 1
+        generation, origin, seen = self._generation, self._pass, [False]
+        alone = not self._running and torch._C._current_graph_task_id() == -1  # and not recomputed by a checkpoint
+        kept = [(t, _version(t)) for t in saved if isinstance(t, Tensor)]
 
         def arrived(g: Tensor) -> None:
-            self._outstanding[layer] -= 1
             if generation != self._generation or seen[0]:
                 raise PrivacyError(
                     "A second backward through one forward, or one through the forward of an earlier batch: its examples would "
                     "be clipped twice. Run forward and backward once for every step()."
                 )
+            if alone:
+                raise PrivacyError(
+                    "A layer was called outside the forward of its model, where two batches in one step would go unnoticed: "
+                    "call the model that was made private."
+                )
             seen[0] = True
+            _check_unchanged(kept)
+            # Rows of two forwards are different examples: clipped as one, each could move the sum by 2C.
+            self._second_pass |= self._recorded not in (None, origin)
+            self._recorded = origin
             with torch.no_grad():
                 self._record(uses, g if batch_major else self._batch_major((g,))[0])
 
@@ -196,7 +220,9 @@ class BookKeeper:
         with self._pool.active():
             found = uses(g)
         for p, use in found.items():
-            self._uses[p].append(use.grouped(self.augmentations) if self.augmentations > 1 else use)
+            use = use.grouped(self.augmentations) if self.augmentations > 1 else use
+            self._uses[p].append(use)
+            self._kept += [(t, _version(t)) for t in vars(use).values() if isinstance(t, Tensor)]
 
     def _batch_major(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.batch_first:
@@ -208,9 +234,11 @@ class BookKeeper:
     @torch.no_grad()
     def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
         self._check(params)
+        _check_unchanged(self._kept)
         uses = {p: merge(self._uses[p]) for p in params if p in self._uses}
         scale = self._scale or 1.0
         self._uses.clear()
+        self._kept.clear()
         self._scale = None
         norms = [u.squared_norm().clamp(min=0.0).double().sqrt() if (u := uses.get(p)) else None for p in params]
         known = next(n for n in norms if n is not None)
@@ -247,23 +275,23 @@ class BookKeeper:
                 )
 
     def begin_sample(self, params: Sequence[Tensor]) -> None:
-        self._arrived = False
+        self._arrived, self._recorded = False, None
 
     def end_of_sample(self, params: Sequence[Tensor], samples: int) -> None:
-        self._arrived = False
+        self._arrived, self._recorded = False, None
 
     def batches(self, params: Sequence[Tensor]) -> int:
         return 1
 
     def clear(self, params: Sequence[Tensor]) -> None:
         self._uses.clear()
+        self._kept.clear()
         self._pool.take_back()
-        self._scale = None
+        self._scale = self._recorded = None
         self._arrived = self._second_pass = False
 
     def forget_passes(self) -> None:
         self._generation += 1
-        self._outstanding.clear()
 
     def detach_from_model(self) -> None:
         if hasattr(self.module, "autograd_grad_sample_hooks"):
@@ -272,6 +300,20 @@ class BookKeeper:
             handle.remove()
         for layer in self._patched:
             del layer.forward
+
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+def _check_unchanged(kept: Sequence[tuple[Tensor, int | None]]) -> None:
+    """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
+    for t, version in kept:
+        if _version(t) != version:
+            raise PrivacyError(
+                f"A layer's input of shape {tuple(t.shape)} was changed in place before its gradient was used: its per-example "
+                "gradients would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
+            )
 
 
 def _whole(p: Tensor) -> Uses:

@@ -40,10 +40,11 @@ class LoopedGradients:
                 F.cross_entropy(logits, batch.labels[begin:end], reduction="sum").backward()
             clipped = keeper.clipped_sums(params, FlatClipping(float(bound[k])))
             keeper.detach_from_model()
+            model.double()  # the sums stay in double until the noise is in them
             with torch.no_grad():
-                for p, s in zip(params, clipped, strict=True):
+                for p, s in zip(model.parameters(), clipped, strict=True):
                     p.copy_(s)
-            sums[k] = self.network.pack(model).double()
+            sums[k] = self.network.pack(model)
         return sums, norms
 
     def logits(self, theta: Tensor, batch: Batch) -> Tensor:

@@ -103,10 +103,14 @@ class Outer:
         b, t, d = self.a.shape
         p = self.g.shape[2]
         if t == 1:
-            return self.a.square().sum((1, 2)) * self.g.square().sum((1, 2))
+            return self._norm_bound()
         if t * (p + d) < p * d and 4 * b * p * d > MEMORY_CAP:
             return self._ghost_norm()
         return self._chunked_norm(torch.arange(b, device=self.a.device))
+
+    def _norm_bound(self) -> Tensor:
+        """‖A‖²‖G‖², the squared norm itself if T = 1."""
+        return _squares(self.a) * _squares(self.g)
 
     def _ghost_norm(self) -> Tensor:
         b, t, _ = self.a.shape
@@ -115,8 +119,10 @@ class Outer:
         for i in range(0, b, rows):
             a, g = self.a[i : i + rows], self.g[i : i + rows]
             out[i : i + rows] = (a @ a.mT).mul_(g @ g.mT).sum((1, 2))
-        scale = self.a.square().sum((1, 2)) * self.g.square().sum((1, 2))
-        loose = (torch.finfo(out.dtype).eps * scale > 1e-6 * out).nonzero().flatten()
+        smallest = torch.minimum(_squares(self.a), _squares(self.g))
+        underflown = (smallest > 0.0) & (smallest < 1e-30)
+        inexact = torch.finfo(out.dtype).eps * self._norm_bound() > 1e-6 * out
+        loose = (inexact | underflown).nonzero().flatten()
         if len(loose):
             out[loose] = self._chunked_norm(loose)
         return out
@@ -218,6 +224,11 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
 def materialises(examples: int, t: int, d: int, p: int) -> bool:
     """Whether per-example gradients of p·d elements, each a sum over t positions, are made and kept."""
     return t > 1 and 4 * examples * p * d <= MEMORY_CAP
+
+
+def _squares(t: Tensor) -> Tensor:
+    """Σ t² for every example, in double: before a normalisation G shrinks as A grows, and G² in fp32 can vanish, not GA."""
+    return torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64).square()
 
 
 def _strike(t: Tensor, struck: Tensor) -> Tensor:
