@@ -238,3 +238,23 @@ def test_with_the_released_gradient_frozen_other_data_give_a_bit_equal_state(mod
     assert len(ours) == len(theirs) > len(net.state_dict())
     assert all(torch.isfinite(t).all() for t in ours)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_sums_are_taken_in_full_precision_whatever_the_caller_has_switched_on(mode, monkeypatch):
+    """TF32 in the sum but not in the norm would let one example contribute more than C on a GPU."""
+    run, seen = make(mode), []
+    original = type(run.optimizer.source).clipped_sums
+
+    def watched(self, *args):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return original(self, *args)
+
+    monkeypatch.setattr(type(run.optimizer.source), "clipped_sums", watched)
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        run.release(*data())
+        assert seen == ["ieee"]
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

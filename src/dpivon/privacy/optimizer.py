@@ -23,6 +23,7 @@ from dpivon.privacy.gradients.base import GradientSource
 from dpivon.privacy.guards import ForwardWatch
 from dpivon.privacy.mechanism import release
 from dpivon.privacy.noise import NoiseSource, SecureNoise
+from dpivon.privacy.precision import full_precision
 from dpivon.privacy.sampling import Draws
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
@@ -250,7 +251,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
 
     def clip_and_accumulate(self) -> None:
         # Without autocast, which would take the sum in bf16 if the caller's step() is inside one.
-        with torch.autocast(self.params[0].device.type, enabled=False):
+        with full_precision(), torch.autocast(self.params[0].device.type, enabled=False):
             sums = self.source.clipped_sums(self.params, self._clipping)
         for p in self.params:
             if p.summed_grad is not None:

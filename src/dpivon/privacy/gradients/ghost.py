@@ -8,8 +8,7 @@ non-finite gradient is taken out of the second pass instead of turning every par
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.clipping import Clipping, FlatClipping
 from dpivon.privacy.gradients.collect import GhostHooks, GhostModule, clear_pass
+from dpivon.privacy.precision import full_precision
 
 
 class GhostGradients:
@@ -233,7 +233,7 @@ class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]
         for p in params:
             p._norm_sample = None  # type: ignore[attr-defined]
         reduced = losses.mean(dim=0) if self.loss_reduction == "mean" else losses.sum(dim=0)
-        with _full_precision(), torch.autocast(losses.device.type, enabled=False):
+        with full_precision(), torch.autocast(losses.device.type, enabled=False):
             reduced.backward(retain_graph=True)
             factors = clipping.factors(_norms(params)).select(0, 0) * (
                 1.0 - rounding_margin(self._expected_batch_size, losses.dtype)
@@ -269,20 +269,6 @@ def _sequence_number() -> int:
     """The number that the next node of the autograd graph will get."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """TF32 keeps ten bits: the second backward would then not be the one whose norms were measured in the first."""
-    switches = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = "ieee"
-        yield
-    finally:
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
 
 
 def _norms(params: Sequence[Tensor]) -> Tensor:
