@@ -7,7 +7,9 @@ import torch
 from opacus.validators.module_validator import ModuleValidator
 
 from dpivon import ArgumentError
-from dpivon.models import MLP, PaperCNN, SmallCNN
+from dpivon.models import MLP, PaperCNN, SmallCNN, TextEncoder, VisionTransformer, WideResNet
+from dpivon.privacy.clipping import FlatClipping, clipped_sum
+from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 
 NETWORKS = [
     (PaperCNN, (3, 32, 32)),
@@ -62,3 +64,33 @@ def test_impossible_shapes_are_refused_by_name() -> None:
         PaperCNN(image_size=4)
     with pytest.raises(ArgumentError, match="hidden=0"):
         MLP(4, 2, hidden=(0,))
+
+
+@pytest.mark.parametrize(
+    ("build", "batch", "parameters"),
+    [
+        (WideResNet, lambda: torch.randn(3, 3, 32, 32), 2_751_146),
+        (VisionTransformer, lambda: torch.randn(3, 3, 32, 32), 809_354),
+        (TextEncoder, lambda: torch.randint(0, 5000, (3, 64)), 1_045_508),
+    ],
+)
+def test_larger_networks_mix_no_examples_and_have_a_rule_for_every_layer(build, batch, parameters):
+    torch.manual_seed(0)
+    model, x = build(), batch()
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert has_rules(model)
+    whole = model(x)
+    for i in range(len(x)):
+        torch.testing.assert_close(model(x[i : i + 1]), whole[i : i + 1], rtol=1e-4, atol=1e-5)
+
+
+def test_wide_resnet_clipped_sums_are_those_of_a_loop_over_examples():
+    torch.manual_seed(0)
+    model, x = WideResNet(depth=10, width=1, groups=4).double(), torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(model(x[i : i + 1]).square().sum(), params) for i in range(3)]
+    expected = clipped_sum([torch.stack(column) for column in zip(*rows, strict=True)], FlatClipping(0.5))
+    keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+    model(x).square().sum().backward()
+    for e, g in zip(expected, keeper.clipped_sums(params, FlatClipping(0.5)), strict=True):
+        torch.testing.assert_close(e, g)
