@@ -571,3 +571,16 @@ def test_evaluation_is_not_watched():
     assert all(p.grad is not None for p in model.parameters())
     with pytest.raises(PrivacyError, match="without per-example gradients"):
         keeper.clipped_sums(list(model.parameters()), FlatClipping(1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_gives_the_same_sums():
+    torch.manual_seed(0)
+    model, x, weight = small_cnn(), torch.randn(5, 3, 8, 8), torch.randn(8192)
+    expected = book(model, x, weight, FlatClipping(0.5))
+    params = list(model.parameters())
+    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
+    loss_of(torch.compile(model)(x), weight).mean().backward()
+    for e, g in zip(expected, keeper.clipped_sums(params, FlatClipping(0.5)), strict=True):
+        torch.testing.assert_close(e, g, rtol=1e-4, atol=1e-6)
