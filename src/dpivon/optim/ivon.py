@@ -39,7 +39,8 @@ class IVON(Optimizer):
     ``momentum``, ``hess`` and, for bf16 or fp16 parameters, an fp32 master ``mean``), all of it in ``state_dict()``.
 
     Args:
-        params: parameters, named parameters, or parameter groups; every hyperparameter may differ by group.
+        params: parameters, named parameters, or parameter groups; every number below may differ by group, but for
+            ``mc_samples``.
         lr: step size α.
         ess: effective sample size N_ess, usually the number of training examples: the posterior narrows as it grows.
         hess_init: initial curvature h₀ > 0.
@@ -254,7 +255,8 @@ class IVON(Optimizer):
         raw = release.gradients if release is not None else {p: p.grad for p in params}
         g = TensorList([_dense(raw[p]).to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
         # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
-        sampled = bool(epsilons) and all(p in epsilon for epsilon in epsilons for p in params)
+        asked = self.curvature.needs_sample and bool(epsilons)
+        sampled = asked and all(p in epsilon for epsilon in epsilons for p in params)
         shift = (
             [sum((epsilon[p] for epsilon in epsilons[1:]), start=epsilons[0][p]) for p in params] if sampled else None
         )
@@ -286,7 +288,7 @@ class IVON(Optimizer):
             weight_decay=group["weight_decay"],
         )
 
-    # ---- gradients of several θ-samples, without privacy ------------------------------------------------------------
+    # ---- gradients of several θ-samples, without privacy
 
     @torch.no_grad()
     def _fold_gradients(self) -> None:

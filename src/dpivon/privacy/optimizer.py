@@ -314,7 +314,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                 p.summed_grad = None
         inner.zero_grad(set_to_none)
 
-    # ---- logical batches made of micro-batches ------------------------------------------------------------------------
+    # ---- logical batches made of micro-batches
 
     def begin_micro_batch(self, *, first: bool, last: bool) -> None:
         """Announce the next micro-batch (``dpivon.BatchMemoryManager`` does)."""

@@ -20,7 +20,8 @@ class Evidence(Generic[Values]):
         g: the gradient of the step: released g_dp under privacy, otherwise the average over θ-samples.
         g_squared: average over θ-samples of g_k²; equal to g² when only the average was released.
         g_perturbation: average over θ-samples of g_k ⊙ (θ_k − m); K·g ⊙ mean(θ_k − m) when only the average was
-            released (unbiased, since E[g_j ⊙ (θ_k − m)] = 0 for j ≠ k). None when the step took no θ-sample.
+            released (unbiased, since E[g_j ⊙ (θ_k − m)] = 0 for j ≠ k).
+            None when the step took no θ-sample, or the estimator did not ask for one.
         noise_variance: variance of the privacy noise in each coordinate of g; 0 without privacy.
         hess, ess, weight_decay: h, N_ess and δ before the update.
     """
