@@ -44,7 +44,7 @@ def test_opacus_module_passes_against_our_engine(module, tmp_path):
     run = subprocess.run(
         [sys.executable, *OPTIONS, "--refused", str(HERE / "refused.txt"), "--pyargs", f"opacus.tests.{module}"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
         capture_output=True,
         text=True,
         timeout=1800,
