@@ -1066,3 +1066,33 @@ def test_reseeding_the_global_generator_in_the_loop_repeats_neither_noise_nor_ba
     assert not torch.equal(first, second)
     assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 5 / len(first) ** 0.5
     assert batches[0].shape != batches[1].shape or not torch.equal(*batches)
+
+
+@pytest.mark.parametrize("verb", ["add_noise", "scale_grad"])
+def test_opacus_verbs_that_would_release_without_a_charge_are_refused(mode, verb):
+    run = make(mode)
+    x, y = next(iter(run.loader))
+    run.optimizer.zero_grad()
+    run.backward(x, y)
+    with pytest.raises(dpivon.PrivacyError, match=verb):
+        getattr(run.optimizer, verb)()
+    assert len(run.engine.accountant) == 0
+    assert run.noise.sums == []
+
+
+def test_a_closure_that_samples_itself_is_sampled_and_clipped_once(mode):
+    """Upstream's step(closure) does not sample, so people's closures do; the private one must not nest or pass twice."""
+    run = make(mode, max_grad_norm=0.1)
+    x, y = next(iter(run.loader))
+
+    def closure():
+        run.optimizer.zero_grad()
+        with run.optimizer.sampled_params(train=True):
+            loss = run.criterion(run.model(x), y)
+            loss.backward()
+        return loss
+
+    run.optimizer.step(closure)
+    assert len(run.engine.accountant) == 1
+    (released,) = run.contributions
+    assert float(released.norm()) <= len(x) * 0.1 * (1 + 1e-5)

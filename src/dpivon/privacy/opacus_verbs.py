@@ -47,11 +47,7 @@ class OpacusVerbs:
         torch_save_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Model, optimizer, schedulers and account in one file, as Opacus writes it."""
-        parts = {
-            "optimizer": optimizer,
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
+        parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
         checkpoint = dict(checkpoint_dict or {})
         checkpoint["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
         checkpoint["privacy_accountant_state_dict"] = self.accountant.state_dict()
@@ -70,11 +66,7 @@ class OpacusVerbs:
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Load what :meth:`save_checkpoint` wrote. Tensors and plain values only: nothing in the file is executed."""
-        parts = {
-            "optimizer": optimizer,
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
+        parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
         checkpoint: dict[str, Any] = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
         saved = checkpoint["privacy_accountant_state_dict"]
         if sum(row[2] for row in saved["history"]) < len(self.accountant):
@@ -95,3 +87,8 @@ class OpacusVerbs:
                     stacklevel=2,
                 )
         return checkpoint
+
+
+def _parts(optimizer: Any, noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
+    """What a checkpoint holds besides model and account, under Opacus's names."""
+    return {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}

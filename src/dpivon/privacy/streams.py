@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 #: Streams of one run; two draws with different stream, step or element never share a counter.
-POSTERIOR, PRIVACY, SAMPLING, PREDICTION = 0, 1, 2, 3
+POSTERIOR, PRIVACY, SAMPLING = 0, 1, 2
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

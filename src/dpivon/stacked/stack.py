@@ -99,6 +99,7 @@ class Stack:
         self.parts = [self._part(method, mean, n) for method in dict.fromkeys(r.method for r in self.runs)]
         self._buffers: BatchBlock | None = None
         self._graph: Any = None
+        self._warm_steps = 0
         self._step_rules = torch.compile(self._apply) if self.device.type == "cuda" else self._apply
 
     def _part(self, method: str, mean: Tensor, n: int) -> _Part:
@@ -123,9 +124,8 @@ class Stack:
         steps = check_whole("steps", steps, "Use the number of steps to make", at_least=0)
         while steps > 0:
             n = min(self.block, steps)
-            self.steps_done = int(
-                self._t
-            )  # a block that failed midway made some: their batches must not be drawn again
+            # The device knows: a block that failed midway made some steps, and their batches must not be drawn again.
+            self.steps_done = int(self._t)
             self.mechanism.reserve(n)
             self._draw(n)
             assert self._buffers is not None
@@ -155,8 +155,8 @@ class Stack:
             self._step()
         elif self._graph is None:
             self._step()  # compiles and warms up; a real step, drawn and charged like any other
-            self._capture_next = getattr(self, "_capture_next", 0) + 1
-            if self._capture_next == 3:
+            self._warm_steps += 1
+            if self._warm_steps == 3:
                 self._capture()
         else:
             self._graph.replay()

@@ -75,14 +75,6 @@ class Program:
             x = self.y[i]
         return x.view(self.capacity, -1)
 
-    def logits(self, theta: Tensor, batch: Batch) -> Tensor:
-        """[K, most, classes]; spare places hold the outputs for zero features."""
-        w = self._low(theta)
-        a = _take(self.features(w, batch), batch.places)
-        n = len(self.layout.convs)
-        h = F.relu(torch.baddbmm(w[f"b{n}"].unsqueeze(1), a, w[f"w{n}"]))
-        return torch.baddbmm(w[f"b{n + 1}"].unsqueeze(1), h, w[f"w{n + 1}"]).float()
-
     # ---- clipped sums
 
     def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> tuple[Tensor, Tensor]:

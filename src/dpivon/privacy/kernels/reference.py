@@ -46,13 +46,3 @@ class LoopedGradients:
                     p.copy_(s)
             sums[k] = self.network.pack(model)
         return sums, norms
-
-    def logits(self, theta: Tensor, batch: Batch) -> Tensor:
-        """[K, most, classes], zero for spare places."""
-        rows = []
-        for k, row in enumerate(theta):
-            begin, end = int(batch.start[k]), int(batch.start[k + 1])
-            with torch.no_grad():
-                out = self.network.model(row)(batch.images[begin:end].permute(0, 3, 1, 2).to(row.dtype))
-            rows.append(F.pad(out, (0, 0, 0, batch.places.shape[1] - len(out))))
-        return torch.stack(rows)
