@@ -2,5 +2,7 @@
 
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
 from dpivon.optim.ivon import IVON
+from dpivon.optim.rule import UpdateRule
+from dpivon.optim.rule_optimizer import RuleOptimizer
 
-__all__ = ["IVON", "CurvatureEstimator", "Evidence"]
+__all__ = ["IVON", "CurvatureEstimator", "Evidence", "RuleOptimizer", "UpdateRule"]
