@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon import EMA, IVON, RuleOptimizer
-from dpivon.optim.adam_rule import Adam
-from dpivon.optim.average import AveragedRule, average_update
+from dpivon.optim.average import average_update
 from dpivon.optim.sgd_rule import SGD
 
 DECAY = 0.8
@@ -133,24 +132,6 @@ def test_frozen_parameters_are_left_out() -> None:
     optimizer.step()
     assert torch.equal(average.average(b), b)
     assert b not in average._average
-
-
-def test_rows_are_averaged_by_the_same_formula() -> None:
-    rule = AveragedRule(Adam())
-    decays = (0.5, 0.8)
-    hyper = {"lr": torch.full((2, 1), 0.1, dtype=torch.float64)}
-    hyper |= {key: torch.full((2, 1), value, dtype=torch.float64) for key, value in rule.defaults.items()}
-    hyper["ema"] = torch.tensor([[d] for d in decays], dtype=torch.float64)
-    state = rule.start(torch.full((2, 3), 50.0, dtype=torch.float64), hyper)
-    generator = torch.Generator().manual_seed(0)
-    iterates = []
-    for t in range(1, 8):
-        g = torch.randn(2, 3, generator=generator, dtype=torch.float64)
-        state = rule.step(state, g, t=torch.tensor(t), noise_variance=0.0, normal=None, hyper=hyper)
-        iterates.append(state["mean"])
-    for i, decay in enumerate(decays):
-        expected = closed_form([m[i] for m in iterates], decay)
-        torch.testing.assert_close(state["average"][i], expected, rtol=1e-12, atol=0)
 
 
 def test_a_decay_near_one_is_the_plain_mean() -> None:

@@ -9,28 +9,23 @@ that. De et al., *Unlocking High-Accuracy Differentially Private Image Classific
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpivon.errors import DpivonError, bad, check_number
+from dpivon.errors import DpivonError, bad
+from dpivon.optim.hyper import check_hyper
 from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.releases import HasPosterior
-from dpivon.optim.rule import Hyper, UpdateRule, debias
+from dpivon.optim.rule import debias
 from dpivon.optim.tensors import Values
 from dpivon.posterior import Posterior, unwrap
 
 _KEY = "dpivon_average"
-_FIX = "Use a number such as 0.99, below 1"
-
-
-def check_decay(decay: Any) -> float:
-    return check_number("ema", decay, _FIX, at_least=0.0, below=1.0)
 
 
 def average_update(average: Values, mean: Values, *, decay: Any, t: Any) -> Values:
@@ -54,7 +49,7 @@ class EMA:
     """
 
     def __init__(self, optimizer: Optimizer, decay: float = 0.99) -> None:
-        self.decay = check_decay(decay)
+        self.decay = check_hyper("ema", decay)
         self.optimizer: Optimizer = getattr(optimizer, "original_optimizer", optimizer)
         if any(
             isinstance(getattr(h, "__self__", None), EMA) for h in self.optimizer._optimizer_step_post_hooks.values()
@@ -123,36 +118,7 @@ class EMA:
                 "attaching it, to start averaging from here."
             )
         params = self.params
-        self.decay = check_decay(saved["decay"])
+        self.decay = check_hyper("ema", saved["decay"])
         self._count = {params[i]: int(n) for i, n in saved["count"].items()}
         self._average = {params[i]: a.detach().to(params[i].device, copy=True) for i, a in saved["average"].items()}
         return {key: value for key, value in state_dict.items() if key != _KEY}
-
-
-@dataclass(frozen=True)
-class AveragedRule:
-    """A rule with ā beside its state, for the rows of a stack; ``ema`` is γ."""
-
-    rule: UpdateRule
-
-    @property
-    def name(self) -> str:
-        return f"{self.rule.name}+ema"
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        return {**self.rule.defaults, "ema": 0.99}
-
-    @property
-    def draws(self) -> bool:
-        return self.rule.draws
-
-    def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
-        return {**self.rule.start(mean, hyper), "average": mean * 1.0}
-
-    def step(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
-    ) -> dict[str, Values]:
-        own = {key: value for key, value in state.items() if key != "average"}
-        new = self.rule.step(own, g, t=t, noise_variance=noise_variance, normal=normal, hyper=hyper)
-        return {**new, "average": average_update(state["average"], new["mean"], decay=hyper["ema"], t=t)}
