@@ -3,7 +3,8 @@
 from dpivon._version import __version__
 from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
-from dpivon.optim import IVON, CurvatureEstimator, Evidence
+from dpivon.methods import Learner, Method, method
+from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy import (
@@ -18,6 +19,7 @@ from dpivon.privacy import (
 from dpivon.release import Release
 
 __all__ = [
+    "EMA",
     "IVON",
     "Accountant",
     "ArgumentError",
@@ -28,13 +30,17 @@ __all__ = [
     "Diagnostics",
     "DpivonError",
     "Evidence",
+    "Learner",
+    "Method",
     "NoiseSpec",
     "Posterior",
     "PrivacyEngine",
     "PrivacyError",
     "PrivacyWarning",
     "Release",
+    "RuleOptimizer",
     "__version__",
     "budget",
+    "method",
     "predict",
 ]

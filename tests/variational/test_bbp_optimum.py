@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dpivon.optim.sgd_rule import SGD
 from dpivon.variational import BayesByBackprop, variational
 
 N, D, NOISE, PRIOR = 200, 4, 0.5, 0.8
@@ -28,7 +29,7 @@ def test_it_reaches_the_mean_field_optimum():
 
     torch.manual_seed(0)
     model = variational(nn.Linear(D, 1, bias=False).double(), initial_std=0.05)
-    optimizer = BayesByBackprop(torch.optim.SGD(model.parameters(), lr=0.05), model, dataset_size=N, prior_std=PRIOR)
+    optimizer = BayesByBackprop(model, lr=0.05, dataset_size=N, rule=SGD(), momentum=0.0, prior_std=PRIOR)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9985)
     averages = []
     for step in range(2000):

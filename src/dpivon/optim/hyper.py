@@ -22,6 +22,8 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "nu": (_NOT_NEGATIVE, "Use about 1e-8"),
     "cap": ({"above": 0.0, "finite": False}, "Use inf for no cap"),
     "floor": (_POSITIVE, "Use about 1e-8; it bounds the step by lr/√floor"),
+    "ema": ({"at_least": 0.0, "below": 1.0}, "Use a number such as 0.99, below 1"),
+    "hess_init": (_POSITIVE, "Use about 1"),
     "ess": (_POSITIVE, "Use the number of training examples"),
 }
 

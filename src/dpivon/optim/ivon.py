@@ -331,6 +331,11 @@ class IVON(Optimizer):
         """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
         self._private = True
 
+    @property
+    def private(self) -> bool:
+        """Whether this learns from releases only."""
+        return self._private
+
     def rewind_samples(self) -> None:
         """The next micro-batch of the same logical batch uses the same θ."""
         self._samples.rewind()
