@@ -156,7 +156,9 @@ class Posterior:
 
 def model_names(shapes: dict[str, torch.Size], model: nn.Module) -> dict[str, str]:
     """The model's name for each of a posterior's tensors, or an error naming the first misfit."""
-    params = dict(unwrap(model).named_parameters())
+    from dpivon.variational.convert import plain_parameters  # here: it makes posteriors itself
+
+    params = plain_parameters(model)
     if all(name.isdecimal() for name in shapes) and not shapes.keys() <= params.keys():
         return _by_position(shapes, {name: p for name, p in params.items() if p.requires_grad})
     fix = "Pass the model this posterior was trained on"

@@ -92,26 +92,29 @@ def plain(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def posterior(model: nn.Module, metadata: dict[str, str] | None = None) -> Posterior:
     """The Gaussian posterior of a variational model, under the names of the plain one; points have variance 0."""
-    mean: dict[str, Tensor] = {}
-    variance: dict[str, Tensor] = {}
-    for path, module in unwrap(model).named_modules(remove_duplicate=True):
-        if path and _inside_variational(model, path):
-            continue
-        widths: dict[str, Tensor] = {}
-        holder: nn.Module = module
-        if isinstance(module, Variational):
-            widths, holder = module.spread.std(), module.mean
-        for name, p in holder.named_parameters(recurse=False):
-            if p.requires_grad:
-                key = f"{path}.{name}" if path else name
-                mean[key] = _storable(p)
-                variance[key] = _storable(widths[name]).square() if name in widths else torch.zeros_like(mean[key])
+    layers = [module for module in unwrap(model).modules() if isinstance(module, Variational)]
+    widths = {getattr(layer.mean, name): s for layer in layers for name, s in layer.spread.std().items()}
+    trained = {name: p for name, p in plain_parameters(model).items() if p.requires_grad}
+    mean = {name: _storable(p) for name, p in trained.items()}
+    variance = {
+        name: _storable(widths[p]).square() if p in widths else torch.zeros_like(mean[name])
+        for name, p in trained.items()
+    }
     return Posterior(mean, variance, metadata or {"method": "bbp"})
 
 
-def _inside_variational(model: nn.Module, path: str) -> bool:
-    parent, _, _ = path.rpartition(".")
-    return isinstance(unwrap(model).get_submodule(parent), Variational)
+def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that the plain model has, under its names; of a model without Gaussian layers simply its own."""
+    out: dict[str, Tensor] = {}
+    places = {path: module for path, module in unwrap(model).named_modules() if isinstance(module, Variational)}
+    for name, p in unwrap(model).named_parameters():
+        holder, _, own = name.rpartition(".")
+        place, _, part = holder.rpartition(".")
+        if place in places and part == "mean":
+            out[f"{place}.{own}" if place else own] = p
+        elif place not in places or part != "spread":
+            out[name] = p
+    return out
 
 
 def _storable(t: Tensor) -> Tensor:
