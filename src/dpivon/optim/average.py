@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.releases import HasPosterior
 from dpivon.optim.rule import debias
 from dpivon.optim.tensors import Values
-from dpivon.posterior import Posterior, unwrap
+from dpivon.posterior import Posterior
 
 _KEY = "dpivon_average"
 
@@ -94,15 +95,13 @@ class EMA:
                 for p, value in zip(params, saved, strict=True):
                     p.copy_(value)
 
-    def posterior(self, model: nn.Module) -> Posterior:
-        """The optimizer's posterior with its mean replaced by the average; a point where it has no Gaussian one."""
-        with self.applied():  # a posterior may be more than the averages themselves: widths that are parameters too
+    def posterior(self, model: nn.Module) -> Any:
+        """The optimizer's posterior around the average; a point where the posterior is not around anything (samples)."""
+        with self.applied():
             q = self.optimizer.posterior(model) if isinstance(self.optimizer, HasPosterior) else None
-        if not isinstance(q, Posterior):
-            q = Posterior.point(model)
-        names = dict(unwrap(model).named_parameters())
-        mean = {name: self.average(names[name]).to(m).clone() if name in names else m for name, m in q.mean.items()}
-        return Posterior(mean, q.variance, {**q.metadata, "ema": f"{self.decay:g}"})
+            if not isinstance(q, Posterior):
+                q = Posterior.point(model)
+        return replace(q, metadata={**q.metadata, "ema": f"{self.decay:g}"})
 
     # ---- in the optimizer's state_dict
 
