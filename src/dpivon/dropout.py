@@ -13,7 +13,7 @@ that predictions for several inputs are jointly meaningful and do not depend on 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number
+from dpivon.optim.precision import full_mean
+from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, unwrap
 
 _ELEMENTS = (nn.Dropout,)
@@ -71,15 +73,33 @@ def dropouts(model: nn.Module) -> list[nn.Module]:
     return found + [m for m in unwrap(model).modules() if isinstance(m, nn.MultiheadAttention) and m.dropout > 0]
 
 
-def dropout_posterior(model: nn.Module, metadata: dict[str, str] | None = None) -> Posterior:
-    """The trained weights, marked so that :func:`dpivon.predict` keeps the model's dropout live."""
+def dropout_posterior(
+    model: nn.Module, metadata: dict[str, str] | None = None, value: Callable[[Tensor], Tensor] | None = None
+) -> Posterior:
+    """The trained weights, marked so that :func:`dpivon.predict` keeps the model's dropout live.
+
+    ``value(p)`` is what a parameter stands for, if an optimizer knows it in more digits than p has.
+    """
     _check_drawable(model)
-    point = Posterior.point(model)
-    return Posterior(point.mean, point.variance, {"method": "mc-dropout", **(metadata or {}), _KEY: _LIVE})
+    mean = Posterior.point(model).mean
+    if value is not None:
+        params = dict(unwrap(model).named_parameters())
+        mean = {name: value(params[name]).detach().to(m, copy=True) for name, m in mean.items()}
+    variance = {name: torch.zeros_like(m) for name, m in mean.items()}
+    return Posterior(mean, variance, {"method": "mc-dropout", **(metadata or {}), _KEY: _LIVE})
 
 
 def is_live(posterior: Any) -> bool:
     return bool(posterior.metadata.get(_KEY) == _LIVE)
+
+
+class MCDropout(RuleOptimizer):
+    """A rule for a network with dropout, whose posterior is that network with its dropout live."""
+
+    def posterior(self, model: nn.Module | None = None) -> Posterior:
+        if model is None:
+            raise bad("model", None, "is needed", "Pass the model with dropout that this optimizer trains")
+        return dropout_posterior(model, value=lambda p: full_mean(p, self.state.get(p, {})))
 
 
 class LiveDropout:

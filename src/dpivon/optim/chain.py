@@ -27,7 +27,7 @@ class Chain:
     """
 
     def __init__(
-        self, *, burn_in: float = 0.5, thinning: int = 10, max_samples: int = 64, max_bytes: int = 2**28
+        self, *, burn_in: float = 0.5, thinning: int = 1, max_samples: int = 64, max_bytes: int = 2**28
     ) -> None:
         burn_in = check_number("burn_in", burn_in, "Use a share such as 0.5 or a number of steps", at_least=0.0)
         if burn_in >= 1.0:

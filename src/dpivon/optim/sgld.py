@@ -26,8 +26,8 @@ class Temperature:
     """At which temperature a chain samples the posterior.
 
     ``wanted`` is T; ``implied`` is T_priv, what the privacy noise alone makes, ``highest`` its largest value over all
-    coordinates (the same as ``implied`` without a preconditioner), and ``tempered`` the share of coordinates where T_priv exceeds
-    T, so that the posterior is wider than asked. ``effective`` is the average of max(T, T_priv).
+    coordinates (the same as ``implied`` without a preconditioner), and ``tempered`` the share of coordinates where T_priv
+    exceeds T, so that the posterior is wider than asked. ``effective`` is the average of max(T, T_priv).
     """
 
     wanted: float
@@ -83,7 +83,7 @@ class LangevinDynamics(RuleOptimizer):
         weight_decay: float = 1e-4,
         preconditioned: bool = False,
         burn_in: float = 0.5,
-        thinning: int = 10,
+        thinning: int = 1,
         max_samples: int = 64,
         max_bytes: int = 2**28,
         generator: torch.Generator | None = None,

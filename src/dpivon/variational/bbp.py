@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number
 from dpivon.optim.adam_rule import Adam
-from dpivon.optim.precision import dense
+from dpivon.optim.precision import dense, full_mean
 from dpivon.optim.rule import UpdateRule
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, unwrap
@@ -111,7 +111,8 @@ class BayesByBackprop(RuleOptimizer):
     def posterior(self, model: nn.Module | None = None) -> Posterior:
         """The Gaussian posterior, under the names of the model before it was made variational."""
         metadata = {"method": "bbp", "prior_std": repr(self.prior_std), "temperature": repr(self.temperature)}
-        return posterior(self.model if model is None else model, metadata)
+        model = self.model if model is None else model
+        return posterior(model, metadata, lambda p: full_mean(p, self.state.get(p, {})))
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("model", "dataset_size", "prior_std", "temperature")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from dpivon.errors import bad, check_number
 from dpivon.posterior import Posterior, unwrap
 from dpivon.variational.layers import SPREADS, Variational
+from dpivon.variational.spread import std
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -90,15 +92,24 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def posterior(model: nn.Module, metadata: dict[str, str] | None = None) -> Posterior:
-    """The Gaussian posterior of a variational model, under the names of the plain one; points have variance 0."""
+def posterior(
+    model: nn.Module, metadata: dict[str, str] | None = None, value: Callable[[Tensor], Tensor] | None = None
+) -> Posterior:
+    """The Gaussian posterior of a variational model, under the names of the plain one; points have variance 0.
+
+    ``value(p)`` is what a parameter stands for, if an optimizer knows it in more digits than p has.
+    """
+    of = _storable if value is None else lambda p: _storable(value(p))
     layers = [module for module in unwrap(model).modules() if isinstance(module, Variational)]
-    widths = {getattr(layer.mean, name): s for layer in layers for name, s in layer.spread.std().items()}
+    widths = {
+        getattr(layer.mean, name): std(of(r), layer.spread.initial_std)
+        for layer in layers
+        for name, r in layer.spread.named_parameters()
+    }
     trained = {name: p for name, p in plain_parameters(model).items() if p.requires_grad}
-    mean = {name: _storable(p) for name, p in trained.items()}
+    mean = {name: of(p) for name, p in trained.items()}
     variance = {
-        name: _storable(widths[p]).square() if p in widths else torch.zeros_like(mean[name])
-        for name, p in trained.items()
+        name: widths[p].square() if p in widths else torch.zeros_like(mean[name]) for name, p in trained.items()
     }
     return Posterior(mean, variance, metadata or {"method": "bbp"})
 
