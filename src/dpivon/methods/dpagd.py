@@ -35,7 +35,7 @@ METHODS = (
     Method(
         name="dpagd",
         title="DPAGD",
-        summary="The general private adaptive step θ − α φ/(√min(ψ, λ) + ν), for any φ and ψ.",
+        summary="the general adaptive step θ − α φ/(√min(ψ, λ) + ν)",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
@@ -48,7 +48,7 @@ METHODS = (
     Method(
         name="dp-rmsprop",
         title="DP-RMSProp",
-        summary="DPAGD with φ = g and ψ the running average of g².",
+        summary="DPAGD with φ = g, ψ the running average of g²",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
@@ -61,7 +61,7 @@ METHODS = (
     Method(
         name="dp-adagrad",
         title="DP-AdaGrad",
-        summary="DPAGD with φ = g and ψ the sum of all g².",
+        summary="DPAGD with φ = g, ψ the sum of all g²",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
@@ -74,7 +74,7 @@ METHODS = (
     Method(
         name="dp-adambc",
         title="DP-AdamBC",
-        summary="DP-Adam whose second moment has the known variance of the noise taken off.",
+        summary="DP-Adam less the noise's variance in its second moment",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
