@@ -3,8 +3,9 @@
     python -m benchmarks.methods                    # the paper's CNN, b = 256, two threads of this machine's CPU
     python -m benchmarks.methods --device cuda --json methods.json
 
-All run the same engine, clipping and noise (book-keeping) on one fixed batch, each in a process of its own, so that peak memory is
-its own; they take turns for several rounds and the median is taken over all of them, so that a drifting machine drifts for all.
+All run the same engine, clipping and noise (book-keeping) on one fixed batch, each in a process of its own, so that peak
+memory is its own; they take turns for several rounds and the median is taken over all of them, so that a drifting machine
+drifts for all.
 """
 
 from __future__ import annotations
