@@ -7,10 +7,12 @@ from typing import Any
 from torch import nn
 
 from dpivon.errors import bad
-from dpivon.methods import adam, dpagd, ivon, sgd
+from dpivon.methods import adam, bbp, dpagd, dropout, ivon, langevin, sgd
 from dpivon.methods.base import Learner, Method, Setup, learner
 
-METHODS: dict[str, Method] = {m.name: m for family in (sgd, adam, dpagd, ivon) for m in family.METHODS}
+METHODS: dict[str, Method] = {
+    m.name: m for family in (sgd, adam, dpagd, ivon, langevin, bbp, dropout) for m in family.METHODS
+}
 
 
 def describe(name: str) -> Method:

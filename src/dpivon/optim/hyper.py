@@ -25,6 +25,7 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "ema": ({"at_least": 0.0, "below": 1.0}, "Use a number such as 0.99, below 1"),
     "hess_init": (_POSITIVE, "Use about 1"),
     "ess": (_POSITIVE, "Use the number of training examples"),
+    "temperature": (_NOT_NEGATIVE, "Use 1 for the posterior itself"),
 }
 
 
