@@ -52,11 +52,15 @@ CANDIDATES = {
     "dp-adamw": (0.003, 0.01, 0.03),
     "dpagd": (0.003, 0.01, 0.03),
     "dp-rmsprop": (0.001, 0.003, 0.01),
-    "dp-adagrad": (0.01, 0.03, 0.1),
+    "dp-adagrad": (0.03, 0.1, 0.3),
     "dp-adambc": (0.001, 0.003, 0.01),
     "dp-ivon-gradsq-plain": (0.3, 1.0, 3.0),
     "dp-ivon-reparam": (0.3, 1.0, 3.0),
     "ivon": (0.3, 1.0, 3.0),
+    "dp-sgld": (0.1, 0.3, 1.0),
+    "dp-psgld": (0.001, 0.003, 0.01),
+    "dp-bbp": (0.003, 0.01, 0.03),
+    "dp-mc-dropout": (0.003, 0.01, 0.03),
 }
 _OPTIONS: dict[str, dict[str, Any]] = {"dp-sgd": {"weight_decay": 0.0}, "dp-adam": {"weight_decay": 0.0}}
 ENTRIES = {key: Entry(key, candidates[1], _OPTIONS.get(key, {})) for key, candidates in CANDIDATES.items()}

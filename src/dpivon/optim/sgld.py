@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +94,11 @@ class LangevinDynamics(RuleOptimizer):
         super().__init__(params, PSGLD() if preconditioned else SGLD(), lr=lr, generator=generator, **hyper)
         self.chain.room(self._iterate())
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any:
-        """One step of the chain; its iterate is kept if it is due."""
-        loss = super().step(closure, release=release)
+    def _after_step(self, release: Release | None) -> None:
+        """The iterate is kept if it is due."""
         self._noise_variance = 0.0 if release is None else release.variance
         if self.chain.due():
             self.chain.add(self._iterate(copy=True))
-        return loss
 
     def _iterate(self, copy: bool = False) -> dict[int, Tensor]:
         params = [p for group in self.param_groups for p in group["params"]]
