@@ -21,6 +21,7 @@ from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, ivon_update, std
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
+from dpivon.optim.sgld_rule import PSGLD, SGLD
 
 Rows = dict[str, Tensor]
 
@@ -127,6 +128,8 @@ POINT_RULES: dict[str, UpdateRule] = {
     "dp-rmsprop": RMSPROP,
     "dp-adagrad": ADAGRAD,
     "dp-adambc": ADAMBC,
+    "dp-sgld": SGLD(),  # the chain itself; no samples are kept on the way
+    "dp-psgld": PSGLD(),
 }
 _IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0}
 
