@@ -69,11 +69,11 @@ class RuleOptimizer(Optimizer):
                 stepped = True
         if not stepped:
             raise DpivonError("step() without a gradient: no parameter has p.grad; call loss.backward() before step().")
-        self._after_step(release)
+        self._stepped(release)
         return loss
 
-    def _after_step(self, release: Release | None) -> None:
-        """For subclasses. Not by overriding ``step``: torch would run its hooks once for each class's."""
+    def _stepped(self, release: Release | None) -> None:
+        """After a step, for those who do more. Not by overriding ``step``: torch would then run its hooks once a class."""
 
     def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
         states = [self._state(p, group) for p in params]

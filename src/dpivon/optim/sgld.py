@@ -94,8 +94,8 @@ class LangevinDynamics(RuleOptimizer):
         super().__init__(params, PSGLD() if preconditioned else SGLD(), lr=lr, generator=generator, **hyper)
         self.chain.room(self._iterate())
 
-    def _after_step(self, release: Release | None) -> None:
-        """The iterate is kept if it is due."""
+    def _stepped(self, release: Release | None) -> None:
+        """Keep the iterate if it is due."""
         self._noise_variance = 0.0 if release is None else release.variance
         if self.chain.due():
             self.chain.add(self._iterate(copy=True))

@@ -128,7 +128,7 @@ POINT_RULES: dict[str, UpdateRule] = {
     "dp-rmsprop": RMSPROP,
     "dp-adagrad": ADAGRAD,
     "dp-adambc": ADAMBC,
-    "dp-sgld": SGLD(),  # the chain itself; no samples are kept on the way
+    "dp-sgld": SGLD(),
     "dp-psgld": PSGLD(),
 }
 _IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0}
