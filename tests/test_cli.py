@@ -139,7 +139,7 @@ def test_python_m_dpivon_is_the_command_and_its_errors_are_lines() -> None:
 def test_methods_lists_every_method_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from dpivon.methods import METHODS
 
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("COLUMNS", "80")
     lines = invoke("methods").stdout.splitlines()
     assert len(lines) == 1 + len(METHODS)
     for line, method in zip(lines[1:], METHODS.values(), strict=True):

@@ -124,9 +124,9 @@ def methods(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "what it is", "posterior", "reference", box=None, pad_edge=False)
+    table = Table("name", "what it is", box=None, pad_edge=False)
     for m in METHODS.values():
-        table.add_row(m.name, m.summary, m.posterior, m.reference)
+        table.add_row(m.name, m.summary)
     Console(highlight=False).print(table)
 
 

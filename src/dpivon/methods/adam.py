@@ -9,7 +9,7 @@ METHODS = (
     Method(
         name="dp-adam",
         title="DP-Adam",
-        summary="Adam on released gradients.",
+        summary="Adam on released gradients",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
@@ -22,7 +22,7 @@ METHODS = (
     Method(
         name="dp-adamw",
         title="DP-AdamW",
-        summary="Adam with decoupled weight decay on released gradients.",
+        summary="Adam with decoupled weight decay",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",

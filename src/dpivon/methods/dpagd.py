@@ -14,7 +14,7 @@ from dpivon.optim.moments import PHI, PSI, Moment
 from dpivon.optim.rule_optimizer import RuleOptimizer
 
 #: Every number that some φ or ψ may ask for; None takes its own default.
-_NUMBERS = ("momentum", "beta1", "beta2", "floor", "nu", "cap", "weight_decay")
+_NUMBERS = ("momentum", "beta1", "beta2", "floor", "relative_floor", "nu", "cap", "weight_decay")
 
 
 def _moment(kind: str, value: Any, known: dict[str, Moment]) -> Moment:
@@ -35,7 +35,7 @@ METHODS = (
     Method(
         name="dpagd",
         title="DPAGD",
-        summary="The general private adaptive step θ − α φ/(√min(ψ, λ) + ν), for any φ and ψ.",
+        summary="the general adaptive step θ − α φ/(√min(ψ, λ) + ν)",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
@@ -48,7 +48,7 @@ METHODS = (
     Method(
         name="dp-rmsprop",
         title="DP-RMSProp",
-        summary="DPAGD with φ = g and ψ the running average of g².",
+        summary="DPAGD with φ = g, ψ the running average of g²",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
@@ -61,24 +61,24 @@ METHODS = (
     Method(
         name="dp-adagrad",
         title="DP-AdaGrad",
-        summary="DPAGD with φ = g and ψ the sum of all g².",
+        summary="DPAGD with φ = g, ψ the sum of all g²",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
         choose="convex problems; the step decays as 1/√t by itself",
         reference="Duchi et al. 2011; Zhou et al. 2020",
-        lr=0.03,
+        lr=0.1,
         build=build_rule(ADAGRAD),
         defaults=rule_defaults(ADAGRAD),
     ),
     Method(
         name="dp-adambc",
         title="DP-AdamBC",
-        summary="DP-Adam whose second moment has the known variance of the noise taken off.",
+        summary="DP-Adam less the noise's variance in its second moment",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
-        choose="sparse or badly scaled gradients; needs its floor tuned",
+        choose="sparse or badly scaled gradients, where DP-Adam's denominator is all noise",
         reference="Tang et al. 2024",
         lr=0.003,
         build=build_rule(ADAMBC),

@@ -21,7 +21,7 @@ METHODS = (
     Method(
         name="dp-mc-dropout",
         title="DP-MC-Dropout",
-        summary="DP-Adam on a network with dropout (put in if it has none) that stays live in prediction.",
+        summary="DP-Adam with dropout that stays live in prediction",
         optimises="weights",
         posterior="the network with units dropped at random",
         predicts="average over dropout masks",

@@ -30,7 +30,7 @@ METHODS = (
     Method(
         name="dp-sgld",
         title="DP-SGLD",
-        summary="Langevin dynamics: the privacy noise is the sampler's noise, topped up to the wanted temperature.",
+        summary="Langevin dynamics whose noise is the privacy noise",
         optimises="a chain of weights",
         posterior="up to 64 kept samples, with the temperature they were drawn at",
         predicts="average over kept samples",
@@ -44,7 +44,7 @@ METHODS = (
     Method(
         name="dp-psgld",
         title="DP-pSGLD",
-        summary="Langevin dynamics preconditioned by a running average of squared gradients.",
+        summary="the same, preconditioned by the running average of g²",
         optimises="a chain of weights",
         posterior="up to 64 kept samples, with the temperature they were drawn at",
         predicts="average over kept samples",

@@ -11,7 +11,7 @@ METHODS = (
     Method(
         name="dp-sgd",
         title="DP-SGD",
-        summary="Stochastic gradient descent with momentum (or Nesterov's) on released gradients.",
+        summary="SGD with momentum, or Nesterov's, on released gradients",
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
