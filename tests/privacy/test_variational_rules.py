@@ -122,7 +122,7 @@ def test_scaled_uses_are_their_materialised_gradients():
 # ---- one bound, one release
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch"])
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch", "ghost"])
 def test_mean_and_spread_are_clipped_as_one_vector(mode, same_noise):
     """One example far above the bound contributes C in all. Clipped apart, mean and spread would give √2·C."""
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_mean_and_spread_are_clipped_as_one_vector(mode, same_noise):
     assert 0.05 * 0.01 < spread < 0.95 * 0.01  # both parts matter here, so the test could fail
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_other_modes_give_the_same_sums(mode, same_noise):
     torch.manual_seed(0)
     model, (x, y) = gaussian(*mlp()), data()
