@@ -146,6 +146,15 @@ def test_other_modes_give_the_same_sums(mode, same_noise):
     assert torch.allclose(*sums, atol=1e-5)
 
 
+def test_several_draws_an_example_are_averaged_before_clipping(same_noise):
+    """Each row K times with augmentations=K: here the K draws are equal, so the sum is that of one draw each."""
+    torch.manual_seed(0)
+    model, (x, y) = gaussian(*mlp()), data()
+    one = make("bookkeeping", module=copy.deepcopy(model), optimizer=bbp, max_grad_norm=0.5).release(x, y)
+    run = make("bookkeeping", module=copy.deepcopy(model), optimizer=bbp, max_grad_norm=0.5, augmentations=3)
+    assert torch.allclose(run.release(x.repeat_interleave(3, 0), y.repeat_interleave(3)), one, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [float("nan"), 1e-6, 1e6, 1e25])
 def test_one_example_moves_the_sum_by_at_most_c(scale):
     """With the same draws of ε; a record that is NaN, or overflows when squared, counts nothing."""
