@@ -53,20 +53,21 @@ def test_it_recovers_a_gaussian_posterior_at_the_right_temperature(share, lr):
 
 
 def test_the_preconditioned_chain_samples_the_same_posterior():
-    """Scales 100 apart: a chain that forgot G in its noise would be wrong by as much. Coordinate by coordinate."""
-    h = torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
-    chains, lr, s2, temperature = 4000, 0.02, 0.02, 1.0
+    """Coordinate by coordinate, half of the noise from privacy: neither a forgotten G nor a forgotten α²G²s² would pass."""
+    h = torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+    chains, lr, s2, temperature = 4000, 0.1, 0.04, 1.0
     generator = torch.Generator().manual_seed(0)
     normal = lambda: torch.randn(chains, 3, dtype=torch.float64, generator=generator)  # noqa: E731
     rule = PSGLD()
     hyper = {"lr": lr, "ess": N, "temperature": temperature, "weight_decay": 0.0, "beta2": 0.999, "nu": 1e-3}
     state = rule.start(normal() * (temperature / N / h).sqrt(), hyper)
-    for t in range(1, 1500):
+    for t in range(1, 400):
         g = state["mean"] * h + math.sqrt(s2) * normal()
         state = rule.step(state, g, t=t, noise_variance=s2, normal=normal(), hyper=hyper)
     preconditioner = rule.preconditioner(state["second"], t=t, hyper=hyper).mean(0)
-    assert float(preconditioner[0] / preconditioner[2]) > 2
-    assert float((lr * N * preconditioner * s2 / 2).max()) < temperature  # nowhere tempered
+    assert float(preconditioner[0] / preconditioner[2]) > 1.4
+    implied = lr * N * preconditioner * s2 / 2
+    assert 0.25 < float(implied.min()) < float(implied.max()) < temperature  # nowhere tempered
     expected = temperature / N / h / (1 - lr * preconditioner * h / 2)
     assert bool(((state["mean"].var(0) / expected - 1).abs() < 0.12).all())
     assert bool((state["mean"].mean(0).abs() < 5 * (expected / chains).sqrt()).all())

@@ -65,9 +65,6 @@ CANDIDATES = {
 _OPTIONS: dict[str, dict[str, Any]] = {
     "dp-sgd": {"weight_decay": 0.0},
     "dp-adam": {"weight_decay": 0.0},
-    "dp-bbp": {
-        "temperature": 0.01
-    },  # at 1 the KL of 9,354 weights outweighs 1,297 digits and the posterior is the prior
 }
 ENTRIES = {key: Entry(key, candidates[1], _OPTIONS.get(key, {})) for key, candidates in CANDIDATES.items()}
 #: What is compared unless somebody asks for others.
