@@ -27,9 +27,9 @@ AT_LEAST = {
     "dp-ivon-gradsq-plain": 0.65,  # .817 .783
     "dp-ivon-reparam": 0.65,  # .817 .780
     "ivon": 0.65,  # the same run
-    "dp-sgld": 0.50,  # .670 .687
-    "dp-psgld": 0.45,  # .637 .623
-    "dp-bbp": 0.65,  # .810 .837
+    "dp-sgld": 0.75,  # .867 .903
+    "dp-psgld": 0.75,  # .883 .910
+    "dp-bbp": 0.75,  # .870 .917
     "dp-mc-dropout": 0.75,  # .910 .870
 }
 
