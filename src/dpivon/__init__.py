@@ -5,6 +5,7 @@ from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
+from dpivon.optim.sgld import LangevinDynamics
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy import (
@@ -17,6 +18,8 @@ from dpivon.privacy import (
     budget,
 )
 from dpivon.release import Release
+from dpivon.sampled_posterior import SampledPosterior
+from dpivon.variational import BayesByBackprop
 
 __all__ = [
     "EMA",
@@ -24,12 +27,14 @@ __all__ = [
     "Accountant",
     "ArgumentError",
     "BatchMemoryManager",
+    "BayesByBackprop",
     "Budget",
     "CurvatureEstimator",
     "DPOptimizer",
     "Diagnostics",
     "DpivonError",
     "Evidence",
+    "LangevinDynamics",
     "Learner",
     "Method",
     "NoiseSpec",
@@ -39,6 +44,7 @@ __all__ = [
     "PrivacyWarning",
     "Release",
     "RuleOptimizer",
+    "SampledPosterior",
     "__version__",
     "budget",
     "method",

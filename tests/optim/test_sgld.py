@@ -248,6 +248,8 @@ def test_kept_samples_are_the_iterates_and_not_views_of_them():
         visited.append(layer.weight.detach().clone())
     assert torch.equal(optimizer.posterior(layer).samples["weight"], torch.stack(visited))
     assert set(optimizer.posterior().samples) == {"0", "1"}
+    with pytest.raises(ArgumentError, match="does not contain"):
+        optimizer.posterior(nn.Linear(3, 2))
 
 
 def test_before_there_are_samples_the_posterior_is_the_iterate():

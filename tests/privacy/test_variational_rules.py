@@ -122,7 +122,7 @@ def test_scaled_uses_are_their_materialised_gradients():
 # ---- one bound, one release
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch"])
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch", "ghost"])
 def test_mean_and_spread_are_clipped_as_one_vector(mode, same_noise):
     """One example far above the bound contributes C in all. Clipped apart, mean and spread would give √2·C."""
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def test_mean_and_spread_are_clipped_as_one_vector(mode, same_noise):
     assert 0.05 * 0.01 < spread < 0.95 * 0.01  # both parts matter here, so the test could fail
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_other_modes_give_the_same_sums(mode, same_noise):
     torch.manual_seed(0)
     model, (x, y) = gaussian(*mlp()), data()
@@ -144,6 +144,15 @@ def test_other_modes_give_the_same_sums(mode, same_noise):
         for m in ("bookkeeping", mode)
     ]
     assert torch.allclose(*sums, atol=1e-5)
+
+
+def test_several_draws_an_example_are_averaged_before_clipping(same_noise):
+    """Each row K times with augmentations=K: here the K draws are equal, so the sum is that of one draw each."""
+    torch.manual_seed(0)
+    model, (x, y) = gaussian(*mlp()), data()
+    one = make("bookkeeping", module=copy.deepcopy(model), optimizer=bbp, max_grad_norm=0.5).release(x, y)
+    run = make("bookkeeping", module=copy.deepcopy(model), optimizer=bbp, max_grad_norm=0.5, augmentations=3)
+    assert torch.allclose(run.release(x.repeat_interleave(3, 0), y.repeat_interleave(3)), one, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), 1e-6, 1e6, 1e25])

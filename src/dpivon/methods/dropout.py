@@ -29,7 +29,7 @@ METHODS = (
         reference="Gal and Ghahramani 2016",
         lr=0.01,
         build=_build,
-        defaults={"p": 0.1, **rule_defaults(Adam())},
+        defaults={"p": 0.05, **rule_defaults(Adam())},
         samples=32,
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.errors import DpivonError
+from dpivon.errors import DpivonError, bad
 from dpivon.optim.chain import Chain
 from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.rule_optimizer import RuleOptimizer
@@ -152,6 +152,11 @@ class LangevinDynamics(RuleOptimizer):
         names = {i: str(k) for k, i in enumerate(trained)}
         if model is not None:
             known = {p: name for name, p in unwrap(model).named_parameters()}
+            strangers = [i for i in trained if params[i] not in known]
+            if strangers:
+                problem = f"does not contain the optimizer's parameter number {strangers[0]}"
+                fix = "Pass the model whose parameters the optimizer was given"
+                raise bad("model", type(model).__name__, problem, fix)
             names = {i: known[params[i]] for i in trained}
         report = self.temperature()
         metadata = {
