@@ -82,7 +82,7 @@ def test_a_private_chain_recovers_the_posterior_of_a_regression():
     model = nn.Linear(2, 1, bias=False).double()
     sigma = math.sqrt(2 / (alpha * n)) * n / bound  # T = αNσ²C²/(2b²) = 1
     chain = {"burn_in": 200, "thinning": 1, "max_samples": 10**6}
-    inner = LangevinDynamics(model.parameters(), lr=alpha, ess=n, weight_decay=0.05, **chain)
+    inner = LangevinDynamics(model.parameters(), lr=alpha, ess=n, temperature=1.0, weight_decay=0.05, **chain)
     engine = dpivon.PrivacyEngine()
     private, optimizer, loader = engine.make_private(
         module=model,
@@ -127,7 +127,7 @@ def test_the_report_is_the_formula(sigma):
     """T = αNσ²C²/(2b²), and whether the posterior is tempered."""
     alpha, n, c, b = 0.1, 1000, 0.7, 64
     layer = nn.Linear(3, 2)
-    optimizer = LangevinDynamics(layer.parameters(), lr=alpha, ess=n)
+    optimizer = LangevinDynamics(layer.parameters(), lr=alpha, ess=n, temperature=1.0)
     optimizer.step(release=released(layer.parameters(), (sigma * c / b) ** 2))
     report = optimizer.temperature()
     assert report.implied == pytest.approx(alpha * n * sigma**2 * c**2 / (2 * b**2))
@@ -141,7 +141,7 @@ def test_the_report_is_the_formula(sigma):
 def test_the_preconditioned_report_is_by_coordinate():
     layer = nn.Linear(2, 1, bias=False)
     optimizer = LangevinDynamics(
-        layer.parameters(), lr=0.1, ess=100, preconditioned=True, beta2=0.0, nu=0.0, weight_decay=0.0
+        layer.parameters(), 0.1, 100, temperature=1.0, preconditioned=True, beta2=0.0, nu=0.0, weight_decay=0.0
     )
     optimizer.step(release=Release({layer.weight: torch.tensor([[0.1, 10.0]])}, 0.04))
     report = optimizer.temperature()

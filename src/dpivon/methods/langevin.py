@@ -9,8 +9,6 @@ from dpivon.methods.base import Build, Method, Setup, rule_defaults
 from dpivon.optim.sgld import LangevinDynamics
 from dpivon.optim.sgld_rule import PSGLD, SGLD
 
-#: T = 1 is the posterior itself; networks on few examples predict far better from a colder one (Wenzel et al. 2020).
-_COLD = {"temperature": 0.1}
 _CHAIN = {"burn_in": 0.5, "thinning": 1, "max_samples": 64, "max_bytes": 2**28}
 
 
@@ -40,7 +38,7 @@ METHODS = (
         reference="Welling and Teh 2011; Wang, Fienberg and Smola 2015",
         lr=1.0,
         build=_build(False),
-        defaults={**rule_defaults(SGLD()), **_COLD, **_CHAIN},
+        defaults={**rule_defaults(SGLD()), **_CHAIN},
         samples=64,
     ),
     Method(
@@ -54,7 +52,7 @@ METHODS = (
         reference="Li et al. 2016",
         lr=0.01,
         build=_build(True),
-        defaults={**rule_defaults(PSGLD()), **_COLD, **_CHAIN},
+        defaults={**rule_defaults(PSGLD()), **_CHAIN},
         samples=64,
     ),
 )

@@ -12,7 +12,7 @@ from dpivon.errors import DpivonError, bad
 from dpivon.optim.chain import Chain
 from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.rule_optimizer import RuleOptimizer
-from dpivon.optim.sgld_rule import PSGLD, SGLD, implied_temperature
+from dpivon.optim.sgld_rule import PSGLD, SGLD, TEMPERATURE, implied_temperature
 from dpivon.posterior import unwrap
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
@@ -62,7 +62,7 @@ class LangevinDynamics(RuleOptimizer):
         params: parameters, named parameters, or parameter groups.
         lr: step size α.
         ess: N, the public number of training examples.
-        temperature: T; 1 for the posterior itself.
+        temperature: T; 1 is the posterior itself, the default a colder one.
         weight_decay: δ, the precision of the prior divided by N.
         preconditioned: use G from squared gradients (pSGLD) instead of 1.
         burn_in: below 1, the share of steps left out of the posterior; otherwise a number of steps.
@@ -78,7 +78,7 @@ class LangevinDynamics(RuleOptimizer):
         lr: float,
         ess: float,
         *,
-        temperature: float = 1.0,
+        temperature: float = TEMPERATURE,
         weight_decay: float = 1e-4,
         preconditioned: bool = False,
         burn_in: float = 0.5,
