@@ -17,7 +17,8 @@ from dpivon import DpivonError, PrivacyError
 from dpivon.errors import ArgumentError
 from dpivon.optim.adam_rule import Adam
 from dpivon.optim.sgd_rule import SGD
-from dpivon.privacy.gradients.bookkeeping import has_rules
+from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import uses
 from dpivon.privacy.layers import variational as rules
 from dpivon.privacy.layers.variational import Scaled
@@ -117,6 +118,19 @@ def test_scaled_uses_are_their_materialised_gradients():
     assert torch.equal(use.without(struck).materialise()[0], torch.zeros(5, 4).double())
     one = Scaled(a[:, :1], g[:, :1], f, torch.Size((5, 4)))
     assert torch.allclose(one.squared_norm(), one.materialise().square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9, 4e18])
+def test_examples_of_any_size_are_clipped_to_the_bound_and_no_further(size, same_noise):
+    """x² spans twice the exponents of x: neither norms nor weighted sums may lose their digits over it."""
+    torch.manual_seed(0)
+    model = gaussian(nn.Linear(5, 4))
+    params = list(model.parameters())
+    keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+    (model(torch.randn(1, 5) * size) * torch.randn(4)).sum().backward()
+    sums = keeper.clipped_sums(params, FlatClipping(1e-6))
+    norm = math.sqrt(sum(float(s.square().sum()) for s in sums))
+    assert norm == pytest.approx(1e-6, rel=1e-5 if size > 1 else 2e-2)  # ε_num = 1e-6 is added to a norm of about 1
 
 
 # ---- one bound, one release
