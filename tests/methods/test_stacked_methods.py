@@ -103,6 +103,21 @@ def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> 
         assert same == ("ema" not in run.options)
 
 
+def test_every_rule_can_be_compiled_whole(data: Any) -> None:
+    """On a GPU a stack compiles its rules and captures them in a graph: nothing in them may need Python between kernels."""
+    runs = [Run(name, i, 1.0, 1.0, 0.02, 8, {"ema": 0.5} if i % 2 else {}) for i, name in enumerate(RULES)]
+    stack = Stack(runs, AnyNetwork(build), *data)
+    generator = torch.Generator().manual_seed(3)
+    g, eps = (torch.randn(stack.mean.shape, generator=generator) for _ in range(2))
+    states = [part.state for part in stack.parts]
+    compiled = torch.compile(stack._apply, fullgraph=True, backend="aot_eager")
+    for t in (1, 2):
+        eager, traced = (apply(g, eps, torch.tensor(t), states) for apply in (stack._apply, compiled))
+        for ours, theirs in zip(eager, traced, strict=True):
+            for key in ours:
+                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-6)
+
+
 def test_every_method_with_a_stacked_rule_has_the_defaults_of_the_registry() -> None:
     assert set(RULES) <= set(METHODS)
     for name, defaults in DEFAULTS.items():

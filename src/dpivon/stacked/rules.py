@@ -117,7 +117,8 @@ class IVONRows:
             weight_decay=weight_decay,
             debias=debias(hyper["beta1"], t),
         )
-        return vars(new)
+        # Not vars(new): torch.compile 2.13 makes an empty dictionary of it.
+        return {"mean": new.mean, "momentum": new.momentum, "hess": new.hess}
 
 
 POINT_RULES: dict[str, UpdateRule] = {

@@ -209,8 +209,8 @@ class Stack:
         self._position += 1
         new = self._step_rules(g, self._eps, self._t, [p.state for p in self.parts])
         for part, state in zip(self.parts, new, strict=True):
-            for name, value in state.items():
-                part.state[name].copy_(value)
+            for name, value in part.state.items():  # by our own names: a rule that forgets one must not pass unseen
+                value.copy_(state[name])
 
     def _apply(self, g: Tensor, eps: Tensor, t: Tensor, states: list[Rows]) -> list[Rows]:
         return [
