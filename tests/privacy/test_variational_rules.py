@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from private_runs import CLASSES, EXAMPLES, FEATURES, CapturingNoise, data, images, make, mlp
-from test_bookkeeping import both_precisions
+from test_bookkeeping import book, both_precisions
 from torch import nn
 
 from dpivon import DpivonError, PrivacyError
@@ -101,7 +101,10 @@ def test_a_network_with_shared_gaussian_layers_equals_the_loop(same_noise):
 def test_an_input_of_zeros_without_a_bias_has_a_finite_gradient(same_noise):
     """√v has no slope at v = 0; such an example still has to count."""
     torch.manual_seed(0)
-    both_precisions(gaussian(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2)), torch.zeros(2, 4))
+    model = gaussian(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2))
+    both_precisions(model, torch.zeros(2, 4))
+    sums = book(model.float(), torch.zeros(1, 4), torch.ones(2), FlatClipping(1e-3))
+    assert math.sqrt(sum(float(s.square().sum()) for s in sums)) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_scaled_uses_are_their_materialised_gradients():
