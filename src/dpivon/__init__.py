@@ -4,7 +4,9 @@ from dpivon._version import __version__
 from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
 from dpivon.fit import Fitted, fit
-from dpivon.optim import IVON, CurvatureEstimator, Evidence
+from dpivon.methods import Learner, Method, method
+from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
+from dpivon.optim.sgld import LangevinDynamics
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy import (
@@ -17,12 +19,16 @@ from dpivon.privacy import (
     budget,
 )
 from dpivon.release import Release
+from dpivon.sampled_posterior import SampledPosterior
+from dpivon.variational import BayesByBackprop
 
 __all__ = [
+    "EMA",
     "IVON",
     "Accountant",
     "ArgumentError",
     "BatchMemoryManager",
+    "BayesByBackprop",
     "Budget",
     "CurvatureEstimator",
     "DPOptimizer",
@@ -30,14 +36,20 @@ __all__ = [
     "DpivonError",
     "Evidence",
     "Fitted",
+    "LangevinDynamics",
+    "Learner",
+    "Method",
     "NoiseSpec",
     "Posterior",
     "PrivacyEngine",
     "PrivacyError",
     "PrivacyWarning",
     "Release",
+    "RuleOptimizer",
+    "SampledPosterior",
     "__version__",
     "budget",
     "fit",
+    "method",
     "predict",
 ]
