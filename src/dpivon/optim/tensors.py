@@ -7,7 +7,7 @@ parameters of a model at once, a handful of fused kernels instead of one launch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -16,19 +16,48 @@ from torch import Tensor
 Operand: TypeAlias = "TensorList | Tensor | Sequence[float] | float"
 
 
+def joins(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors are computed with as one flat tensor: on a GPU, where a launch costs more than the copy."""
+    return all(t.is_cuda and t.dtype == tensors[0].dtype and t.device == tensors[0].device for t in tensors)
+
+
 class TensorList:
     """An immutable list of tensors with elementwise arithmetic.
 
-    The other operand is a scalar, a list of scalars (one a tensor), or another list of the same length.
+    The other operand is a scalar, a list of scalars (one a tensor), or another list of the same length. On a GPU the list
+    is joined into one flat tensor when it is first computed with, and what comes out are views of flat results.
     """
 
-    __slots__ = ("tensors",)
+    __slots__ = ("_flat", "_shapes", "_tensors")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = list(tensors)
+        self._tensors: list[Tensor] | None = list(tensors)
+        self._flat: Tensor | None = None
+        self._shapes = [t.shape for t in self._tensors]
+
+    @classmethod
+    def _of(cls, flat: Tensor, shapes: list[torch.Size]) -> TensorList:
+        result = cls(())
+        result._tensors, result._flat, result._shapes = None, flat, shapes
+        return result
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        if self._tensors is None:
+            assert self._flat is not None
+            parts = self._flat.split([shape.numel() for shape in self._shapes])
+            self._tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return self._tensors
+
+    @property
+    def flat(self) -> Tensor | None:
+        """All elements as one tensor, where that is how the list computes."""
+        if self._flat is None and self._tensors and joins(self._tensors):
+            self._flat = torch.cat([t.reshape(-1) for t in self._tensors])
+        return self._flat
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self._shapes)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.tensors)
@@ -36,17 +65,37 @@ class TensorList:
     def __getitem__(self, index: int) -> Tensor:
         return self.tensors[index]
 
+    def _with(self, other: Operand, one: Callable[..., Any], each: Callable[..., Any]) -> TensorList:
+        """The operation on flat tensors if both sides allow it, else on each pair."""
+        flat = self.flat
+        if flat is not None:
+            if isinstance(other, TensorList):
+                right: Any = other.flat if other._shapes == self._shapes else None
+            elif isinstance(other, Sequence):
+                right = other[0] if len(set(other)) == 1 else None
+            else:
+                right = other
+            if right is not None:
+                return TensorList._of(one(flat, right), self._shapes)
+        return TensorList(each(self.tensors, other.tensors if isinstance(other, TensorList) else other))
+
+    def _map(self, one: Callable[..., Any], each: Callable[..., Any], *args: Any) -> TensorList:
+        flat = self.flat
+        if flat is not None:
+            return TensorList._of(one(flat, *args), self._shapes)
+        return TensorList(each(self.tensors, *args))
+
     def __add__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_add(self.tensors, _raw(other)))
+        return self._with(other, torch.add, torch._foreach_add)
 
     def __sub__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_sub(self.tensors, _raw(other)))
+        return self._with(other, torch.sub, torch._foreach_sub)
 
     def __mul__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_mul(self.tensors, _raw(other)))
+        return self._with(other, torch.mul, torch._foreach_mul)
 
     def __truediv__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_div(self.tensors, _raw(other)))
+        return self._with(other, torch.div, torch._foreach_div)
 
     def __radd__(self, other: float) -> TensorList:
         return self + other
@@ -58,24 +107,24 @@ class TensorList:
         return -self + other
 
     def __neg__(self) -> TensorList:
-        return TensorList(torch._foreach_neg(self.tensors))
+        return self._map(torch.neg, torch._foreach_neg)
 
     def square(self) -> TensorList:
         return self * self
 
     def sqrt(self) -> TensorList:
-        return TensorList(torch._foreach_sqrt(self.tensors))
+        return self._map(torch.sqrt, torch._foreach_sqrt)
 
     def rsqrt(self) -> TensorList:
-        return TensorList(torch._foreach_rsqrt(self.tensors))
+        return self._map(torch.rsqrt, torch._foreach_rsqrt)
 
     def clamp(self, min: float | None = None, max: float | None = None) -> TensorList:
-        out: list[Tensor] | tuple[Tensor, ...] = self.tensors
+        out = self
         if min is not None:
-            out = torch._foreach_clamp_min(out, min)
+            out = out._map(torch.clamp_min, torch._foreach_clamp_min, min)
         if max is not None:
-            out = torch._foreach_clamp_max(out, max)
-        return TensorList(out)
+            out = out._map(torch.clamp_max, torch._foreach_clamp_max, max)
+        return out
 
     def copy_to(self, targets: Sequence[Tensor]) -> None:
         """Write every tensor into its target, in place, casting where the dtypes differ."""
@@ -84,7 +133,3 @@ class TensorList:
 
 #: What an update rule computes with: one tensor (stacked or not), or all parameters of a model.
 Values = TypeVar("Values", Tensor, TensorList)
-
-
-def _raw(other: Operand) -> Any:
-    return other.tensors if isinstance(other, TensorList) else other
