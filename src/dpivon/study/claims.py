@@ -275,15 +275,12 @@ class Claims:
     def _cost(self, number: str) -> Claim:
         """Only where a stack held one method: in a mixed stack nobody's time is known."""
         text = "a run takes at most a tenth more time than DP-Adam's, in stacks of one method and equal size"
-        mixed: dict[tuple[float, int, int], set[str]] = {}
-        for row in self.rows:  # runs of one stack have the same share of its time
-            mixed.setdefault((row["seconds"], row["batch_size"], row["stack_size"]), set()).add(row["method"])
         out = []
         for b in self.batches:
             times: dict[tuple[str, int], list[float]] = {}
-            for (seconds, batch, size), methods in mixed.items():
-                if batch == b and len(methods) == 1:
-                    times.setdefault((next(iter(methods)), size), []).append(seconds)
+            for row in self.rows:
+                if row["batch_size"] == b and row["stack_methods"] == 1:
+                    times.setdefault((row["method"], row["stack_size"]), []).append(row["seconds"])
             for (method, size), ours in times.items():
                 theirs = times.get(("dp-adam", size))
                 if method == IVON and theirs:

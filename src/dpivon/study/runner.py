@@ -261,6 +261,7 @@ class _Work:
             "split": plan.split,
             "seconds": self.seconds / len(self.runs),
             "stack_size": len(self.runs),
+            "stack_methods": len({r.method for r in self.runs}),
             "precision": self.precision,
             "hardware": hardware(self.device),
             "torch": torch.__version__,

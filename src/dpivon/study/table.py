@@ -16,13 +16,24 @@ COLUMNS = (
     *SCORES, *(f"mc_{s}" for s in SCORES), "mc_samples",
     "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
     "steps", "releases", "train_size", "dataset", "network", "split",
-    "seconds", "stack_size", "precision", "hardware", "torch", "version", "id",
+    "seconds", "stack_size", "stack_methods", "precision", "hardware", "torch", "version", "id",
 )  # fmt: skip
 DIAGNOSTIC_COLUMNS = (
     "id", "step", "epoch", "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
 )  # fmt: skip
 _TEXT = {"method", "options", "dataset", "network", "split", "precision", "hardware", "torch", "version", "id"}
-_WHOLE = {"batch_size", "seed", "epochs", "mc_samples", "steps", "releases", "train_size", "stack_size", "step"}
+_WHOLE = {
+    "batch_size",
+    "seed",
+    "epochs",
+    "mc_samples",
+    "steps",
+    "releases",
+    "train_size",
+    "stack_size",
+    "stack_methods",
+    "step",
+}
 
 Row = dict[str, Any]
 
