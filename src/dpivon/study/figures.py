@@ -68,7 +68,7 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
         axis.set_xlabel("ε (RDP), privacy grows →")
         axis.grid(alpha=0.25)
         if measure == "nll":
-            axis.set_yscale("log")
+            _log_numbers(axis)
     for axis in axes:
         axis.invert_xaxis()
     axes[0].set_ylabel(_MEASURES[measure])
@@ -113,7 +113,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
     norms = sorted({row["max_grad_norm"] for row in rows})
     figure = _figure(3.6 * len(batches) + 0.6, 3.9)
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
-    colours = [colormaps["viridis"](0.9 * i / max(1, len(sigmas) - 1)) for i in range(len(sigmas))]
+    colours = [colormaps["viridis"](0.85 * i / max(1, len(sigmas) - 1)) for i in range(len(sigmas))]
     curves: dict[tuple[int, float, float], dict[float, list[float]]] = {}
     for d in diagnostics:
         row = by_id.get(d["id"])
@@ -134,7 +134,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
         if column == "projected_share":
             axis.axhline(NOISE_ONLY, color="#666666", lw=0.8, ls=":", label=f"pure noise, {NOISE_ONLY:.3f}")
         else:
-            axis.set_yscale("log")
+            _log_numbers(axis)
     share = column == "projected_share"
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
     _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
@@ -155,7 +155,7 @@ def width_figure(cells: Cells) -> Any:
     axis = figure.subplots()
     batches, norms = cells.axis("batch_size"), cells.axis("max_grad_norm")
     for i, b in enumerate(batches):
-        colour = colormaps["viridis"](0.9 * i / max(1, len(batches) - 1))
+        colour = colormaps["viridis"](0.85 * i / max(1, len(batches) - 1))
         for c, dash in zip(norms, _DASHES, strict=False):
             found = []
             for sigma in cells.axis("noise_multiplier"):
@@ -168,7 +168,7 @@ def width_figure(cells: Cells) -> Any:
                 axis.plot(eps, median, color=colour, ls=dash, marker="o", ms=3.5, lw=1.5, label=f"b = {b}")
                 axis.fill_between(eps, low, high, color=colour, alpha=0.1, lw=0)
     axis.set_xscale("log")
-    axis.set_yscale("log")
+    _log_numbers(axis)
     axis.invert_xaxis()
     axis.grid(alpha=0.25)
     axis.set_xlabel("ε (RDP), privacy grows →")
@@ -186,6 +186,16 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained", dpi=130)
 
 
+def _log_numbers(axis: Any) -> None:
+    """A logarithmic axis whose ticks are plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
     """Each name once, in solid, then what the dashes mean."""
     from matplotlib.lines import Line2D
@@ -195,7 +205,7 @@ def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
         named.setdefault(name, handle)
     handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
     names = list(named) + [name for name, _ in dashes]
-    columns = min(len(names), 7)
+    columns = min(len(names), 8)
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 

@@ -87,11 +87,17 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         stacks = group(plan, out, size)
         total = float(sum(steps_of(r, plan.epochs, data.size) * r.batch_size for r in plan.runs))
         left = float(sum(steps_of(r, plan.epochs, data.size) * r.batch_size for _, runs in stacks for r in runs))
+
+        def stop() -> bool:
+            return stopped() or time.monotonic() > deadline
+
         with Progress(total, total - left, quiet=settings.quiet) as progress:
             for number, (folder, runs) in enumerate(stacks, 1):
+                if number > 1 and stop():  # the first makes at least one block: every call gets on
+                    break
                 title = f"{plan.name}: stack {number} of {len(stacks)}, {len(runs)} runs of b={runs[0].batch_size}"
                 work = _Work(plan, runs, folder, out, data, settings, device, progress, title)
-                if not work.train(lambda: stopped() or time.monotonic() > deadline):
+                if not work.train(stop):
                     break
                 work.finish()
     return Outcome(len(finished(out, plan)), len(plan.runs))
