@@ -26,10 +26,22 @@ CONTENDERS = {
     "opacus-hooks": "Opacus DP-SGD, hooks",
     "opacus-ghost": "Opacus DP-SGD, ghost clipping",
     "opacus-functorch": "Opacus DP-SGD, functorch",
+    "plain-bf16": "non-private SGD, bf16",
+    "plain-bf16-cl": "non-private SGD, bf16, channels_last",
+    "plain-bf16-compiled": "non-private SGD, bf16, compiled",
+    "plain-bf16-cl-compiled": "non-private SGD, bf16, channels_last, compiled",
+    "plain-bf16-captured": "non-private SGD, bf16, captured",
+    "plain-bf16-cl-captured": "non-private SGD, bf16, channels_last, captured",
+    "plain-bf16-compiled-captured": "non-private SGD, bf16, compiled, captured",
+    "plain-bf16-cl-compiled-captured": "non-private SGD, bf16, channels_last, compiled, captured",
     "ours": "dpivon DP-IVON, book-keeping",
     "ours-cl": "dpivon DP-IVON, book-keeping, channels_last",
     "ours-cl-64": "dpivon DP-IVON, book-keeping, channels_last, micro-batches of 64",
+    "ours-bf16": "dpivon DP-IVON, book-keeping, bf16, in the user's own loop",
+    "ours-captured": "dpivon DP-IVON, bf16, the whole step captured (dpivon.fit)",
 }
+ON_CPU = [name for name in CONTENDERS if "bf16" not in name and "captured" not in name]
+ON_CUDA = [name for name in CONTENDERS if not name.endswith("-64")]
 
 
 def build(name):
@@ -65,6 +77,14 @@ def make_step(contender, model_name, batch, device):
         x = x.to(memory_format=torch.channels_last)
     micro = 64 if contender.endswith("-64") else batch
     chunks = list(zip(x.split(micro), y.split(micro), strict=True))
+
+    if contender.startswith("plain-bf16"):
+        from benchmarks.plain import plain_step
+
+        return plain_step(model, x, y, compiled="-compiled" in contender, captured="-captured" in contender)
+
+    if contender == "ours-captured":
+        return captured_step(model, model_name, batch, device)
 
     if contender.startswith("plain"):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -110,10 +130,33 @@ def make_step(contender, model_name, batch, device):
             optimizer.begin_micro_batch(first=i == 0, last=i == len(chunks) - 1)
             optimizer.zero_grad()
             with optimizer.sampled_params(train=True):
-                loss_fn(model(a), b).backward()
+                with torch.autocast(device, torch.bfloat16, enabled="-bf16" in contender):
+                    loss = loss_fn(model(a), b)
+                loss.backward()
             optimizer.step()
 
     return step
+
+
+def captured_step(model, model_name, batch, device, examples=50_000, block=16):
+    """Blocks of whole steps as ``dpivon.fit`` makes them, sampling included, over resident data."""
+    import torch
+
+    from dpivon.fit import network_for
+    from dpivon.stacked import Run, Stack
+    from dpivon.stacked.networks import cross_entropy
+
+    network = network_for(model, cross_entropy)
+    x, y = batch_of(model_name, examples, device)
+    run = Run("dp-ivon-gradsq", 1, 1.0, 1.0, 1e-3, batch)
+    stack = Stack([run], network, x, y, dtype=torch.bfloat16, block=block, start=network.pack(model).unsqueeze(0))
+
+    def steps():
+        for _ in stack.train(block):
+            pass
+
+    steps.count = block
+    return steps
 
 
 def worker(args):
@@ -136,7 +179,7 @@ def worker(args):
         step()
         if cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / getattr(step, "count", 1))
     peak = (
         torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     )
@@ -152,12 +195,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS))
     parser.add_argument("--json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return worker(args)
+    args.only = args.only or (ON_CUDA if args.device == "cuda" else ON_CPU)
 
     import torch
 

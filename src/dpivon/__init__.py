@@ -3,6 +3,7 @@
 from dpivon._version import __version__
 from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
+from dpivon.fit import Fitted, fit
 from dpivon.optim import IVON, CurvatureEstimator, Evidence
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
@@ -28,6 +29,7 @@ __all__ = [
     "Diagnostics",
     "DpivonError",
     "Evidence",
+    "Fitted",
     "NoiseSpec",
     "Posterior",
     "PrivacyEngine",
@@ -36,5 +38,6 @@ __all__ = [
     "Release",
     "__version__",
     "budget",
+    "fit",
     "predict",
 ]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dpivon import PrivacyError
 from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
-from dpivon.privacy.layers import Dense, Outer, register_rule
+from dpivon.privacy.layers import Dense, Outer, Rows, register_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using padding=.same.")
 
@@ -584,3 +584,38 @@ def test_a_compiled_model_gives_the_same_sums():
     loss_of(torch.compile(model)(x), weight).mean().backward()
     for e, g in zip(expected, keeper.clipped_sums(params, FlatClipping(0.5)), strict=True):
         torch.testing.assert_close(e, g, rtol=1e-4, atol=1e-6)
+
+
+@given(positions=st.integers(1, 12), rows=st.integers(1, 6), batch=st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_embedding_norms_pair_by_pair_and_by_sorting_agree(positions, rows, batch):
+    torch.manual_seed(positions)
+    use = Rows(torch.randint(0, rows, (batch, positions)), torch.randn(batch, positions, 3), torch.Size((rows, 3)))
+    exact = use.materialise().double().square().sum((1, 2))
+    torch.testing.assert_close(use.squared_norm().double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(use._long_squared_norm().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_many_small_parameters_side_by_side_are_clipped_as_they_are_one_by_one():
+    """Flat clipping joins them; per-layer clipping with a bound that no example reaches must give the same sums."""
+    torch.manual_seed(0)
+    model, x = small_cnn().double(), torch.randn(6, 3, 8, 8, dtype=torch.float64)
+    weight = torch.randn(8192, dtype=torch.float64)
+    joined = book(model, x, weight, FlatClipping(1e9))
+    apart = book(model, x, weight, PerLayerClipping((1e9,) * len(joined)))
+    for a, b in zip(joined, apart, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_bf16_operands_are_added_up_in_fp32_and_weighted_in_parts():
+    """Weighted gradients that cancel over the positions: rounded to bf16 they would not, even in two parts."""
+    torch.manual_seed(0)
+    a = (torch.randn(64, 256, 8) * 0.01 + 30).to(torch.bfloat16)
+    g = torch.randn(64, 256, 4)
+    g = (g - g.mean(1, keepdim=True)).to(torch.bfloat16)
+    c = torch.rand(64)
+    exact = (a.double().mT @ (g.double() * c.double().view(-1, 1, 1))).sum(0).mT
+    one_part = (a.double().mT @ (g * c.view(-1, 1, 1)).to(torch.bfloat16).double()).sum(0).mT
+    ours = Outer(a, g, torch.Size((4, 8))).weighted_sum(c)
+    assert (one_part - exact).norm() > 1e-3 * exact.norm()  # the trap is real
+    assert (ours - exact).norm() < 2e-5 * exact.norm()

@@ -33,6 +33,11 @@ class Clipping(Protocol):
     @property
     def sensitivity(self) -> float: ...
 
+    @property
+    def joint(self) -> bool:
+        """Whether one factor clips all of an example's parameters, so that it matters not which rows they are in."""
+        ...
+
     def factors(self, norms: Tensor) -> Tensor: ...
 
     def rescaled(self, sensitivity: float) -> Clipping: ...
@@ -43,6 +48,7 @@ class FlatClipping:
     """One bound C on the norm over all parameters (the paper's)."""
 
     sensitivity: float
+    joint = True
 
     def factors(self, norms: Tensor) -> Tensor:
         total = torch.linalg.vector_norm(norms, dim=0, keepdim=True)
@@ -57,6 +63,7 @@ class PerLayerClipping:
     """A bound C_l for every parameter tensor; the sensitivity is (Σ C_l²)^½, and the noise is calibrated to that."""
 
     bounds: tuple[float, ...]
+    joint = False
 
     @property
     def sensitivity(self) -> float:

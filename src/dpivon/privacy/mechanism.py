@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from dpivon.optim.tensors import TensorList
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
@@ -25,5 +26,6 @@ def release(
     order could show something nobody paid for.
     """
     charge(spec)
-    gradients = {p: (total + noise.normal(total, spec.noise_std)) / spec.divisor for p, total in clipped_sums.items()}
-    return Release(gradients=gradients, variance=spec.variance)
+    noises = TensorList([noise.normal(total, spec.noise_std) for total in clipped_sums.values()])
+    released = (noises + TensorList(list(clipped_sums.values()))) / spec.divisor
+    return Release(gradients=dict(zip(clipped_sums, released, strict=True)), variance=spec.variance)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -20,3 +21,41 @@ def full_precision() -> Iterator[None]:
     finally:
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
+
+
+def wide(t: Tensor) -> Tensor:
+    """In fp32 or better."""
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for stacks of matrices, added up and returned in fp32 or better; the operands themselves may be bf16."""
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    result: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+    return result
+
+
+def weighted_product(a: Tensor, g: Tensor, *, parts: int = 3) -> Tensor:
+    """aᵀ g with g in fp32 although a may be bf16: g as a sum of bf16 parts, each of which holds 8 bits of it.
+
+    Rounded, the weighted output gradients of one example no longer cancel over its positions where the exact ones do, and
+    what is added up would be larger than what was measured; three parts are all of fp32. Two will do where an example has
+    one position, and so nothing to cancel.
+    """
+    if a.dtype != torch.bfloat16:
+        return a.mT @ g
+    part = g.to(torch.bfloat16)
+    total = product(a.mT, part)
+    for _ in range(parts - 1):
+        g = g - part
+        part = g.to(torch.bfloat16)
+        total += product(a.mT, part)
+    return total
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured, when no value can be looked at."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +19,13 @@ from dpivon.privacy.streams import PRIVACY, Streams
 
 
 class StackedGradients(Protocol):
-    """Clipped sums of K models: [K, P] in fp64, and per-example norms."""
+    """Clipped sums of K models: [K, P] in fp64."""
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> tuple[Tensor, Tensor]: ...
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """The data set as :meth:`clipped_sums` reads it, once."""
+        ...
+
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor: ...
 
 
 class StackedMechanism:
@@ -80,8 +85,8 @@ class BatchBlock:
 class StackedSampler:
     """Poisson batches of K runs, packed one after the other.
 
-    The capacity leaves room for seven standard deviations; a step that needs more is run in parts of the same release,
-    never cut.
+    The capacity is passed about once in a thousand steps; a step that needs more is run in parts of the same release, never
+    cut.
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], examples: int, streams: Streams, device: torch.device) -> None:
@@ -91,7 +96,7 @@ class StackedSampler:
         self.rates = torch.tensor([int(s.sample_rate * 2**32) for s in specs], dtype=torch.int64, device=device)
         expected = [s.sample_rate * examples for s in specs]
         self.capacity = min(_room(sum(expected)), self.runs * examples)
-        self.most = min(max(_room(e) for e in expected), examples)
+        self.most = min(max(_room(e, among=self.runs) for e in expected), examples)
 
     def draw(self, first_step: int, steps: int) -> BatchBlock:
         mask = self.streams.poisson(self.examples, self.rates, first_step, steps)
@@ -151,6 +156,6 @@ def _down(c: float) -> float:
     return float(nearest if float(nearest) <= c else np.nextafter(nearest, np.float32(0)))
 
 
-def _room(expected: float) -> int:
-    """A size that a sum of independent draws with this mean passes with probability below 1e-11."""
-    return int(expected + 7 * expected**0.5 + 8)
+def _room(expected: float, among: int = 1) -> int:
+    """A size that one of so many Poisson batches passes with probability of about a thousandth."""
+    return int(expected + NormalDist().inv_cdf(1 - 1e-3 / among) * expected**0.5 + 2)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpivon.models import PaperCNN
 from dpivon.privacy.guards import check_model
 from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.stack import StackedGradients
 
@@ -33,20 +35,32 @@ class Network(Protocol):
     def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients: ...
 
 
-class AnyNetwork:
-    """Any model made of layers with rules, one run after the other: correct everywhere, faster nowhere.
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """What a row holds: frozen parameters stay as the network's template has them."""
+    return [p for p in model.parameters() if p.requires_grad]
 
-    ``build`` makes the model; images reach it as [B, channels, H, W].
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of logits and classes, one loss an example."""
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+class AnyNetwork:
+    """Any model made of layers with rules, one run after the other.
+
+    ``build`` makes the model; ``loss(outputs, labels)`` gives one loss an example, each from that example alone.
     """
 
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        self.build = build
+    def __init__(
+        self, build: Callable[[], nn.Module], loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    ) -> None:
+        self.build, self.loss = build, loss
         self._template = build()
         check_model(self._template, "bookkeeping")
 
     @property
     def size(self) -> int:
-        return sum(p.numel() for p in self._template.parameters())
+        return sum(p.numel() for p in trained(self._template))
 
     def initial(self, seed: int) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -54,15 +68,26 @@ class AnyNetwork:
             return self.pack(self.build())
 
     def pack(self, model: nn.Module) -> Tensor:
-        return nn.utils.parameters_to_vector(model.parameters()).detach()
+        return nn.utils.parameters_to_vector(trained(model)).detach()
 
     def model(self, row: Tensor) -> nn.Module:
         model = copy.deepcopy(self._template).to(row.device)
-        nn.utils.vector_to_parameters(row, model.parameters())
+        nn.utils.vector_to_parameters(row, trained(model))
+        return model
+
+    def view(self, row: Tensor) -> nn.Module:
+        """A model whose parameters are views of the row."""
+        model = copy.deepcopy(self._template).to(row.device)
+        at = 0
+        for p in trained(model):
+            p.data = row[at : at + p.numel()].view(p.shape)
+            at += p.numel()
         return model
 
     def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
-        return LoopedGradients(self, device)
+        if device.type == "cuda":
+            return PaddedGradients(self, runs, self.size, device, dtype)
+        return LoopedGradients(self, dtype)
 
 
 class PaperNetwork(AnyNetwork):

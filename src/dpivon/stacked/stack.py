@@ -54,47 +54,51 @@ class Run:
 
 
 class Stack:
-    """Trains runs on labelled images that stay on the device.
+    """Trains runs on labelled data that stays on the device, where a GPU runs whole steps without Python.
 
-    >>> stack = Stack(runs, PaperNetwork(), images, labels)      # images: [N, H, W, 3], normalised by public constants
+    >>> stack = Stack(runs, PaperNetwork(), images, labels)      # [N, 3, 32, 32], normalised by public constants
     >>> for done in stack.train(steps=1000): ...
     >>> stack.epsilon(0, delta=1e-5), stack.posterior(0)
+
+    ``start`` gives the runs' first parameters, [K, P]; without it each run's seed initialises them.
     """
 
     def __init__(
         self,
         runs: Sequence[Run],
         network: Network,
-        images: Tensor,
+        inputs: Tensor,
         labels: Tensor,
         *,
+        start: Tensor | None = None,
         dataset_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         block: int = 32,
     ) -> None:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
-        if len(images) != len(labels):
-            raise bad("labels", len(labels), f"does not match {len(images)} images", "Give one label an image")
+        if len(inputs) != len(labels):
+            raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
         _check_seeds(runs)
         block = check_whole("block", block, "Use the number of steps to draw and charge at once", at_least=1)
-        n = len(images) if dataset_size is None else dataset_size
+        n = len(inputs) if dataset_size is None else dataset_size
         check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
         # Rows of one method stand together, so that each rule acts on a slice.
         self.order = sorted(range(len(runs)), key=lambda i: list(RULES).index(runs[i].method))
         self.runs = [runs[i] for i in self.order]
         self.network, self.block = network, block
-        self.images, self.labels = images.to(dtype), labels.long()
-        self.device = images.device
+        self.device = inputs.device
         specs = [NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n) for r in self.runs]
         self.streams = Streams([r.seed for r in self.runs], self.device)
         self.mechanism = StackedMechanism(specs, self.streams, self.device)
-        self.sampler = StackedSampler(specs, len(images), self.streams, self.device)
+        self.sampler = StackedSampler(specs, len(inputs), self.streams, self.device)
         self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype)
+        self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0
         self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)  # in the block of batches
-        mean = torch.stack([network.initial(r.seed) for r in self.runs]).to(self.device)
+        rows = [network.initial(runs[i].seed) if start is None else start[i] for i in self.order]
+        mean = torch.stack(rows).to(self.device, torch.float32)
         self._eps = torch.zeros_like(mean)
         self.parts = [self._part(method, mean, n) for method in dict.fromkeys(r.method for r in self.runs)]
         self._buffers: BatchBlock | None = None
@@ -172,20 +176,20 @@ class Stack:
         block, at = self._buffers, self._position.view(1)
         assert block is not None
         batch = self._batch(*(t.index_select(0, at).squeeze(0) for t in _tensors(block)))
-        sums, _ = self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound)
+        sums = self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound)
         self._update(sums)
 
     def _step_in_parts(self) -> None:
         """A step whose batches do not fit: the same release, its sum added up over parts."""
         theta, total = self._theta(), None
         for part in self.sampler.parts(int(self._t)):
-            sums, _ = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
+            sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
             total = sums if total is None else total + sums
         assert total is not None
         self._update(total)
 
     def _batch(self, index: Tensor, *rest: Tensor) -> Batch:
-        return Batch(self.images[index], self.labels[index], *rest)
+        return Batch(self.inputs[index], self.labels[index], *rest)
 
     def _theta(self) -> Tensor:
         self.streams.normal(self._eps, self._t, POSTERIOR)
@@ -232,7 +236,7 @@ class Stack:
         """Run i's posterior under its network's own parameter names."""
         row = self._row(i)
         mean, std = (
-            {n: p.detach().clone() for n, p in self.network.model(values[row]).named_parameters()}
+            {n: p.detach().clone() for n, p in self.network.model(values[row]).named_parameters() if p.requires_grad}
             for values in (self.mean, self.std)
         )
         method = self.runs[row].method

@@ -26,11 +26,13 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHooks
 from dpivon.privacy.layers.fallback import opacus_rule
-from dpivon.privacy.layers.memory import Pool
-from dpivon.privacy.layers.registry import Rule, forward_for, rule_for
+from dpivon.privacy.layers.memory import Pool, settle_allocator
+from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use, merge
+from dpivon.privacy.precision import capturing, wide
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
+_SMALL = 4096  # elements of a parameter that is not worth kernels of its own
 
 
 class BookKeeper:
@@ -46,6 +48,7 @@ class BookKeeper:
         self._uses: dict[Tensor, list[Use]] = defaultdict(list)
         self._scale: float | None = None
         self._pool = Pool()
+        settle_allocator()
         self._generation = 0
         self._running = False  # inside the model's forward
         self._pass = 0  # the forward that is running, or ran last
@@ -105,7 +108,8 @@ class BookKeeper:
             if any(output is t for t in args):
                 output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
             inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
-            return self._observe(output, lambda g: rule(layer, self._batch_major(inputs), g), inputs)
+            uses = _in_precision(layer, lambda g: rule(layer, self._batch_major(inputs), g))
+            return self._observe(output, uses, inputs)
 
         self._handles.append(layer.register_forward_pre_hook(before))
         self._handles.append(
@@ -120,7 +124,11 @@ class BookKeeper:
                 return original(*args, **kwargs)
             # Attention says itself where its batch is, and always observes with the batch first.
             saved = [t.detach() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            return forward(layer, lambda z, uses: self._observe(z, uses, saved, batch_major=True), *args, **kwargs)
+
+            def observe(z: Tensor, uses: Uses) -> Tensor:
+                return self._observe(z, _in_precision(layer, uses), saved, batch_major=True)
+
+            return forward(layer, observe, *args, **kwargs)
 
         layer.forward = types.MethodType(watched, layer)
         self._patched.append(layer)
@@ -216,9 +224,8 @@ class BookKeeper:
                 "and run forward and backward on one batch."
             )
         self._scale = scale
-        g = g.detach() if g.dtype == torch.float64 else g.detach().float()
         with self._pool.active():
-            found = uses(g)
+            found = uses(g.detach())
         for p, use in found.items():
             use = use.grouped(self.augmentations) if self.augmentations > 1 else use
             self._uses[p].append(use)
@@ -240,19 +247,25 @@ class BookKeeper:
         self._uses.clear()
         self._kept.clear()
         self._scale = None
-        norms = [u.squared_norm().clamp(min=0.0).double().sqrt() if (u := uses.get(p)) else None for p in params]
+        blocks = _blocks(params, uses, joint=clipping.joint)
+        norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
-        table = torch.stack([known.new_zeros(len(known)) if n is None else n for n in norms]) * scale
+        table = (
+            torch.stack([torch.zeros_like(known) if n is None else n for n in norms]).clamp_(min=0.0).sqrt_() * scale
+        )
         factors = clipping.factors(table)
         struck = (factors == 0.0).any(dim=0)
-        if bool(struck.any()):
-            uses = {p: use.without(struck) for p, use in uses.items()}
-        sums = [
-            uses[p].weighted_sum(c * scale).reshape(p.shape) if p in uses else torch.zeros_like(p, dtype=torch.float64)
-            for p, c in zip(params, factors, strict=True)
-        ]
+        if capturing() or bool(struck.any()):
+            blocks = [(members, use and use.without(struck)) for members, use in blocks]
+        sums: dict[Tensor, Tensor] = {}
+        for (members, use), c in zip(blocks, factors * scale, strict=True):
+            if use is None:
+                sums |= {p: torch.zeros_like(p, dtype=torch.float64) for p in members}
+            else:
+                parts = use.weighted_sum(c).flatten().split([p.numel() for p in members])
+                sums |= {p: part.view(p.shape) for p, part in zip(members, parts, strict=True)}
         self._pool.take_back()
-        return sums
+        return [sums[p] for p in params]
 
     def _check(self, params: Sequence[Tensor]) -> None:
         if self._second_pass:
@@ -318,7 +331,23 @@ def _check_unchanged(kept: Sequence[tuple[Tensor, int | None]]) -> None:
 
 def _whole(p: Tensor) -> Uses:
     """The gradient of an example's own copy of p is its per-example gradient."""
-    return lambda g: {p: Dense(g.unsqueeze(1))}
+    return lambda g: {p: Dense(wide(g).unsqueeze(1))}
+
+
+def _in_precision(layer: nn.Module, uses: Uses) -> Uses:
+    """The same, given fp32 or better unless the layer's rule asks for bf16 as it comes."""
+    return uses if takes_bf16(layer) else lambda g: uses(wide(g))
+
+
+def _blocks(
+    params: Sequence[Tensor], uses: Mapping[Tensor, Use], *, joint: bool
+) -> list[tuple[list[Tensor], Use | None]]:
+    """Parameters and their use. Where one factor clips all parameters, the many small ones are put side by side."""
+    small = [p for p in params if joint and p.numel() <= _SMALL and isinstance(uses.get(p), Dense)]
+    if len(small) < 2:
+        return [([p], uses.get(p)) for p in params]
+    together = torch.cat([uses[p].materialise().flatten(1) for p in small], 1)
+    return [(small, Dense(together)), *(([p], uses.get(p)) for p in params if all(p is not s for s in small))]
 
 
 class _Seed(torch.autograd.Function):

@@ -13,7 +13,7 @@ class Batch:
     run has fewer.
     """
 
-    images: Tensor  # [capacity, H, W, channels]
+    inputs: Tensor  # [capacity, …], as the gradients want them
     labels: Tensor  # [capacity]
     model: Tensor  # [capacity], whose example it is
     start: Tensor  # [K + 1], where each run's examples begin

@@ -11,8 +11,6 @@ values only.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +20,7 @@ from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.precision import weighted_product
 
 #: (block size, warps) of each kernel by block of the network, tuned on an H200.
 TUNING: dict[str, list[dict[str, int]]] = {
@@ -60,7 +59,7 @@ class Program:
 
     def features(self, w: dict[str, Tensor], batch: Batch) -> Tensor:
         """The convolutional blocks: [capacity, flat]."""
-        x = batch.images
+        x = batch.inputs
         for i, (s, c, d) in enumerate(self.layout.convs):
             options = _tuned("forward", i, s * s)
             tiles = s * s // options["BM"]
@@ -77,8 +76,12 @@ class Program:
 
     # ---- clipped sums
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_i ḡ_i for every run, [K, P] in fp64, and the per-example norms by place, [K, most]."""
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Images [N, 3, H, W] as the kernels read them: channels last, in their precision."""
+        return inputs.permute(0, 2, 3, 1).to(self.dtype).contiguous()
+
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+        """Σ_i ḡ_i for every run, [K, P] in fp64."""
         layout, n = self.layout, len(self.layout.convs)
         w = self._low(theta)
         a = _take(self.features(w, batch), batch.places)
@@ -103,9 +106,9 @@ class Program:
         for i, (x, g) in ((n, (a, g_hidden)), (n + 1, (h, g_out))):
             x, g = (torch.where(factors.unsqueeze(2) > 0, t, 0.0) for t in (x, g))
             weighted = g.float() * factors.unsqueeze(2)
-            out[f"w{i}"].copy_(_exact_product(x, weighted))
+            out[f"w{i}"].copy_(weighted_product(x, weighted, parts=2))
             out[f"b{i}"].copy_(weighted.sum(1, dtype=torch.float64))
-        return sums, norms
+        return sums
 
     def _backward(self, w: dict[str, Tensor], batch: Batch) -> None:
         for i in reversed(range(len(self.layout.convs))):
@@ -115,7 +118,7 @@ class Program:
                 self.z[i], self.dy[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, mean, rstd, self.dz[i],
                 *self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **_tuned("pool_backward", i, s * s // 4),
             )  # fmt: skip
-            x = self.y[i - 1] if i else batch.images
+            x = self.y[i - 1] if i else batch.inputs
             conv_kernels.weight_norms[(self.capacity,)](
                 x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, TAPS=1 if c == 3 else 9, **_tuned("norms", i, s * s)
             )
@@ -132,7 +135,7 @@ class Program:
         by_row = torch.zeros(self.capacity + 1, device=factors.device)
         by_row.scatter_(0, batch.places.flatten(), factors.flatten())
         for i, (s, c, d) in enumerate(self.layout.convs):
-            x = self.y[i - 1] if i else batch.images
+            x = self.y[i - 1] if i else batch.inputs
             taps = 1 if c == 3 else 9
             conv_kernels.weight_sums[(self.runs, taps, self.chunks)](
                 x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d,
@@ -172,13 +175,3 @@ def _take(rows: Tensor, places: Tensor) -> Tensor:
 def _linear_norm(a: Tensor, g: Tensor) -> Tensor:
     """(‖a‖² + 1) ‖g‖²: weight and bias of a linear layer with one position an example."""
     return (a.float().square().sum(-1) + 1) * g.float().square().sum(-1)
-
-
-def _exact_product(a: Tensor, g: Tensor) -> Tensor:
-    """Aᵀ G with G in fp32 although A may be bf16: G in two bf16 parts, which together hold 16 bits of it."""
-    if a.dtype == torch.float32:
-        return a.mT @ g
-    high = g.to(a.dtype)
-    low = (g - high.float()).to(a.dtype)
-    options: dict[str, Any] = {"out_dtype": torch.float32}
-    return torch.bmm(a.mT, high, **options) + torch.bmm(a.mT, low, **options)

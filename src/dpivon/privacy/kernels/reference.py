@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpivon.privacy.clipping import FlatClipping
@@ -14,35 +13,50 @@ from dpivon.privacy.kernels.batch import Batch
 
 
 class RowModel(Protocol):
+    """Rows of numbers as models, and the loss they are trained with."""
+
     def model(self, row: Tensor) -> nn.Module: ...
 
     def pack(self, model: nn.Module) -> Tensor: ...
 
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """One loss an example."""
+        ...
+
 
 class LoopedGradients:
-    """Clipped sums of cross-entropy gradients, run by run."""
+    """Clipped sums, run by run."""
 
-    def __init__(self, network: RowModel, device: torch.device) -> None:
-        self.network, self.device = network, device
+    def __init__(self, network: RowModel, dtype: torch.dtype) -> None:
+        self.network, self.dtype = network, dtype
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
         sums = torch.zeros(theta.shape, dtype=torch.float64, device=theta.device)
-        norms = torch.zeros(batch.places.shape, device=theta.device)
         for k, row in enumerate(theta):
             begin, end = int(batch.start[k]), int(batch.start[k + 1])
             if begin == end:
                 continue
             model = self.network.model(row)
-            params = list(model.parameters())
             keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
             with torch.enable_grad():
-                logits = model(batch.images[begin:end].permute(0, 3, 1, 2).to(row.dtype))
-                F.cross_entropy(logits, batch.labels[begin:end], reduction="sum").backward()
+                with autocast(row.device, self.dtype):
+                    outputs = model(batch.inputs[begin:end])
+                self.network.loss(outputs.float(), batch.labels[begin:end]).sum().backward()
+            params = [p for p in model.parameters() if p.requires_grad]
             clipped = keeper.clipped_sums(params, FlatClipping(float(bound[k])))
             keeper.detach_from_model()
             model.double()  # the sums stay in double until the noise is in them
             with torch.no_grad():
-                for p, s in zip(model.parameters(), clipped, strict=True):
+                for p, s in zip(params, clipped, strict=True):
                     p.copy_(s)
             sums[k] = self.network.pack(model)
-        return sums, norms
+        return sums
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Forward passes in this precision."""
+    low = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, dtype if low else torch.bfloat16, enabled=low)

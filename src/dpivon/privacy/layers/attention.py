@@ -17,9 +17,10 @@ from dpivon.errors import bad
 from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.registry import Observe, register_forward
 from dpivon.privacy.layers.uses import Dense, Outer, Use
+from dpivon.privacy.precision import wide
 
 
-@register_forward(nn.MultiheadAttention)
+@register_forward(nn.MultiheadAttention, bf16=True)
 def attention(
     layer: nn.MultiheadAttention,
     observe: Observe,
@@ -83,7 +84,7 @@ def _uses(layer: nn.MultiheadAttention, x: Tensor, g: Tensor) -> Mapping[Tensor,
     if layer.in_proj_weight.requires_grad:
         uses[layer.in_proj_weight] = Outer(x.to(g.dtype), g, layer.in_proj_weight.shape)
     if layer.in_proj_bias is not None and layer.in_proj_bias.requires_grad:
-        uses[layer.in_proj_bias] = Dense(g.sum(1))
+        uses[layer.in_proj_bias] = Dense(wide(g).sum(1))
     return uses
 
 

@@ -16,9 +16,10 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
 from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense
+from dpivon.privacy.precision import product, wide
 
 
-@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, bf16=True)
 def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
     if g.dim() == 4 and layer.groups == 1:
         return _conv2d(layer, inputs[0], g)
@@ -31,9 +32,10 @@ def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, 
         if groups == 1:
             uses[layer.weight] = outer_or_dense(a[:, 0].mT, out[:, 0].mT, layer.weight.shape)
         else:  # each group has a small weight of its own
-            uses[layer.weight] = Dense((out @ a.mT).reshape(n, *layer.weight.shape))
+            gradients = product(out.flatten(0, 1), a.flatten(0, 1).mT)
+            uses[layer.weight] = Dense(gradients.reshape(n, *layer.weight.shape))
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(g.sum(2))
+        uses[layer.bias] = Dense(g.sum(2, dtype=wide(g[:0]).dtype))
     return uses
 
 
@@ -48,15 +50,18 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
         (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
         view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
         d, order = kh * kw * c, Order(torch.Size((p, kh, kw, c)), (0, 3, 1, 2))
-        if materialises(len(x), out.shape[1], d, p):  # then the patches are needed for this product only
+        if materialises(out, d, p):  # then the patches are needed for this product only
             patches = empty(tuple(view.shape), view).copy_(view).view(len(x), -1, d)
-            gradients = torch.bmm(out.mT, patches, out=empty((len(x), p, d), out))
+            if g.dtype == torch.bfloat16:
+                gradients = product(out.mT, patches)
+            else:
+                gradients = torch.bmm(out.mT, patches, out=empty((len(x), p, d), out))
             free(patches)
             uses[layer.weight] = Dense(gradients, order)
         else:
             uses[layer.weight] = Outer(view.reshape(len(x), -1, d), out, layer.weight.shape, order=order)
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(out.sum(1))
+        uses[layer.bias] = Dense(out.sum(1, dtype=wide(out[:0]).dtype))
     return uses
 
 

@@ -11,9 +11,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dpivon.privacy.layers.registry import register_rule
 from dpivon.privacy.layers.uses import Dense, Use, outer_or_dense
+from dpivon.privacy.precision import wide
 
 
-@register_rule(nn.Linear, NonDynamicallyQuantizableLinear, RNNLinear)
+@register_rule(nn.Linear, NonDynamicallyQuantizableLinear, RNNLinear, bf16=True)
 def linear(layer: nn.Linear, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
     uses: dict[Tensor, Use] = {}
     g = g.reshape(len(g), -1, g.shape[-1])
@@ -21,5 +22,5 @@ def linear(layer: nn.Linear, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tens
         a = inputs[0].to(g.dtype).reshape(len(g), -1, inputs[0].shape[-1])
         uses[layer.weight] = outer_or_dense(a, g, layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(g.sum(1))
+        uses[layer.bias] = Dense(wide(g).sum(1))
     return uses

@@ -8,16 +8,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpivon.privacy.layers.registry import register_rule
+from dpivon.privacy.layers.memory import empty, free
+from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Use
 
 
-@register_rule(nn.GroupNorm)
-def group_norm(layer: nn.GroupNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
-    return _channelwise(layer, F.group_norm(inputs[0].to(g.dtype), layer.num_groups, eps=layer.eps), g)
+@register_forward(nn.GroupNorm)
+def group_norm(layer: nn.GroupNorm, observe: Observe, x: Tensor) -> Tensor:
+    """The layer's own computation, keeping each group's mean and deviation, which the gradient of γ needs again."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.float()
+    channels_last = x.dim() == 4 and not x.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
+    x = x if channels_last else x.contiguous()
+    weight, bias = (None if p is None else p.detach() for p in (layer.weight, layer.bias))
+    n, c = x.shape[:2]
+    positions = x.shape[2:].numel()
+    z, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, positions, layer.num_groups, layer.eps)
+    if not layer.affine:
+        return z
+    data, mean, rstd = x.detach(), mean.detach(), rstd.detach()
+    return observe(z, lambda g: _group_uses(layer, data, mean, rstd, g))
+
+
+def _group_uses(layer: nn.GroupNorm, x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
+    # By group, [B, groups]; one for every channel of it.
+    mean, rstd = (t.to(g.dtype).repeat_interleave(x.shape[1] // layer.num_groups, 1) for t in (mean, rstd))
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        x, g = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (x, g))
+        over, shape = 1, (len(x), 1, -1)
+    else:
+        x, g = (t.reshape(*t.shape[:2], -1) for t in (x, g))
+        over, shape = 2, (len(x), -1, 1)
+    uses: dict[Tensor, Use] = {}
+    if layer.weight.requires_grad:
+        centred = torch.sub(x, mean.view(shape), out=empty(tuple(x.shape), g))
+        uses[layer.weight] = Dense(centred.mul_(g).sum(over).mul_(rstd))
+        free(centred)
+    if layer.bias.requires_grad:
+        uses[layer.bias] = Dense(g.sum(over))
+    return uses
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

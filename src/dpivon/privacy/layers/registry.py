@@ -1,8 +1,9 @@
 """Layer rules: from what a layer saw and the gradient of what it said to the uses of its parameters.
 
 A rule is a function ``rule(layer, inputs, g) -> {parameter: use}``: ``inputs`` are the layer's positional inputs, ``g`` is the
-gradient of its output, both with one example a row; ``g`` is that example's own loss gradient, in fp32 or better. Register one
-for your own layer with :func:`register_rule`:
+gradient of its output, both with one example a row; ``g`` is that example's own loss gradient, in fp32 or better (with
+``bf16=True`` also in bf16, for a rule that adds up in fp32 by itself). Register one for your own layer with
+:func:`register_rule`:
 
 >>> @register_rule(MyScale)
 ... def my_scale(layer, inputs, g):
@@ -27,27 +28,41 @@ Forward = Callable[..., Any]
 
 RULES: dict[type[nn.Module], Rule] = {}
 FORWARDS: dict[type[nn.Module], Forward] = {}
+TAKE_BF16: set[type[nn.Module]] = set()
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def register_rule(*layers: type[nn.Module]) -> Callable[[_F], _F]:
+def register_rule(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F], _F]:
     """Make the decorated function the rule of these layer types (exactly these: a subclass may compute something else)."""
 
     def add(rule: _F) -> _F:
         RULES.update(dict.fromkeys(layers, rule))
+        _note_precision(layers, bf16)
         return rule
 
     return add
 
 
-def register_forward(*layers: type[nn.Module]) -> Callable[[_F], _F]:
+def register_forward(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F], _F]:
     """Make the decorated ``forward(layer, observe, *args, **kwargs)`` the training forward of these layer types."""
 
     def add(forward: _F) -> _F:
         FORWARDS.update(dict.fromkeys(layers, forward))
+        _note_precision(layers, bf16)
         return forward
 
     return add
+
+
+def _note_precision(layers: tuple[type[nn.Module], ...], bf16: bool) -> None:
+    if bf16:
+        TAKE_BF16.update(layers)
+    else:
+        TAKE_BF16.difference_update(layers)
+
+
+def takes_bf16(layer: nn.Module) -> bool:
+    return type(layer) in TAKE_BF16
 
 
 def rule_for(layer: nn.Module) -> Rule | None:

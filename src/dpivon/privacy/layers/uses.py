@@ -17,9 +17,14 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
+from dpivon.privacy.precision import capturing, product, weighted_product, wide
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 128 * 2**20
+MEMORY_CAP_CUDA = 512 * 2**20
+
+
+_SHORT = 256  # positions of an example that are compared pair by pair
 
 
 class Use(Protocol):
@@ -104,7 +109,7 @@ class Outer:
         p = self.g.shape[2]
         if t == 1:
             return self._norm_bound()
-        if t * (p + d) < p * d and 4 * b * p * d > MEMORY_CAP:
+        if t * (p + d) < p * d and 4 * b * p * d > memory_cap(self.a) and not capturing():
             return self._ghost_norm()
         return self._chunked_norm(torch.arange(b, device=self.a.device))
 
@@ -114,11 +119,11 @@ class Outer:
 
     def _ghost_norm(self) -> Tensor:
         b, t, _ = self.a.shape
-        out = self.a.new_empty(b)
-        rows = max(1, MEMORY_CAP // (8 * t * t))
+        out = torch.empty(b, dtype=wide(self.a[:0]).dtype, device=self.a.device)
+        rows = max(1, memory_cap(self.a) // (8 * t * t))
         for i in range(0, b, rows):
             a, g = self.a[i : i + rows], self.g[i : i + rows]
-            out[i : i + rows] = (a @ a.mT).mul_(g @ g.mT).sum((1, 2))
+            out[i : i + rows] = product(a, a.mT).mul_(product(g, g.mT)).sum((1, 2))
         smallest = torch.minimum(_squares(self.a), _squares(self.g))
         underflown = (smallest > 0.0) & (smallest < 1e-30)
         inexact = torch.finfo(out.dtype).eps * self._norm_bound() > 1e-6 * out
@@ -129,24 +134,25 @@ class Outer:
 
     def _chunked_norm(self, examples: Tensor) -> Tensor:
         each = 4 * self.a.shape[2] * self.g.shape[2]
-        chunks = examples.split(max(1, MEMORY_CAP // each))
-        return torch.cat([(self.g[i].mT @ self.a[i]).square().sum((1, 2)) for i in chunks])
+        chunks = examples.split(max(1, memory_cap(self.a) // each))
+        return torch.cat([product(self.g[i].mT, self.a[i]).square().sum((1, 2)) for i in chunks])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         n, whole = EXAMPLES_AT_ONCE, len(self.a) - len(self.a) % EXAMPLES_AT_ONCE
-        g = self.g * c.to(self.g).view(-1, 1, 1)
+        g = wide(self.g)
+        g = g * c.to(g).view(-1, 1, 1)
         # As in weighted_sum: fp32 products over a few examples at a time, added up in double.
         parts = [(self.a[:whole].unflatten(0, (-1, n)), g[:whole].unflatten(0, (-1, n)))] if whole else []
         if whole < len(g):
             parts.append((self.a[whole:].unsqueeze(0), g[whole:].unsqueeze(0)))
         total = torch.zeros(self.shape.numel(), dtype=torch.float64, device=g.device)
         for left, right in ((a.flatten(1, 2), g.flatten(1, 2)) for a, g in parts):
-            product = left.mT @ right if self.transposed else right.mT @ left
-            total += product.sum(0, dtype=torch.float64).flatten()
+            sums = weighted_product(left, right, parts=2 if self.a.shape[1] == 1 else 3)  # [d, p]
+            total += (sums if self.transposed else sums.mT).sum(0, dtype=torch.float64).flatten()
         return total.reshape(self.shape) if self.order is None else self.order.restore(total)
 
     def materialise(self) -> Tensor:
-        g = (self.a.mT @ self.g if self.transposed else self.g.mT @ self.a).flatten(1)
+        g = (product(self.a.mT, self.g) if self.transposed else product(self.g.mT, self.a)).flatten(1)
         return g.reshape(len(g), *self.shape) if self.order is None else self.order.restore(g)
 
     def without(self, struck: Tensor) -> Outer:
@@ -166,7 +172,15 @@ class Rows:
     shape: torch.Size
 
     def squared_norm(self) -> Tensor:
-        """Σ_{s,t} [index_s = index_t] ⟨G_s, G_t⟩, by adding up equal rows: exact, and linear in T."""
+        """Σ_{s,t} [index_s = index_t] ⟨G_s, G_t⟩, by adding up equal rows."""
+        if self.index.shape[1] <= _SHORT:
+            same = self.index.unsqueeze(2) == self.index.unsqueeze(1)  # [B, T, T]
+            first = ~same.tril(-1).any(2)  # the first position of every row that occurs
+            return ((same.to(self.g) @ self.g).square().sum(2) * first).sum(1)
+        return self._long_squared_norm()
+
+    def _long_squared_norm(self) -> Tensor:
+        """The same, linear in T."""
         b = len(self.index)
         # Give every (example, row) pair its own slot, then add up what falls into one slot.
         key = self.index + torch.arange(b, device=self.index.device).unsqueeze(1) * self.shape[0]
@@ -214,16 +228,20 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
     Materialised, a gradient gives its norm and its share of the sum for 2Tpd operations; kept as A and G, the sum alone costs
     that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made.
     """
-    b, t, d = a.shape
+    b, _, d = a.shape
     p = g.shape[2]
-    if not materialises(b, t, d, p):
+    if not materialises(a, d, p):
         return Outer(a, g, shape, transposed)
-    return Dense((a.mT @ g if transposed else g.mT @ a).reshape(b, *shape))
+    return Dense((product(a.mT, g) if transposed else product(g.mT, a)).reshape(b, *shape))
 
 
-def materialises(examples: int, t: int, d: int, p: int) -> bool:
-    """Whether per-example gradients of p·d elements, each a sum over t positions, are made and kept."""
-    return t > 1 and 4 * examples * p * d <= MEMORY_CAP
+def materialises(g: Tensor, d: int, p: int) -> bool:
+    """Whether per-example gradients of p·d elements, each a sum over the positions of g [B, T, …], are made and kept."""
+    return g.shape[1] > 1 and 4 * len(g) * p * d <= memory_cap(g)
+
+
+def memory_cap(t: Tensor) -> int:
+    return MEMORY_CAP_CUDA if t.is_cuda else MEMORY_CAP
 
 
 def _squares(t: Tensor) -> Tensor:

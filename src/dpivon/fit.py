@@ -1,0 +1,94 @@
+"""Hand over the loop: one call from a model and its data to a private posterior."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.models import PaperCNN
+from dpivon.posterior import Posterior
+from dpivon.predict import ClassPrediction, predict
+from dpivon.privacy import Budget, budget
+from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
+from dpivon.stacked.stack import Run, Stack
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A trained model at its posterior mean, the posterior, and what it cost."""
+
+    model: nn.Module
+    posterior: Posterior
+    budget: Budget
+
+    @property
+    def epsilon(self) -> float:
+        return self.budget.epsilon
+
+    def predict(self, x: Tensor, samples: int = 32, **options: Any) -> ClassPrediction:
+        """Class probabilities averaged over the posterior, as :func:`dpivon.predict`."""
+        return predict(self.model, self.posterior, x, samples, **options)
+
+
+def fit(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    lr: float,
+    batch_size: int,
+    epochs: int,
+    delta: float,
+    target_epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    max_grad_norm: float = 1.0,
+    method: str = "dp-ivon-gradsq",
+    options: Mapping[str, float] | None = None,
+    loss: Loss = cross_entropy,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, steps: None,
+) -> Fitted:
+    """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
+
+    On a GPU every step runs there whole: batches are drawn, gradients clipped and noised, and the posterior updated in one
+    captured program, after the budget of each block of steps was charged. On a CPU the same steps run one by one.
+
+    Give either ``target_epsilon`` or ``noise_multiplier``. The model and the data are on one device; ``inputs`` are as the
+    model takes them, normalised by public constants, one example a row. ``loss(outputs, labels)`` returns one loss an
+    example. ``dtype=torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
+    ``seed`` decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
+    unless the data is public.
+    ``on_progress(done, steps)`` is called after every block.
+    """
+    plan = budget(
+        dataset_size=len(inputs),
+        batch_size=batch_size,
+        epochs=epochs,
+        delta=delta,
+        target_epsilon=target_epsilon,
+        noise_multiplier=noise_multiplier,
+    )
+    seed = secrets.randbits(62) if seed is None else seed
+    run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
+    network = network_for(model, loss)
+    stack = Stack([run], network, inputs, labels, dtype=dtype, start=network.pack(model).unsqueeze(0))
+    for done in stack.train(plan.steps):
+        on_progress(done, plan.steps)
+    return Fitted(stack.model(0), stack.posterior(0), plan)
+
+
+def network_for(model: nn.Module, loss: Loss) -> AnyNetwork:
+    """The fastest way to train this model with this loss."""
+    trained = all(p.requires_grad for p in model.parameters())
+    if loss is cross_entropy and trained and repr(model) == repr(PaperCNN()):  # nothing added, replaced or resized
+        return PaperNetwork()
+    return AnyNetwork(lambda: copy.deepcopy(model), loss)

@@ -1,0 +1,87 @@
+"""One call from data to a posterior: what it promises about budget, weights and equivalence with the stack."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import dpivon
+from dpivon.models import SmallCNN
+from dpivon.stacked import AnyNetwork, Run, Stack
+
+
+@pytest.fixture(scope="module")
+def digits():
+    raw = load_digits()
+    return torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(raw.target)
+
+
+def test_digits_are_learnt_within_the_budget(digits):
+    x, y = digits
+    torch.manual_seed(0)
+    blocks = []
+    fitted = dpivon.fit(
+        SmallCNN(), x[:1400], y[:1400], lr=0.5, batch_size=200, epochs=15, target_epsilon=8.0, delta=1e-4, seed=1,
+        on_progress=lambda done, steps: blocks.append((done, steps)),
+    )  # fmt: skip
+    assert fitted.epsilon <= 8.0
+    assert fitted.budget.steps == 15 * 7
+    assert blocks[-1] == (105, 105)
+    accuracy = float((fitted.predict(x[1400:], samples=8).label == y[1400:]).float().mean())
+    assert accuracy > 0.7
+    assert all(float(s.min()) > 0 for s in fitted.posterior.std.values())
+
+
+def test_it_starts_from_the_models_weights_and_leaves_the_model_alone(digits):
+    model = SmallCNN()
+    before = copy.deepcopy(model.state_dict())
+    fitted = dpivon.fit(
+        model, *digits, lr=1e-12, batch_size=16, epochs=1, noise_multiplier=1.0, delta=1e-5, seed=3, method="dp-sgd"
+    )
+    for name, t in fitted.model.state_dict().items():
+        torch.testing.assert_close(t, before[name])
+        assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_frozen_parameters_get_neither_noise_nor_steps(digits):
+    model = SmallCNN()
+    model.features.requires_grad_(False)
+    fitted = dpivon.fit(model, *digits, lr=0.1, batch_size=64, epochs=1, noise_multiplier=1.0, delta=1e-5, seed=3)
+    for name, p in fitted.model.named_parameters():
+        frozen = name.startswith("features")
+        assert torch.equal(p, model.get_parameter(name)) is frozen
+        assert (name in fitted.posterior.mean) is not frozen
+
+
+def test_a_loss_of_ones_own(digits):
+    """Squared error of a linear model: its clipped sums are what autograd says example by example."""
+    x, y = digits[0][:30].flatten(1), digits[1][:30].float()
+
+    def squared(outputs, labels):
+        return (outputs.squeeze(1) - labels).square()
+
+    model = nn.Sequential(nn.Linear(64, 1))
+    network = AnyNetwork(lambda: copy.deepcopy(model), squared)
+    start = network.pack(model).unsqueeze(0)
+    stack = Stack(
+        [Run("dp-sgd", 5, 1e-9, 2.0, 1.0, 30, {"momentum": 0.0, "weight_decay": 0.0})], network, x, y, start=start
+    )
+    for _ in stack.train(1):
+        pass
+    total = torch.zeros(65)
+    for a, b in zip(x, y, strict=True):  # q = 1: everybody is in the batch
+        grads = torch.autograd.grad(squared(model(a.unsqueeze(0)), b.unsqueeze(0)).sum(), list(model.parameters()))
+        g = torch.cat([t.flatten() for t in grads])
+        total += g * min(1.0, 2.0 / float(g.norm()))
+    torch.testing.assert_close(start[0] - stack.mean[0], total / 30, rtol=1e-4, atol=1e-6)
+
+
+def test_a_wrong_plan_is_refused_by_name(digits):
+    with pytest.raises(dpivon.ArgumentError, match="target_epsilon"):
+        dpivon.fit(SmallCNN(), *digits, lr=0.1, batch_size=64, epochs=1, delta=1e-5)
+    with pytest.raises(dpivon.ArgumentError, match="method"):
+        dpivon.fit(SmallCNN(), *digits, lr=0.1, batch_size=64, epochs=1, delta=1e-5, noise_multiplier=1.0, method="sgd")
