@@ -37,7 +37,7 @@ def test_version() -> None:
     assert invoke("--version").stdout == invoke("version").stdout == f"dpivon {dpivon.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "budget", "version"])
+@pytest.mark.parametrize("command", ["demo", "methods", "budget", "version"])
 def test_help_has_an_example(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
@@ -134,3 +134,24 @@ def test_python_m_dpivon_is_the_command_and_its_errors_are_lines() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("error: noise_multiplier=-1.0")
     assert done.stderr.count("\n") == 1
+
+
+def test_methods_lists_every_method_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpivon.methods import METHODS
+
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = invoke("methods").stdout.splitlines()
+    assert len(lines) == 1 + len(METHODS)
+    for line, method in zip(lines[1:], METHODS.values(), strict=True):
+        assert line.startswith(method.name)
+        assert method.summary in line
+
+
+def test_methods_as_json_says_all() -> None:
+    from dpivon.methods import METHODS
+
+    listed = json.loads(invoke("methods", "--json").stdout)
+    assert [m["name"] for m in listed] == list(METHODS)
+    dpagd = next(m for m in listed if m["name"] == "dpagd")
+    assert dpagd["defaults"]["psi"] == "square-average"
+    assert {"title", "summary", "optimises", "posterior", "predicts", "choose", "reference", "lr"} <= dpagd.keys()

@@ -14,7 +14,7 @@ import torch
 import dpivon
 from dpivon.demo import Result, run_demo
 from dpivon.demo.data import PIXEL_RANGE, load_digits
-from dpivon.demo.methods import CANDIDATES, METHODS
+from dpivon.demo.methods import CANDIDATES, ENTRIES, METHODS
 from dpivon.demo.train import BATCH_SIZE, one_thread, stream, train
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
@@ -143,7 +143,31 @@ def test_another_seed_is_another_run() -> None:
 
 
 def test_each_method_was_given_the_same_number_of_learning_rates() -> None:
-    for method in METHODS:
-        low, middle, high = CANDIDATES[method.name]
+    for method in ENTRIES.values():
+        low, middle, high = CANDIDATES[method.key]
         assert method.lr == middle  # inside the grid, not at its edge
         assert high / middle == pytest.approx(middle / low, rel=0.15)
+
+
+def test_the_demo_knows_every_method_of_the_registry() -> None:
+    assert set(ENTRIES) == set(dpivon.methods.METHODS)
+    assert [entry.lr for entry in ENTRIES.values()] == [dpivon.methods.METHODS[key].lr for key in ENTRIES]
+
+
+def test_any_methods_can_be_asked_for_and_none_overwrites_another(tmp_path: Path) -> None:
+    names = ["dp-ivon-reparam", "dp-adambc", "dp-ivon-gradsq-plain"]
+    results = run_demo(tmp_path / "out", methods=names, epochs=1, quiet=True)
+    titles = [dpivon.methods.METHODS[name].title for name in names]
+    assert [r.method for r in results] == [titles[0], titles[0], titles[1], titles[2], titles[2]]
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {f"posterior-{names[0]}.safetensors", f"posterior-{names[2]}.safetensors"} < found
+    assert Posterior.load(tmp_path / "out" / f"posterior-{names[0]}.safetensors").metadata["curvature"] == "reparam"
+
+
+@pytest.mark.parametrize(("names", "message"), [(["dp-sdg"], "not a known method"), (["dp-sgd", "dp-sgd"], "twice")])
+def test_methods_that_cannot_be_run_are_named_before_anything_is_written(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_demo(tmp_path / "out", methods=names, quiet=True)
+    assert not (tmp_path / "out").exists()

@@ -22,7 +22,7 @@ RUNS = [
 
 def stack(runs=RUNS, block=4, size=60):
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(size, 4, 4, 3, generator=generator)
+    images = torch.randn(size, 3, 4, 4, generator=generator)
     labels = torch.randint(0, 10, (size,), generator=generator)
     return Stack(runs, AnyNetwork(lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 10))), images, labels, block=block)
 

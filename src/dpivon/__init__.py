@@ -4,7 +4,8 @@ from dpivon._version import __version__
 from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
 from dpivon.fit import Fitted, fit
-from dpivon.optim import IVON, CurvatureEstimator, Evidence
+from dpivon.methods import Learner, Method, method
+from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy import (
@@ -19,6 +20,7 @@ from dpivon.privacy import (
 from dpivon.release import Release
 
 __all__ = [
+    "EMA",
     "IVON",
     "Accountant",
     "ArgumentError",
@@ -30,14 +32,18 @@ __all__ = [
     "DpivonError",
     "Evidence",
     "Fitted",
+    "Learner",
+    "Method",
     "NoiseSpec",
     "Posterior",
     "PrivacyEngine",
     "PrivacyError",
     "PrivacyWarning",
     "Release",
+    "RuleOptimizer",
     "__version__",
     "budget",
     "fit",
+    "method",
     "predict",
 ]

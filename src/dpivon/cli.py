@@ -1,4 +1,4 @@
-"""The command line: ``dpivon demo``, ``budget``, ``study``, ``data`` and ``version``."""
+"""The command line: ``dpivon demo``, ``methods``, ``budget``, ``study``, ``data`` and ``version``."""
 
 from __future__ import annotations
 
@@ -87,19 +87,50 @@ def demo(
     epsilon: Annotated[float, typer.Option(help="The privacy budget ε of each method.")] = EPSILON,
     delta: Annotated[float, typer.Option(help="Its δ; below 1/1297, one over the number of training digits.")] = DELTA,
     epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = EPOCHS,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="A method to train, by its name in `dpivon methods`. Repeat it for several."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same table on the same machine.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
 ) -> None:
-    """Compare DP-SGD, DP-Adam and DP-IVON on real handwritten digits, in under a minute, without network or GPU.
+    """Compare DP-SGD, DP-Adam and DP-IVON (or any methods) on real handwritten digits, in under a minute, without GPU.
 
     Prints a table of accuracy, NLL, ECE and Brier score at the stated (ε, δ), and writes it with a reliability diagram,
     a picture of the posterior's width and the posterior itself.
 
-    Example: dpivon demo --epsilon 8 --output my-demo
+    Example: dpivon demo --epsilon 8 --method dp-sgd --method dp-adambc --output my-demo
     """
     from dpivon.demo.run import run_demo
 
-    run_demo(output, epsilon=epsilon, delta=delta, seed=seed, epochs=epochs, quiet=quiet)
+    run_demo(output, epsilon=epsilon, delta=delta, seed=seed, epochs=epochs, methods=method or (), quiet=quiet)
+
+
+@app.command()
+def methods(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known of each as JSON.")] = False,
+) -> None:
+    """List the methods that `dpivon.method(name, model, …)` and `dpivon demo --method` know.
+
+    Example: dpivon methods
+    """
+    from dpivon.methods import METHODS
+
+    if as_json:
+        described = [
+            {key: value for key, value in vars(m).items() if key not in ("build", "predict", "defaults")}
+            | {"defaults": {key: _json_number(value) for key, value in m.defaults.items()}}
+            for m in METHODS.values()
+        ]
+        typer.echo(json.dumps(described, allow_nan=False, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "what it is", box=None, pad_edge=False)
+    for m in METHODS.values():
+        table.add_row(m.name, m.summary)
+    Console(highlight=False).print(table)
 
 
 @app.command()
@@ -132,13 +163,15 @@ def budget(
             accountant=accountant,
         )
     if as_json:
-        values = {
-            key: "inf" if isinstance(value, float) and math.isinf(value) else value
-            for key, value in asdict(planned).items()
-        }
+        values = {key: _json_number(value) for key, value in asdict(planned).items()}
         typer.echo(json.dumps(values, allow_nan=False))
     else:
         typer.echo(str(planned))
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no infinity."""
+    return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
 @contextmanager

@@ -6,14 +6,13 @@ Everything here is post-processing of numbers that were already released, so it 
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dpivon.errors import ArgumentError, bad
+from dpivon.tensor_files import read_tensors, write_tensors
 
 _FORMAT_KEY = "dpivon_posterior"
 _FORMAT_VERSION = "1"
@@ -54,11 +53,7 @@ class Posterior:
                 fix = "Give mean and variance the same names"
                 raise bad(missing, sorted(getattr(self, missing)), f"lacks {name!r}, which {there} has", fix)
             _check_tensors(name, self.mean[name], self.variance[name])
-        for key, text in self.metadata.items():
-            if not isinstance(key, str) or not isinstance(text, str):
-                raise bad("metadata", {key: text}, "must map text to text", "Convert both sides with str()")
-            if key == _FORMAT_KEY:
-                raise bad("metadata", {key: text}, "uses a name kept for the file format", "Rename the entry")
+        check_metadata(self.metadata, _FORMAT_KEY)
         # New dicts: adding to the ones the caller passed must not slip past the checks above.
         object.__setattr__(self, "mean", {name: m.detach() for name, m in self.mean.items()})
         object.__setattr__(self, "variance", {name: self.variance[name].detach() for name in self.mean})
@@ -127,108 +122,93 @@ class Posterior:
         An optimizer that was given bare tensors knows no names and calls them "0", "1", …: those are
         matched in order to the model's trainable parameters.
         """
-        params = dict(unwrap(model).named_parameters())
-        if all(name.isdecimal() for name in self.mean) and not self.mean.keys() <= params.keys():
-            return self._by_position({name: p for name, p in params.items() if p.requires_grad})
-        fix = "Pass the model this posterior was trained on"
-        for name, m in self.mean.items():
-            if name not in params:
-                raise bad("posterior", name, "is no parameter of the model", fix)
-            if m.shape != params[name].shape:
-                problem = f"has shape {tuple(m.shape)} but the model's has {tuple(params[name].shape)}"
-                raise bad("posterior", name, problem, fix)
-        for name, p in params.items():
-            if p.requires_grad and name not in self.mean:
-                fix_or_freeze = f"{fix}, or freeze that parameter with requires_grad_(False)"
-                raise bad("model", name, "is trainable but not in the posterior", fix_or_freeze)
-        return self
-
-    def _by_position(self, trainable: dict[str, Tensor]) -> Posterior:
-        fix = "Call optimizer.posterior(model) to get one with the model's names"
-        positions = sorted(self.mean, key=int)
-        if positions != [str(i) for i in range(len(trainable))]:
-            problem = f"does not number the model's {len(trainable)} trainable parameters one by one"
-            raise bad("posterior", positions, problem, fix)
-        names = dict(zip(positions, trainable, strict=True))
-        for position, name in names.items():
-            m, p = self.mean[position], trainable[name]
-            if m.shape != p.shape:
-                problem = f"has shape {tuple(m.shape)} but the model's {name!r} has {tuple(p.shape)}"
-                raise bad("posterior", position, problem, fix)
+        names = model_names({name: m.shape for name, m in self.mean.items()}, model)
+        if all(own == theirs for own, theirs in names.items()):
+            return self
         return Posterior(
-            {name: self.mean[position] for position, name in names.items()},
-            {name: self.variance[position] for position, name in names.items()},
+            {name: self.mean[own] for own, name in names.items()},
+            {name: self.variance[own] for own, name in names.items()},
             self.metadata,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; a crash half-way leaves whatever was at ``path`` before."""
-        from safetensors.torch import save_file
-
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise bad("path", str(target), "is in a folder that does not exist", "Create the folder first")
-        if target.is_dir():
-            raise bad("path", str(target), "is a folder", "Pass the name of a file")
-        # Cloned: safetensors refuses tensors that share memory, such as views of one flat vector.
-        tensors = {
-            f"{part}.{name}": t.cpu().clone(memory_format=torch.contiguous_format)
-            for part, named in (("mean", self.mean), ("variance", self.variance))
-            for name, t in named.items()
-        }
-        # Not tempfile: its files are private to the user, and os.replace would keep them so.
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            save_file(tensors, temporary, {**self.metadata, _FORMAT_KEY: _FORMAT_VERSION})
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        parts = (("mean", self.mean), ("variance", self.variance))
+        tensors = {f"{part}.{name}": t for part, named in parts for name, t in named.items()}
+        write_tensors(path, tensors, {**self.metadata, _FORMAT_KEY: _FORMAT_VERSION})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Posterior:
         """Read what :meth:`save` wrote, onto the CPU. Only safetensors is read: nothing is unpickled."""
-        from safetensors import SafetensorError, safe_open
-
-        source = Path(path)
         fix = "Pass a file written by Posterior.save"
-        if not source.is_file():
-            raise bad("path", str(source), "is not an existing file", fix)
+        tensors, metadata = read_tensors(path, key=_FORMAT_KEY, version=_FORMAT_VERSION, what="posterior", fix=fix)
         named: dict[str, dict[str, Tensor]] = {"mean": {}, "variance": {}}
-        try:
-            with safe_open(source, framework="pt", device="cpu") as file:
-                metadata = dict(file.metadata() or {})
-                version = metadata.pop(_FORMAT_KEY, None)
-                if version is None:
-                    raise bad("path", str(source), "is a safetensors file but holds no posterior", fix)
-                if version != _FORMAT_VERSION:
-                    problem = f"has format {version}, and this dpivon reads format {_FORMAT_VERSION}"
-                    raise bad("path", str(source), problem, "Use the dpivon version that wrote the file")
-                for key in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
-                    part, _, name = key.partition(".")
-                    if part not in named or not name:
-                        raise bad("path", str(source), f"holds {key!r}, which is no posterior tensor", fix)
-                    # Cloned: the tensor may still be a view of the file, which others can overwrite.
-                    named[part][name] = file.get_tensor(key).clone()
-        except (SafetensorError, OSError, EOFError) as error:
-            problem = f"cannot be read as a safetensors file ({error})"
-            raise bad("path", str(source), problem, f"{fix}; pickled checkpoints are never opened") from None
+        for key, t in tensors.items():
+            part, _, name = key.partition(".")
+            if part not in named or not name:
+                raise bad("path", str(path), f"holds {key!r}, which is no posterior tensor", fix)
+            named[part][name] = t
         try:
             return cls(named["mean"], named["variance"], metadata)
         except ArgumentError as error:
-            raise bad("path", str(source), f"holds no valid posterior ({error})", fix) from None
+            raise bad("path", str(path), f"holds no valid posterior ({error})", fix) from None
+
+
+def model_names(shapes: dict[str, torch.Size], model: nn.Module) -> dict[str, str]:
+    """The model's name for each of a posterior's tensors, or an error naming the first misfit."""
+    from dpivon.variational.convert import plain_parameters  # here: it makes posteriors itself
+
+    params = plain_parameters(model)
+    if all(name.isdecimal() for name in shapes) and not shapes.keys() <= params.keys():
+        return _by_position(shapes, {name: p for name, p in params.items() if p.requires_grad})
+    fix = "Pass the model this posterior was trained on"
+    for name, shape in shapes.items():
+        if name not in params:
+            raise bad("posterior", name, "is no parameter of the model", fix)
+        if shape != params[name].shape:
+            problem = f"has shape {tuple(shape)} but the model's has {tuple(params[name].shape)}"
+            raise bad("posterior", name, problem, fix)
+    for name, p in params.items():
+        if p.requires_grad and name not in shapes:
+            fix_or_freeze = f"{fix}, or freeze that parameter with requires_grad_(False)"
+            raise bad("model", name, "is trainable but not in the posterior", fix_or_freeze)
+    return {name: name for name in shapes}
+
+
+def _by_position(shapes: dict[str, torch.Size], trainable: dict[str, Tensor]) -> dict[str, str]:
+    fix = "Call optimizer.posterior(model) to get one with the model's names"
+    positions = sorted(shapes, key=int)
+    if positions != [str(i) for i in range(len(trainable))]:
+        problem = f"does not number the model's {len(trainable)} trainable parameters one by one"
+        raise bad("posterior", positions, problem, fix)
+    names = dict(zip(positions, trainable, strict=True))
+    for position, name in names.items():
+        if shapes[position] != trainable[name].shape:
+            problem = f"has shape {tuple(shapes[position])} but the model's {name!r} has {tuple(trainable[name].shape)}"
+            raise bad("posterior", position, problem, fix)
+    return names
+
+
+def check_metadata(metadata: dict[str, str], reserved: str) -> None:
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise bad("metadata", {key: text}, "must map text to text", "Convert both sides with str()")
+        if key == reserved:
+            raise bad("metadata", {key: text}, "uses a name kept for the file format", "Rename the entry")
+
+
+def check_tensor(what: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor) or t.dtype not in _DTYPES:
+        given = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
+        raise bad(what, given, "must be a float32 or float64 tensor", "Convert it with .float() or .double()")
+    if not bool(torch.isfinite(t).all()):
+        fix = "Lower the learning rate or raise the prior precision, and train again"
+        raise bad(what, "a tensor", "has entries that are infinite or NaN", fix)
 
 
 def _check_tensors(name: str, mean: Tensor, variance: Tensor) -> None:
-    for part, t in (("mean", mean), ("variance", variance)):
-        if not isinstance(t, Tensor) or t.dtype not in _DTYPES:
-            what = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
-            fix = "Convert it with .float() or .double()"
-            raise bad(f"{part}[{name!r}]", what, "must be a float32 or float64 tensor", fix)
-        if not bool(torch.isfinite(t).all()):
-            fix = "Lower the learning rate or raise the prior precision, and train again"
-            raise bad(f"{part}[{name!r}]", "a tensor", "has entries that are infinite or NaN", fix)
+    check_tensor(f"mean[{name!r}]", mean)
+    check_tensor(f"variance[{name!r}]", variance)
     if mean.shape != variance.shape:
         problem = f"must have the mean's shape {tuple(mean.shape)}"
         raise bad(f"variance[{name!r}].shape", tuple(variance.shape), problem, "Pass one variance per weight")

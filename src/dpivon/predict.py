@@ -6,7 +6,7 @@ Predictions and their uncertainty are functions of a released posterior: they sp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dpivon.dropout import LiveDropout, is_live
 from dpivon.errors import bad, check_choice, check_number, check_whole
 from dpivon.posterior import Posterior, unwrap
+from dpivon.sampled_posterior import SampledPosterior
+from dpivon.variational.convert import is_variational, plain
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian"]
 
@@ -61,7 +64,7 @@ class RegressionPrediction:
 @overload
 def predict(
     model: nn.Module,
-    posterior: Posterior,
+    posterior: Posterior | SampledPosterior,
     x: Tensor | Iterable[Any],
     samples: int = ...,
     *,
@@ -70,13 +73,14 @@ def predict(
     noise_variance: float | None = ...,
     generator: torch.Generator | None = ...,
     device: torch.device | str | None = ...,
+    dropout: bool | None = ...,
 ) -> ClassPrediction: ...
 
 
 @overload
 def predict(
     model: nn.Module,
-    posterior: Posterior,
+    posterior: Posterior | SampledPosterior,
     x: Tensor | Iterable[Any],
     samples: int = ...,
     *,
@@ -85,12 +89,13 @@ def predict(
     noise_variance: float | None = ...,
     generator: torch.Generator | None = ...,
     device: torch.device | str | None = ...,
+    dropout: bool | None = ...,
 ) -> RegressionPrediction: ...
 
 
 def predict(
     model: nn.Module,
-    posterior: Posterior,
+    posterior: Posterior | SampledPosterior,
     x: Tensor | Iterable[Any],
     samples: int = 32,
     *,
@@ -99,6 +104,7 @@ def predict(
     noise_variance: float | None = None,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
+    dropout: bool | None = None,
 ) -> ClassPrediction | RegressionPrediction:
     """Average ``model``'s predictions for ``x`` over ``samples`` draws from ``posterior``.
 
@@ -109,10 +115,14 @@ def predict(
     per example, for which ``probs`` is [N, 2]; ``"gaussian"`` the mean, with the noise in
     ``noise_variance``, or the pair (mean, variance).
 
-    ``samples=0``, or a posterior without variance, is one pass at the posterior mean. Every batch sees the
+    ``samples=0``, or a posterior without variance, is one pass at the posterior mean. Of a
+    :class:`SampledPosterior` every sample is used once, or ``samples`` of them, chosen without replacement,
+    if it has more. ``dropout`` says whether the model's dropout is live, which is a draw of its own; by
+    default it is if the posterior says so (:func:`dpivon.dropout.dropout_posterior`). Every batch sees the
     same draws, so the result does not depend on ``batch_size``; a draw does depend on the type of device it
-    is made on. The network runs in eval mode on ``device`` (where it is, by default), its parameters,
-    buffers and training flags are left as they were, and results are on the device of the inputs.
+    is made on. A variational model is used with whole weights, drawn as for the plain model. The network runs
+    in eval mode on ``device`` (where it is, by default), its parameters, buffers and training flags are left
+    as they were, and results are on the device of the inputs.
     """
     samples = check_whole("samples", samples, "Pass a whole number of draws, or 0 for the posterior mean")
     batch_size = check_whole("batch_size", batch_size, "Pass how many examples fit in memory", at_least=1)
@@ -123,7 +133,7 @@ def predict(
             raise bad("noise_variance", noise_variance, f"has no meaning for likelihood={likelihood!r}", fix)
         noise_variance = check_number("noise_variance", noise_variance, "Pass a variance", above=0)
 
-    draws = _Draws(unwrap(model), posterior, samples, generator, device)
+    draws = _Draws(_network(model), posterior, samples, generator, device, dropout)
     with torch.no_grad(), _eval_mode(draws.network):
         if likelihood == "gaussian":
             return _regression(_stream(draws, x, batch_size, lambda home: _Gaussian(home, noise_variance)))
@@ -131,46 +141,72 @@ def predict(
         return _classification(parts, len(draws.seeds))
 
 
+def _network(model: nn.Module) -> nn.Module:
+    return plain(model) if is_variational(model) else unwrap(model)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """One network: its weights as a complete set of tensors, and the seed of its dropout masks if dropout is live."""
+
+    theta: dict[str, Tensor]
+    seed: int | None = None
+
+
 class _Draws:
-    """θ_1 … θ_S as complete sets of tensors for a functional call, made again from their seeds each time."""
+    """The draws θ_1 … θ_S for a functional call, made again from their seeds each time."""
 
     def __init__(
         self,
         network: nn.Module,
-        posterior: Posterior,
+        posterior: Posterior | SampledPosterior,
         samples: int,
         generator: torch.Generator | None,
         device: torch.device | str | None,
+        dropout: bool | None,
     ) -> None:
         params = dict(network.named_parameters())
         q = posterior.for_model(network)
         self.network = network
         self.device = torch.device(device) if device is not None else next(iter(params.values())).device
         self.q = q.to(self.device)
-        self.dtypes = {name: params[name].dtype for name in q.mean}
+        self.mean = self.q.mean
+        self.dtypes = {name: params[name].dtype for name in self.mean}
         # Buffers are cloned because some layers update theirs in place even in eval mode.
         self.fixed = {name: b.detach().to(self.device, copy=True) for name, b in network.named_buffers()}
-        self.fixed |= {name: p.detach().to(self.device) for name, p in params.items() if name not in q.mean}
+        self.fixed |= {name: p.detach().to(self.device) for name, p in params.items() if name not in self.mean}
+        live = is_live(posterior) if dropout is None else dropout
+        self.masks = LiveDropout(network) if live and samples else None
         self.seeds: list[int] = []
-        if any(bool(v.any()) for v in self.q.variance.values()):
-            home = generator.device if generator is not None else None
+        home = generator.device if generator is not None else None
+        if isinstance(self.q, SampledPosterior):
+            order = torch.randperm(len(self.q), generator=generator, device=home) if samples < len(self.q) else None
+            self.chosen = list(range(len(self.q))) if order is None else sorted(order[:samples].tolist())
+            samples = len(self.chosen)
+        if self.masks is not None or any(bool(v.any()) for v in self.q.variance.values()):
             self.seeds = torch.randint(2**63 - 1, (samples,), generator=generator, device=home).tolist()
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[_Draw]:
         if not self.seeds:
-            yield self._complete(self.q.mean)
-        for seed in self.seeds:
-            yield self._complete(self.q.sample(torch.Generator(self.device).manual_seed(seed)))
+            yield _Draw(self._complete(self.mean))
+        for i, seed in enumerate(self.seeds):
+            if isinstance(self.q, SampledPosterior):
+                theta = self.q[self.chosen[i]]
+            else:
+                theta = self.q.sample(torch.Generator(self.device).manual_seed(seed))
+            yield _Draw(self._complete(theta), seed)
 
     def _complete(self, theta: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.fixed | {name: t.to(self.dtypes[name]) for name, t in theta.items()}
 
-    def forward(self, theta: dict[str, Tensor], batch: Tensor | Mapping[str, Any]) -> Any:
-        if isinstance(batch, Tensor):
-            output = functional_call(self.network, theta, (batch.to(self.device),))
-        else:
-            given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            output = functional_call(self.network, theta, (), given)
+    def forward(self, draw: _Draw, batch: Tensor | Mapping[str, Any]) -> Any:
+        live = nullcontext() if self.masks is None or draw.seed is None else self.masks.draw(draw.seed, self.device)
+        with live:
+            if isinstance(batch, Tensor):
+                output = functional_call(self.network, draw.theta, (batch.to(self.device),))
+            else:
+                given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                output = functional_call(self.network, draw.theta, (), given)
         # Hugging Face models return a record whose .logits is what the others return bare.
         return getattr(output, "logits", output)
 
@@ -185,9 +221,9 @@ def _stream(
             raise bad("x.shape", tuple(x.shape), "has no examples", "Pass at least one example, batch first")
         batches = [x[i : i + batch_size] for i in range(0, len(x), batch_size)]
         parts = [start(x.device) for _ in batches]
-        for theta in draws:
+        for draw in draws:
             for part, batch in zip(parts, batches, strict=True):
-                part.add(draws.forward(theta, batch), len(batch))
+                part.add(draws.forward(draw, batch), len(batch))
         return parts
     if not isinstance(x, Iterable) or isinstance(x, str | bytes):
         raise bad("x", type(x).__name__, "is not a tensor or an iterable of batches", "Pass one of the two")
@@ -195,8 +231,8 @@ def _stream(
     for item in [x] if isinstance(x, Mapping) else x:
         inputs, leading = _inputs(item)
         part = start(leading.device)
-        for theta in draws:
-            part.add(draws.forward(theta, inputs), len(leading))
+        for draw in draws:
+            part.add(draws.forward(draw, inputs), len(leading))
         parts.append(part)
     if not parts:
         raise bad("x", type(x).__name__, "has no batches", "Pass at least one batch")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dpivon import IVON
 from dpivon.optim.curvature import CorrectedSquaredGradient, Evidence, Reparameterised, SquaredGradient
-from dpivon.optim.ivon_rule import IVONState, debias_factor, ivon_update, std, variance
+from dpivon.optim.ivon_rule import IVONState, ivon_update, std, variance
+from dpivon.optim.rule import debias as debias_factor
 from dpivon.optim.tensors import TensorList
 
 SHAPES = [(3, 4), (5,), (), (2, 1, 3)]

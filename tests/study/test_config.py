@@ -57,6 +57,7 @@ def test_the_other_studies():
     paper = {(r.method, r.lr) for r in resolve(STUDIES / "paper.yaml").runs}
     assert paper <= {(r.method, r.lr) for r in tuning.runs}  # the paper's rates are among the candidates
     ablations = resolve(STUDIES / "paper-ablations.yaml")
+    assert {r.method for r in ablations.runs} == {"dp-ivon-gradsq", "dp-ivon-gradsq-plain", "dp-ivon-reparam"}
     assert {k for r in ablations.runs for k in r.options} == {"ess", "hess_init", "beta2"}
     assert all(len(r.options) <= 1 for r in ablations.runs)  # one thing at a time
     assert resolve(STUDIES / "quick.yaml").dataset == "digits"

@@ -16,6 +16,6 @@ MEAN, STD = 0.5, 0.25
 
 
 def normalised(images: Images) -> tuple[Tensor, Tensor]:
-    """(pixels [N, H, W, channels] in fp32, labels [N])."""
-    pixels = torch.from_numpy(images.pixels.copy()).to(torch.float32).div_(255.0)
+    """(pixels [N, channels, H, W] in fp32, labels [N])."""
+    pixels = torch.from_numpy(images.pixels.transpose(0, 3, 1, 2).astype("float32")).contiguous().div_(255.0)
     return pixels.sub_(MEAN).div_(STD), torch.from_numpy(images.labels.astype("int64"))

@@ -52,7 +52,7 @@ class Report:
         self.console = Console(quiet=quiet, highlight=False)
         self._variational: Run | None = None
 
-    def introduce(self, digits: Digits, *, epsilon: float, delta: float, epochs: int, seed: int) -> None:
+    def introduce(self, digits: Digits, *, methods: int, epsilon: float, delta: float, epochs: int, seed: int) -> None:
         n = len(digits.train)
         lines = {
             "Hardware": f"{_cpu()}, one thread, torch {torch.__version__}. No GPU and no network are used.",
@@ -60,7 +60,7 @@ class Report:
             f"{len(digits.test)} for the table below.",
             "Guarantee": f"ε ≤ {epsilon:g} at δ = {delta:g} for each method by itself, against adding or removing one "
             f"training digit: {epochs} epochs of Poisson batches of {BATCH_SIZE} on average, C = {MAX_GRAD_NORM:g}, RDP "
-            "accountant. It covers neither the choice of the learning rates nor the three methods together.",
+            "accountant. It covers neither the choice of the learning rates nor the methods together.",
             "Seed": f"{seed}, for the privacy noise too, so that you get the same table again. Real secrets need noise "
             "whose seed nobody knows.",
         }
@@ -69,7 +69,7 @@ class Report:
                 f"the learning rates were chosen at ε = {EPSILON:g}, δ = {DELTA:g} and {EPOCHS} epochs; here others may "
                 "be better."
             )
-        self.console.print(f"[bold]dpivon {__version__} demo[/bold]: three private optimizers, one small network.")
+        self.console.print(f"[bold]dpivon {__version__} demo[/bold]: {_count(methods)}, one small network.")
         self._list(lines)
 
     @contextmanager
@@ -88,10 +88,10 @@ class Report:
             yield lambda epoch, spent: bar.update(task, completed=epoch, spent=spent)
 
     def remember(self, run: Run) -> None:
-        """The run whose posterior the conclusion talks about."""
-        self._variational = run
+        """The run whose posterior the conclusion talks about: the first of its kind."""
+        self._variational = self._variational or run
 
-    def conclude(self, results: Sequence[Result], folder: Path, seconds: float) -> None:
+    def conclude(self, results: Sequence[Result], folder: Path, written: Sequence[str], seconds: float) -> None:
         from rich.table import Table
 
         table = Table(title=f"{results[0].test_examples} test digits, seed {results[0].seed}", title_justify="left")
@@ -111,7 +111,7 @@ class Report:
         }
         lines |= self._about_posterior(results)
         self._list(lines)
-        names = "results.csv, reliability.png, posterior_width.png, posterior.safetensors and diagnostics.csv"
+        names = f"{', '.join(written[:-1])} and {written[-1]}"
         self.console.print(f"Wrote {names} to {folder}{os.sep} in {seconds:.0f} s.", soft_wrap=True, markup=False)
 
     def _about_posterior(self, results: Sequence[Result]) -> dict[str, str]:
@@ -138,6 +138,10 @@ class Report:
         for label, text in lines.items():
             grid.add_row(Text(label), Text(text))
         self.console.print(grid)
+
+
+def _count(methods: int) -> str:
+    return "one private method" if methods == 1 else f"{methods} private methods"
 
 
 def _verb(before: float, after: float) -> str:

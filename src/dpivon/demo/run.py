@@ -1,4 +1,4 @@
-"""The demonstration: train three methods within one budget, predict, compare, draw."""
+"""The demonstration: train methods within one budget each, predict, compare, draw."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import csv
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from dpivon.demo.data import TRAIN, Split, load_digits
-from dpivon.demo.methods import DELTA, EPOCHS, EPSILON, METHODS
+from dpivon.demo.methods import DELTA, EPOCHS, EPSILON, Entry, chosen
 from dpivon.demo.output import claim
 from dpivon.demo.plots import BINS, Panel, posterior_width, reliability_diagram
 from dpivon.demo.report import Report, Result
 from dpivon.demo.train import Run, one_thread, stream, train
 from dpivon.errors import bad, check_number, check_whole
 from dpivon.metrics import accuracy, brier, ece, nll
-from dpivon.posterior import Posterior
-from dpivon.predict import predict
 
 SAMPLES = 32
 
@@ -32,14 +30,16 @@ def run_demo(
     delta: float = DELTA,
     seed: int = 0,
     epochs: int = EPOCHS,
+    methods: Sequence[str] = (),
     quiet: bool = False,
 ) -> list[Result]:
-    """Train DP-SGD, DP-Adam and DP-IVON-Gradsq, each within (ε, δ), and compare them on held-out digits.
+    """Train ``methods`` (DP-SGD, DP-Adam and DP-IVON-Gradsq unless told otherwise), each within (ε, δ), and compare them.
 
-    Writes ``results.csv``, ``reliability.png``, ``posterior_width.png``, ``posterior.safetensors`` and
-    ``diagnostics.csv`` (the last three about IVON) into ``output``, and returns the lines of the table. The same seed
-    gives the same table on the same machine.
+    Writes ``results.csv`` and ``reliability.png``, ``posterior.safetensors`` where there is a posterior, and
+    ``posterior_width.png`` and ``diagnostics.csv`` about an IVON; where several methods write one of the last three, their
+    names are appended. Returns the lines of the table. The same seed gives the same table on the same machine.
     """
+    entries = chosen(methods)
     epsilon = check_number("epsilon", epsilon, "Use a budget such as 4", above=0.0)
     delta = check_number("delta", delta, "Use a value such as 1e-4", above=0.0)
     if delta >= 1 / TRAIN:
@@ -52,38 +52,42 @@ def run_demo(
     folder = claim(Path(output))
     began = time.perf_counter()
     report, digits = Report(quiet), load_digits()
-    report.introduce(digits, epsilon=epsilon, delta=delta, epochs=epochs, seed=seed)
+    report.introduce(digits, methods=len(entries), epsilon=epsilon, delta=delta, epochs=epochs, seed=seed)
 
     results: list[Result] = []
     panels: list[Panel] = []
-    for method in METHODS:
+    several = sum(entry.samples > 0 for entry in entries) > 1
+    written = ["results.csv", "reliability.png"]
+    for method in entries:
         with one_thread(), report.progress(method.name, epochs) as on_epoch:
             run = train(method, digits.train, epsilon=epsilon, delta=delta, epochs=epochs, seed=seed, on_epoch=on_epoch)
-        for prediction, samples in _ways_to_predict(run):
+        for prediction, samples in _ways_to_predict(method):
             probs = predict_with(run, digits.test, samples, seed)
             results.append(_score(run, prediction, samples, probs, digits.test, delta, seed))
             panels.append(Panel(f"{method.name}, {prediction}", probs))
+        suffix = f"-{method.key}" if several else ""
+        if method.samples:
+            written.append(f"posterior{suffix}.safetensors")
+            _save_posterior(run, folder / written[-1], delta, seed)
         if run.variational:
-            _save_posterior(run, folder, delta, seed)
-            posterior_width(
-                run.posterior, run.diagnostics.rows, folder / "posterior_width.png", initial_std=run.initial_std
-            )
-            run.diagnostics.to_csv(folder / "diagnostics.csv")
+            written += [f"posterior_width{suffix}.png", f"diagnostics{suffix}.csv"]
+            posterior_width(run.posterior, run.diagnostics.rows, folder / written[-2], initial_std=run.initial_std)
+            run.diagnostics.to_csv(folder / written[-1])
             report.remember(run)
     reliability_diagram(panels, digits.test.y, folder / "reliability.png")
     _write_csv(results, folder / "results.csv")
-    report.conclude(results, folder, time.perf_counter() - began)
+    report.conclude(results, folder, written, time.perf_counter() - began)
     return results
 
 
 def predict_with(run: Run, data: Split, samples: int, seed: int) -> Tensor:
     """Probabilities [n, 10], averaged over ``samples`` draws from the posterior, the same draws for the same seed."""
     with one_thread():
-        return predict(run.model, run.posterior, data.x, samples, generator=stream(seed, "prediction")).probs
+        return run.learner.predict(data.x, samples, generator=stream(seed, "prediction")).probs
 
 
-def _ways_to_predict(run: Run) -> list[tuple[str, int]]:
-    if run.variational:
+def _ways_to_predict(method: Entry) -> list[tuple[str, int]]:
+    if method.samples:
         return [("mean", 0), (f"{SAMPLES} samples", SAMPLES)]
     return [("point", 0)]
 
@@ -107,10 +111,10 @@ def _score(run: Run, prediction: str, samples: int, probs: Tensor, test: Split, 
     )
 
 
-def _save_posterior(run: Run, folder: Path, delta: float, seed: int) -> None:
+def _save_posterior(run: Run, path: Path, delta: float, seed: int) -> None:
     guarantee = {"epsilon": f"{run.epsilon:.6g}", "delta": f"{delta:g}", "seed": str(seed), "data": "sklearn digits"}
     q = run.posterior
-    Posterior(q.mean, q.variance, q.metadata | guarantee).save(folder / "posterior.safetensors")
+    replace(q, metadata=q.metadata | guarantee).save(path)
 
 
 def _write_csv(results: Sequence[Result], path: Path) -> None:

@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.demo.data import Split
-from dpivon.demo.methods import Method
+from dpivon.demo.methods import Entry
 from dpivon.diagnostics import Diagnostics
+from dpivon.methods import Learner
+from dpivon.methods import method as make
 from dpivon.models import SmallCNN
-from dpivon.optim import IVON
 from dpivon.posterior import Posterior
 from dpivon.privacy import PrivacyEngine
 
 BATCH_SIZE = 256
 MAX_GRAD_NORM = 1.0
-_PURPOSES = ("weights", "batches", "theta", "noise", "prediction")
+_PURPOSES = ("weights", "batches", "theta", "noise", "prediction", "masks")
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
     """What a finished run leaves behind."""
 
-    method: Method
-    model: nn.Module
-    posterior: Posterior
+    method: Entry
+    learner: Learner
     epsilon: float
     noise_multiplier: float
     steps: int
     diagnostics: Diagnostics
-    initial_std: float  # of the posterior before the first step; 0 for a point estimate
+    initial_std: float  # of IVON's posterior before the first step; 0 for the others
 
     @property
     def variational(self) -> bool:
         return self.initial_std > 0
 
+    @property
+    def posterior(self) -> Any:
+        return self.learner.posterior()
+
 
 def train(
-    method: Method,
+    method: Entry,
     data: Split,
     *,
     epsilon: float,
@@ -56,39 +61,54 @@ def train(
     Every method gets the same first weights, the same Poisson batches and the same stream of privacy noise.
     ``on_epoch(epoch, ε)`` is called after each epoch with what has been spent.
     """
-    with torch.random.fork_rng(devices=[]):  # layers draw their first weights from the global generator
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # layers draw their first weights from the global generator, and their masks
         torch.manual_seed(stream(seed, "weights").initial_seed())
         model: nn.Module = SmallCNN()
+        torch.manual_seed(stream(seed, "masks").initial_seed())
+        return _train(method, model, data, epsilon, delta, epochs, seed, on_epoch)
+
+
+def _train(
+    method: Entry,
+    model: nn.Module,
+    data: Split,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    seed: int,
+    on_epoch: Callable[[int, float], None],
+) -> Run:
     loader = DataLoader(TensorDataset(data.x, data.y), batch_size=BATCH_SIZE, generator=stream(seed, "batches"))
-    optimizer = method.make(model.parameters(), method.lr, len(data), stream(seed, "theta"))
-    initial_std = _width(optimizer.posterior(model)) if isinstance(optimizer, IVON) else 0.0
+    theta = stream(seed, "theta")
+    learner = make(method.key, model, dataset_size=len(data), lr=method.lr, generator=theta, **method.options)
+    initial_std = _width(learner.posterior()) if learner.variational else 0.0
     engine = PrivacyEngine()
     # A fixed seed makes the noise reproducible, and so removable: right for a demonstration, wrong for real secrets.
-    private_model, private_optimizer, private_loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
+    private_model, optimizer, private_loader = learner.make_private_with_epsilon(
+        engine,
+        loader,
         target_epsilon=epsilon,
         target_delta=delta,
         epochs=epochs,
         max_grad_norm=MAX_GRAD_NORM,
         noise_generator=stream(seed, "noise"),
     )
-    diagnostics = Diagnostics(private_optimizer)
+    diagnostics = Diagnostics(optimizer)
     for epoch in range(1, epochs + 1):
         for x, y in private_loader:
-            private_optimizer.zero_grad()
-            with private_optimizer.sampled_params(train=True) if initial_std else nullcontext():
+            optimizer.zero_grad()
+            with learner.sample():
                 nn.functional.cross_entropy(private_model(x), y).backward()
-            private_optimizer.step()
+            optimizer.step()
             diagnostics.observe(len(engine.accountant))
         on_epoch(epoch, engine.get_epsilon(delta))
     return Run(
         method=method,
-        model=model,
-        posterior=private_optimizer.posterior(),
+        learner=learner,
         epsilon=engine.get_epsilon(delta),
-        noise_multiplier=private_optimizer.noise_multiplier,
+        noise_multiplier=optimizer.noise_multiplier,
         steps=len(engine.accountant),
         diagnostics=diagnostics,
         initial_std=initial_std,

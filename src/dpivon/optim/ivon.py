@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 from dpivon.errors import DpivonError, PrivacyError, bad, check_number, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
-from dpivon.optim.ivon_rule import IVONState, debias_factor, ivon_update, std, variance
+from dpivon.optim.ivon_rule import IVONState, ivon_update, std, variance
+from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
+from dpivon.optim.rule import debias
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
 from dpivon.posterior import Posterior, unwrap
 from dpivon.release import Release
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-_STATE_KEYS = ("momentum", "hess", "mean")
 
 
 class IVON(Optimizer):
@@ -233,7 +232,7 @@ class IVON(Optimizer):
             beta1=beta1,
             beta2=group["beta2"],
             weight_decay=weight_decay,
-            debias=[debias_factor(beta1, state["step"]) for state in states] if group["debias"] else 1.0,
+            debias=debias(beta1, [state["step"] for state in states]) if group["debias"] else 1.0,
             clip_radius=group["clip_radius"],
         )
         new.mean.copy_to(params)
@@ -253,7 +252,7 @@ class IVON(Optimizer):
             )
             return self._pack(group, hess, g, g_squared, g_perturbation, 0.0)
         raw = release.gradients if release is not None else {p: p.grad for p in params}
-        g = TensorList([_dense(raw[p]).to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
+        g = TensorList([dense(raw[p]).to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
         # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
         asked = self.curvature.needs_sample and bool(epsilons)
         sampled = asked and all(p in epsilon for epsilon in epsilons for p in params)
@@ -308,7 +307,7 @@ class IVON(Optimizer):
             )
         if self._average is None:
             self._average = GradientAverage()
-        gradients = [(p, _dense(p.grad).to(self._state(p, group)["hess"].dtype)) for p, group in trained]
+        gradients = [(p, dense(p.grad).to(self._state(p, group)["hess"].dtype)) for p, group in trained]
         self._average.add(gradients, self._samples.perturbations[self._samples.used - 1])
         for p, _ in trained:
             p.grad = None
@@ -331,6 +330,11 @@ class IVON(Optimizer):
     def bind_to_releases(self) -> None:
         """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
         self._private = True
+
+    @property
+    def private(self) -> bool:
+        """Whether this learns from releases only."""
+        return self._private
 
     def rewind_samples(self) -> None:
         """The next micro-batch of the same logical batch uses the same θ."""
@@ -410,27 +414,16 @@ class IVON(Optimizer):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
-        dtype = torch.float32 if p.dtype in _LOW_PRECISION else p.dtype
         if not state:
+            dtype = full_dtype(p)
             state["step"] = 0
             state["momentum"] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
             state["hess"] = torch.full_like(p, group["hess_init"], dtype=dtype, requires_grad=False)
-        elif state["hess"].device != p.device or state["hess"].dtype != dtype:  # the model was moved or cast since
-            for key in _STATE_KEYS:
-                if key in state:
-                    state[key] = state[key].to(device=p.device, dtype=dtype)
-        if dtype == p.dtype:
-            state.pop("mean", None)
-        elif "mean" not in state:
-            state["mean"] = p.detach().to(dtype)
+        follow(p, state)
         return state
 
     def _mean(self, p: Tensor) -> Tensor:
-        """m in full precision; where the caller has written other weights into p since, those are the mean."""
-        master = self.state[p].get("mean")
-        if master is None:
-            return p.detach()
-        return torch.where(master.to(p.dtype) == p.detach(), master, p.detach().to(master.dtype))
+        return full_mean(p, self.state[p])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -454,14 +447,7 @@ class IVON(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype; ours is full precision on purpose, so take it from the source.
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(i, {})
-            for key in _STATE_KEYS:
-                if key in saved:
-                    self.state[p][key] = saved[key].detach().to(device=p.device, copy=True)
+        restore(self, state_dict)
         self.discard_samples()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -473,10 +459,3 @@ class IVON(Optimizer):
         state = super().__getstate__() | {key: self.__dict__[key] for key in own}
         # A sample that is pending belongs to gradients that are not part of the copy.
         return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None}
-
-
-def _dense(g: Tensor | None) -> Tensor:
-    assert g is not None
-    if g.is_sparse:
-        raise DpivonError("p.grad is sparse: IVON needs dense gradients; make the embedding layer with sparse=False.")
-    return g

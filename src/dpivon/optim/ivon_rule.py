@@ -40,11 +40,6 @@ def std(hess: Values, *, ess: Any, weight_decay: Any) -> Values:
     return ((hess + weight_decay) * ess).rsqrt()
 
 
-def debias_factor(beta1: float, t: int) -> float:
-    """1 − β₁ᵗ; 1 where β₁ = 1, whose momentum never moves from its start and needs no correction."""
-    return 1.0 if beta1 == 1.0 else 1.0 - math.pow(beta1, t)
-
-
 def ivon_update(
     state: IVONState[Values],
     g: Values,

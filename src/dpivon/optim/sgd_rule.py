@@ -7,9 +7,11 @@ Abadi et al., *Deep Learning with Differential Privacy*, 2016.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
+from dpivon.optim.rule import Hyper, full_like
 from dpivon.optim.tensors import Values
 
 
@@ -20,9 +22,31 @@ class SGDState(Generic[Values]):
 
 
 def sgd_update(
-    state: SGDState[Values], g: Values, *, lr: Any, momentum: Any = 0.0, weight_decay: Any = 0.0, nesterov: bool = False
+    state: SGDState[Values], g: Values, *, lr: Any, momentum: Any = 0.0, weight_decay: Any = 0.0, nesterov: Any = False
 ) -> SGDState[Values]:
+    """One step. ``nesterov`` is 0 or 1; as a column it gives each row of a stack its own."""
     d = g + state.mean * weight_decay
     velocity = state.velocity * momentum + d
-    step = d + velocity * momentum if nesterov else velocity
+    if isinstance(nesterov, bool | float | int):
+        step = d + velocity * momentum if nesterov else velocity
+    else:
+        step = d * nesterov + velocity * (momentum * nesterov + (1.0 - nesterov))
     return SGDState(mean=state.mean - step * lr, velocity=velocity)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """The rule."""
+
+    name: ClassVar[str] = "sgd"
+    defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": 0.0}
+    draws: ClassVar[bool] = False
+
+    def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
+        return {"mean": mean, "velocity": full_like(mean, 0.0)}
+
+    def step(
+        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
+    ) -> dict[str, Values]:
+        options = {key: hyper[key] for key in ("lr", *self.defaults)}
+        return vars(sgd_update(SGDState(**state), g, **options))

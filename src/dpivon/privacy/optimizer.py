@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from dpivon.errors import ArgumentError, PrivacyError
 from dpivon.optim.ivon import IVON
+from dpivon.optim.releases import HasPosterior, LearnsFromReleases
 from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.base import GradientSource
@@ -87,7 +88,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
 
     def _bind_inner(self) -> None:
         """The inner optimizer may step from here only: elsewhere ``p.grad`` is raw."""
-        if isinstance(self.original_optimizer, IVON):
+        if isinstance(self.original_optimizer, LearnsFromReleases):
             self.original_optimizer.bind_to_releases()
         elif hasattr(self.original_optimizer, "_optimizer_step_pre_hooks"):
             self.original_optimizer.register_step_pre_hook(_refuse_unreleased_step)
@@ -185,10 +186,10 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             raise ArgumentError(f"optimizer={name}: has no posterior to sample from. Make it private with dpivon.IVON.")
         return self.original_optimizer
 
-    def posterior(self, model: nn.Module | None = None) -> Posterior:
+    def posterior(self, model: nn.Module | None = None) -> Any:
         """The trained posterior, under the model's own names; a point of zero width for an ordinary optimizer."""
         model = self.module if model is None else model
-        if isinstance(self.original_optimizer, IVON):
+        if isinstance(self.original_optimizer, HasPosterior):
             return self.original_optimizer.posterior(model)
         return Posterior.point(model)
 
@@ -202,7 +203,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             )
         loss = None if closure is None else self._run(closure)
         if self.pre_step():
-            if isinstance(self.original_optimizer, IVON):
+            if isinstance(self.original_optimizer, LearnsFromReleases):
                 self.original_optimizer.step(release=self.last_release)
             else:
                 self.original_optimizer._stepping_on_release = True  # type: ignore[attr-defined]

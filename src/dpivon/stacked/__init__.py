@@ -1,6 +1,7 @@
 """Many private runs as one program."""
 
+from dpivon.stacked.ensemble import Ensemble, ensemble_noise, joint_epsilon
 from dpivon.stacked.networks import AnyNetwork, Network, PaperNetwork
 from dpivon.stacked.stack import Run, Stack
 
-__all__ = ["AnyNetwork", "Network", "PaperNetwork", "Run", "Stack"]
+__all__ = ["AnyNetwork", "Ensemble", "Network", "PaperNetwork", "Run", "Stack", "ensemble_noise", "joint_epsilon"]

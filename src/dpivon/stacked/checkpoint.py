@@ -115,7 +115,7 @@ def _fingerprint(stack: Stack) -> str:
     """Which stack this is, without its seeds, which are as secret as the noise."""
     shape = {k: list(v.shape) for p in stack.parts for k, v in p.state.items()}
     rates = [s.digest for s in stack.mechanism.specs]
-    text = json.dumps([[repr(run) for run in stack.runs], rates, shape, len(stack.images), str(stack.images.dtype)])
+    text = json.dumps([[repr(run) for run in stack.runs], rates, shape, len(stack.inputs), str(stack.inputs.dtype)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -8,10 +8,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpivon.optim.adam_rule import AdamState, adam_update
-from dpivon.optim.curvature import CorrectedSquaredGradient, CurvatureEstimator, Evidence
+from dpivon.optim.adam_rule import Adam, AdamW
+from dpivon.optim.average import average_update
+from dpivon.optim.curvature import (
+    CorrectedSquaredGradient,
+    CurvatureEstimator,
+    Evidence,
+    Reparameterised,
+    SquaredGradient,
+)
+from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, ivon_update, std
-from dpivon.optim.sgd_rule import SGDState, sgd_update
+from dpivon.optim.rule import UpdateRule, debias
+from dpivon.optim.sgd_rule import SGD
 
 Rows = dict[str, Tensor]
 
@@ -19,7 +28,8 @@ Rows = dict[str, Tensor]
 class Rule(Protocol):
     """State of some rows, θ from it, and the step that a released gradient makes of it. Pure: tensors in, tensors out."""
 
-    samples: bool
+    @property
+    def samples(self) -> bool: ...
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows: ...
 
@@ -29,49 +39,46 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class SGD:
-    """DP-SGD with momentum."""
+class PointRows:
+    """Rows that train at their mean, under any rule of :mod:`dpivon.optim`; one that draws gets the posterior stream."""
 
+    rule: UpdateRule
     samples = False
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        return {"mean": mean, "velocity": torch.zeros_like(mean)}
+        return self.rule.start(mean, hyper)
 
     def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
         return state["mean"]
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
-        new = sgd_update(
-            SGDState(**state), g, lr=hyper["lr"], momentum=hyper["momentum"], weight_decay=hyper["weight_decay"]
-        )
-        return vars(new)
+        variance = hyper["noise_variance"]
+        return self.rule.step(state, g, t=t, noise_variance=variance, normal=noise, hyper=hyper)
 
 
 @dataclass(frozen=True)
-class Adam:
-    """DP-Adam."""
+class AveragedRows:
+    """Any rows, with the average of their iterates kept beside them (:mod:`dpivon.optim.average`)."""
 
-    samples = False
+    rule: Rule
+
+    @property
+    def samples(self) -> bool:
+        return self.rule.samples
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        return {"mean": mean, "momentum": torch.zeros_like(mean), "second": torch.zeros_like(mean)}
+        return {**self.rule.start(mean, hyper), "average": mean.clone()}
 
     def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
-        return state["mean"]
+        return self.rule.theta(_without_average(state), noise, hyper)
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
-        beta1, beta2 = hyper["beta1"], hyper["beta2"]
-        new = adam_update(
-            AdamState(**state),
-            g,
-            lr=hyper["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=hyper["weight_decay"],
-            debias1=_debias(beta1, t),
-            debias2=_debias(beta2, t),
-        )
-        return vars(new)
+        new = self.rule.step(_without_average(state), g, noise, t, hyper)
+        return {**new, "average": average_update(state["average"], new["mean"], decay=hyper["ema"], t=t)}
+
+
+def _without_average(state: Rows) -> Rows:
+    return {key: value for key, value in state.items() if key != "average"}
 
 
 @dataclass(frozen=True)
@@ -107,20 +114,33 @@ class IVONRows:
             beta1=hyper["beta1"],
             beta2=hyper["beta2"],
             weight_decay=weight_decay,
-            debias=_debias(hyper["beta1"], t),
+            debias=debias(hyper["beta1"], t),
         )
         return vars(new)
 
 
-def _debias(beta: Tensor, t: Tensor) -> Tensor:
-    """1 − βᵗ, in double precision: at β = .99999 a float loses it."""
-    return (1.0 - beta.double() ** t.double()).float()
+POINT_RULES: dict[str, UpdateRule] = {
+    "dp-sgd": SGD(),
+    "dp-adam": Adam(),
+    "dp-adamw": AdamW(),
+    "dpagd": DPAGD(),
+    "dp-rmsprop": RMSPROP,
+    "dp-adagrad": ADAGRAD,
+    "dp-adambc": ADAMBC,
+}
+_IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0}
 
+RULES: dict[str, Rule] = {
+    **{name: PointRows(rule) for name, rule in POINT_RULES.items()},
+    "dp-ivon-gradsq": IVONRows(CorrectedSquaredGradient()),
+    "dp-ivon-gradsq-plain": IVONRows(SquaredGradient()),
+    "dp-ivon-reparam": IVONRows(Reparameterised()),
+}
 
-RULES: dict[str, Rule] = {"dp-sgd": SGD(), "dp-adam": Adam(), "dp-ivon-gradsq": IVONRows(CorrectedSquaredGradient())}
-
+#: The hyperparameters of each besides ``lr`` and ``ess``, which is N unless an option says otherwise.
 DEFAULTS: dict[str, dict[str, float]] = {
-    "dp-sgd": {"momentum": 0.9, "weight_decay": 1e-4},
-    "dp-adam": {"beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-4},
-    "dp-ivon-gradsq": {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0},
+    name: {key: value for key, value in POINT_RULES[name].defaults.items() if key != "ess"}
+    if name in POINT_RULES
+    else _IVON_DEFAULTS
+    for name in RULES
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number, check_whole
+from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
 from dpivon.privacy.kernels.batch import Batch
@@ -22,12 +23,15 @@ from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, Streams
 from dpivon.stacked.networks import Network
-from dpivon.stacked.rules import DEFAULTS, RULES, Rows, Rule
+from dpivon.stacked.rules import DEFAULTS, RULES, AveragedRows, Rows, Rule
 
 
 @dataclass(frozen=True)
 class Run:
-    """One private training run. ``options`` override the method's defaults (``beta1``, ``ess``, ``hess_init``, …)."""
+    """One private training run. ``options`` override the method's defaults (``beta1``, ``ess``, ``hess_init``, …).
+
+    The option ``ema``, for every method, keeps an average of the iterates beside them: ``Stack.average``.
+    """
 
     method: str
     seed: int
@@ -43,7 +47,7 @@ class Run:
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
-        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess"}
+        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema"}
         if unknown:
             raise bad(
                 "options",
@@ -51,6 +55,13 @@ class Run:
                 f"are not options of {self.method!r}",
                 f"Use {sorted(DEFAULTS[self.method])}",
             )
+        for name, value in self.options.items():
+            check_hyper(name, value)
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """Rows of one kind are updated together."""
+        return self.method, "ema" in self.options
 
 
 class Stack:
@@ -84,7 +95,7 @@ class Stack:
         n = len(inputs) if dataset_size is None else dataset_size
         check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
         # Rows of one method stand together, so that each rule acts on a slice.
-        self.order = sorted(range(len(runs)), key=lambda i: list(RULES).index(runs[i].method))
+        self.order = sorted(range(len(runs)), key=lambda i: (list(RULES).index(runs[i].method), runs[i].kind))
         self.runs = [runs[i] for i in self.order]
         self.network, self.block = network, block
         self.device = inputs.device
@@ -100,15 +111,16 @@ class Stack:
         rows = [network.initial(runs[i].seed) if start is None else start[i] for i in self.order]
         mean = torch.stack(rows).to(self.device, torch.float32)
         self._eps = torch.zeros_like(mean)
-        self.parts = [self._part(method, mean, n) for method in dict.fromkeys(r.method for r in self.runs)]
+        self.parts = [self._part(kind, mean, n) for kind in dict.fromkeys(r.kind for r in self.runs)]
         self._buffers: BatchBlock | None = None
         self._graph: Any = None
         self._warm_steps = 0
         self._step_rules = torch.compile(self._apply) if self.device.type == "cuda" else self._apply
 
-    def _part(self, method: str, mean: Tensor, n: int) -> _Part:
-        rows = [i for i, r in enumerate(self.runs) if r.method == method]
-        keys = ["lr", *DEFAULTS[method], *(["ess"] if RULES[method].samples else [])]
+    def _part(self, kind: tuple[str, bool], mean: Tensor, n: int) -> _Part:
+        method, averaged = kind
+        rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
+        keys = ["lr", "ess", *DEFAULTS[method], *(["ema"] if averaged else [])]
         columns = []
         for i in rows:
             run = self.runs[i]
@@ -118,7 +130,7 @@ class Stack:
         hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
         place = slice(rows[0], rows[-1] + 1)
         hyper["noise_variance"] = self.mechanism.variance[place]
-        rule = RULES[method]
+        rule: Rule = AveragedRows(RULES[method]) if averaged else RULES[method]
         return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
 
     # ---- training
@@ -220,6 +232,11 @@ class Stack:
         return torch.cat([p.state["mean"] for p in self.parts])
 
     @property
+    def average(self) -> Tensor:
+        """[K, P] as well: the averaged iterates of the runs with ``ema``, the mean itself of the others."""
+        return torch.cat([p.state.get("average", p.state["mean"]) for p in self.parts])
+
+    @property
     def std(self) -> Tensor:
         """Posterior standard deviations, [K, P]; zero for point estimates."""
         return torch.cat([_std(p) for p in self.parts])
@@ -232,12 +249,14 @@ class Stack:
         """Run i's network at its mean."""
         return self.network.model(self.mean[self._row(i)])
 
-    def posterior(self, i: int) -> Posterior:
-        """Run i's posterior under its network's own parameter names."""
+    def posterior(self, i: int, *, averaged: bool = False) -> Posterior:
+        """Run i's posterior under its network's own parameter names; around the average of its iterates if ``averaged``."""
         row = self._row(i)
+        if averaged and not self.runs[row].kind[1]:
+            raise bad("averaged", True, f"but run {i} keeps no average", 'Give it options={"ema": 0.99}')
         mean, std = (
             {n: p.detach().clone() for n, p in self.network.model(values[row]).named_parameters() if p.requires_grad}
-            for values in (self.mean, self.std)
+            for values in (self.average if averaged else self.mean, self.std)
         )
         method = self.runs[row].method
         return Posterior(mean=mean, variance={n: s.square() for n, s in std.items()}, metadata={"method": method})

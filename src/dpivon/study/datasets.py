@@ -19,7 +19,7 @@ from dpivon.study.plan import Plan
 class StudyData:
     """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning."""
 
-    images: Tensor  # [N, H, W, channels], normalised by public constants
+    images: Tensor  # [N, channels, H, W], normalised by public constants
     labels: Tensor
     eval_images: Tensor
     eval_labels: Tensor
@@ -49,12 +49,11 @@ def _digits(split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         train_x = torch.cat([digits.train.x, digits.validation.x])
         train_y = torch.cat([digits.train.y, digits.validation.y])
         x, y = digits.test.x, digits.test.y
-    first, second = ((t.permute(0, 2, 3, 1) - MEAN) / STD for t in (train_x, x))
-    return first.contiguous(), train_y, second.contiguous(), y
+    return (train_x - MEAN) / STD, train_y, (x - MEAN) / STD, y
 
 
 def build_network(plan: Plan, data: StudyData) -> Network:
-    _, height, _width, channels = data.images.shape
+    _, channels, height, _width = data.images.shape
     if plan.network == "paper":
         if (height, channels) != (32, 3):
             raise bad("network", "paper", f"takes colour pictures of 32×32, not {plan.dataset}", "Use small")

@@ -17,7 +17,7 @@ _CHUNK = 5000  # pictures a forward pass
 def scores(stack: Stack, i: int, images: Tensor, labels: Tensor, *, samples: int, seed: int) -> dict[str, float]:
     """accuracy, nll, ece and brier of run i, and mc_… where it has a posterior. NaN where the run has diverged."""
     row = stack._row(i)
-    mean, std = stack.mean[row], stack.std[row]
+    mean, std = stack.average[row], stack.std[row]  # the mean itself unless the run keeps an average
     out = _scores(probabilities(stack.network, mean[None], images), labels)
     if bool((std > 0).any()):
         generator = torch.Generator(mean.device).manual_seed(seed)
@@ -31,11 +31,11 @@ def scores(stack: Stack, i: int, images: Tensor, labels: Tensor, *, samples: int
 
 @torch.no_grad()
 def probabilities(network: Network, rows: Tensor, images: Tensor) -> Tensor:
-    """softmax averaged over rows of parameters, [N, classes]. Images are [N, H, W, channels]."""
+    """softmax averaged over rows of parameters, [N, classes]. Images are [N, channels, H, W]."""
     total: Tensor | None = None
     for row in rows:
         model = network.model(row).eval()
-        logits = torch.cat([model(part.permute(0, 3, 1, 2).to(row.dtype)) for part in images.split(_CHUNK)])
+        logits = torch.cat([model(part) for part in images.split(_CHUNK)])
         total = logits.softmax(-1) if total is None else total + logits.softmax(-1)
     assert total is not None
     return total / len(rows)

@@ -1,0 +1,40 @@
+"""Every method by its name, under one contract: see :mod:`dpivon.methods.base`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dpivon.errors import bad
+from dpivon.methods import adam, bbp, dpagd, dropout, ivon, langevin, sgd
+from dpivon.methods.base import Learner, Method, Setup, learner
+
+METHODS: dict[str, Method] = {
+    m.name: m for family in (sgd, adam, dpagd, ivon, langevin, bbp, dropout) for m in family.METHODS
+}
+
+
+def describe(name: str) -> Method:
+    """The method of this name."""
+    if name not in METHODS:
+        raise bad("name", name, "is not a known method", f"Use one of {', '.join(map(repr, METHODS))}")
+    return METHODS[name]
+
+
+def method(name: str, model: nn.Module, *, dataset_size: int, **options: Any) -> Learner:
+    """The method ``name`` at work on ``model``.
+
+    Args:
+        name: one of those that ``dpivon methods`` lists.
+        model: the network. ``learner.model`` is the one to train: some methods convert their layers.
+        dataset_size: the public number of training examples N.
+        lr: step size; None takes the method's.
+        ema: decay of an average of the iterates, which then is what predicts; None for none.
+        generator: source of θ-samples and Langevin noise, not of the privacy noise.
+        **options: the method's own, by the names in ``describe(name).defaults``.
+    """
+    return learner(describe(name), model, dataset_size=dataset_size, **options)
+
+
+__all__ = ["METHODS", "Learner", "Method", "Setup", "describe", "method"]

@@ -1,0 +1,177 @@
+"""What a method is, and what one gets by naming it.
+
+A method is a description: what it optimises, what its posterior is, how it predicts, its defaults, its reference, and how
+to make its model and optimizer. Clipping, noise, sampling and accounting are not part of it: they are the engine's, and the
+same for every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dpivon.errors import PrivacyError, bad, check_number, check_whole
+from dpivon.optim.average import EMA
+from dpivon.optim.ivon import IVON
+from dpivon.optim.releases import HasPosterior
+from dpivon.optim.rule import UpdateRule
+from dpivon.optim.rule_optimizer import RuleOptimizer
+from dpivon.posterior import Posterior
+from dpivon.predict import predict
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method is made with. ``dataset_size`` is the public N; ``options`` are the method's defaults, overridden."""
+
+    lr: float
+    dataset_size: int
+    generator: torch.Generator | None
+    options: Mapping[str, Any]
+
+
+Build = Callable[[nn.Module, Setup], tuple[nn.Module, Optimizer]]
+Predict = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method by its name. ``lr`` and ``defaults`` hold where the caller says nothing.
+
+    ``build(model, setup)`` returns the model to train, which may be another one than it was given, and its optimizer.
+    ``samples`` is how many draws a prediction averages; 0 for a point. ``predict(model, posterior, x, samples, …)`` is
+    :func:`dpivon.predict` unless the method has its own way.
+    """
+
+    name: str
+    title: str
+    summary: str
+    optimises: str
+    posterior: str
+    predicts: str
+    choose: str
+    reference: str
+    lr: float
+    build: Build
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 0
+    predict: Predict = predict
+
+
+class Learner:
+    """A method at work on a model: ``model`` and ``optimizer`` to train with, and the posterior to predict from.
+
+    >>> learner = dpivon.method("dp-ivon-gradsq", model, dataset_size=len(train_set))
+    >>> model, optimizer, loader = learner.make_private(engine, loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     with learner.sample():
+    ...         loss_fn(model(x), y).backward()
+    ...     optimizer.step()
+    >>> learner.predict(test_x)
+
+    ``sample()`` puts a draw of θ into the parameters for the methods that train at one, and does nothing for the others, so
+    the loop is the same for all. ``model`` and ``optimizer`` may as well be given to ``PrivacyEngine.make_private`` directly.
+    """
+
+    def __init__(self, method: Method, model: nn.Module, optimizer: Optimizer, average: EMA | None) -> None:
+        self.method, self.model, self.optimizer, self.average = method, model, optimizer, average
+        self.private_optimizer: Any = None
+
+    def make_private(self, engine: Any, data_loader: Any, **options: Any) -> Any:
+        """``engine.make_private`` for this model and optimizer; the options are that method's."""
+        return self._remember(
+            engine.make_private(module=self.model, optimizer=self.optimizer, data_loader=data_loader, **options)
+        )
+
+    def make_private_with_epsilon(self, engine: Any, data_loader: Any, **options: Any) -> Any:
+        """``engine.make_private_with_epsilon`` for this model and optimizer; the options are that method's."""
+        return self._remember(
+            engine.make_private_with_epsilon(
+                module=self.model, optimizer=self.optimizer, data_loader=data_loader, **options
+            )
+        )
+
+    def _remember(self, made: Any) -> Any:
+        self.private_optimizer = made[1]
+        return made
+
+    @property
+    def variational(self) -> bool:
+        """Whether gradients are taken at a draw θ ~ N(m, diag σ²)."""
+        return isinstance(self.optimizer, IVON)
+
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """The θ at which a training step takes its gradients."""
+        if not isinstance(self.optimizer, IVON):
+            yield
+            return
+        if self.private_optimizer is None and self.optimizer.private:
+            raise PrivacyError(
+                "sample(): the optimizer was made private elsewhere. Use learner.make_private, or sampled_params(train=True) "
+                "of the private optimizer."
+            )
+        optimizer = self.optimizer if self.private_optimizer is None else self.private_optimizer
+        with optimizer.sampled_params(train=True):
+            yield
+
+    def posterior(self) -> Any:
+        """What was learned, under the model's own names: averaged iterates if they are averaged."""
+        if self.average is not None:
+            return self.average.posterior(self.model)
+        if isinstance(self.optimizer, HasPosterior):
+            return self.optimizer.posterior(self.model)
+        return Posterior.point(self.model)
+
+    def predict(self, x: Any, samples: int | None = None, **options: Any) -> Any:
+        """As :func:`dpivon.predict`, in the method's own way; ``samples=None`` takes as many draws as is usual for it."""
+        samples = self.method.samples if samples is None else samples
+        return self.method.predict(self.model, self.posterior(), x, samples, **options)
+
+
+def learner(
+    method: Method,
+    model: nn.Module,
+    *,
+    dataset_size: int,
+    lr: float | None = None,
+    ema: float | None = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Learner:
+    """The method at work on ``model``."""
+    n = check_whole("dataset_size", dataset_size, "Use the public number of training examples", at_least=1)
+    lr = check_number("lr", method.lr if lr is None else lr, "Use a non-negative step size", at_least=0.0)
+    unknown = sorted(set(options) - set(method.defaults))
+    if unknown:
+        raise bad(
+            unknown[0],
+            options[unknown[0]],
+            f"is not an option of {method.name!r}",
+            f"It has {', '.join(map(repr, method.defaults)) or 'none besides lr and ema'}",
+        )
+    made, optimizer = method.build(model, Setup(lr, n, generator, {**method.defaults, **options}))
+    return Learner(method, made, optimizer, None if ema is None else EMA(optimizer, ema))
+
+
+def build_rule(rule: UpdateRule) -> Build:
+    """The usual way: the model as it is, and the rule over its parameters."""
+
+    def build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
+        own = {"ess": float(setup.dataset_size)} if "ess" in rule.defaults else {}
+        options = {**own, **setup.options}
+        return model, RuleOptimizer(model.parameters(), rule, lr=setup.lr, generator=setup.generator, **options)
+
+    return build
+
+
+def rule_defaults(rule: UpdateRule) -> dict[str, float]:
+    """A rule's defaults, without N, which is not an option but ``dataset_size``."""
+    return {key: value for key, value in rule.defaults.items() if key != "ess"}

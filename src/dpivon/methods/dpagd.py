@@ -1,0 +1,87 @@
+"""The DPAGD family: the general private adaptive step, and its members that have no file of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dpivon.errors import bad
+from dpivon.methods.base import Method, Setup, build_rule, rule_defaults
+from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
+from dpivon.optim.moments import PHI, PSI, Moment
+from dpivon.optim.rule_optimizer import RuleOptimizer
+
+#: Every number that some φ or ψ may ask for; None takes its own default.
+_NUMBERS = ("momentum", "beta1", "beta2", "floor", "nu", "cap", "weight_decay")
+
+
+def _moment(kind: str, value: Any, known: dict[str, Moment]) -> Moment:
+    if not isinstance(value, str):
+        return value  # a Moment of the caller's own
+    if value not in known:
+        raise bad(kind, value, "is not known", f"Use one of {', '.join(map(repr, known))}, or an object")
+    return known[value]
+
+
+def _build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    rule = DPAGD(_moment("phi", setup.options["phi"], PHI), _moment("psi", setup.options["psi"], PSI))
+    numbers = {key: setup.options[key] for key in _NUMBERS if setup.options[key] is not None}
+    return model, RuleOptimizer(model.parameters(), rule, lr=setup.lr, **numbers)
+
+
+METHODS = (
+    Method(
+        name="dpagd",
+        title="DPAGD",
+        summary="the general adaptive step θ − α φ/(√min(ψ, λ) + ν)",
+        optimises="weights",
+        posterior="none: a point",
+        predicts="one pass",
+        choose="to study adaptivity: any φ, any ψ, the cap λ",
+        reference="Zhou et al. 2020",
+        lr=0.01,
+        build=_build,
+        defaults={"phi": "average", "psi": "square-average", **dict.fromkeys(_NUMBERS)},
+    ),
+    Method(
+        name="dp-rmsprop",
+        title="DP-RMSProp",
+        summary="DPAGD with φ = g, ψ the running average of g²",
+        optimises="weights",
+        posterior="none: a point",
+        predicts="one pass",
+        choose="DP-Adam with one buffer less",
+        reference="Tieleman and Hinton 2012; Zhou et al. 2020",
+        lr=0.003,
+        build=build_rule(RMSPROP),
+        defaults=rule_defaults(RMSPROP),
+    ),
+    Method(
+        name="dp-adagrad",
+        title="DP-AdaGrad",
+        summary="DPAGD with φ = g, ψ the sum of all g²",
+        optimises="weights",
+        posterior="none: a point",
+        predicts="one pass",
+        choose="convex problems; the step decays as 1/√t by itself",
+        reference="Duchi et al. 2011; Zhou et al. 2020",
+        lr=0.03,
+        build=build_rule(ADAGRAD),
+        defaults=rule_defaults(ADAGRAD),
+    ),
+    Method(
+        name="dp-adambc",
+        title="DP-AdamBC",
+        summary="DP-Adam less the noise's variance in its second moment",
+        optimises="weights",
+        posterior="none: a point",
+        predicts="one pass",
+        choose="sparse or badly scaled gradients; needs its floor tuned",
+        reference="Tang et al. 2024",
+        lr=0.003,
+        build=build_rule(ADAMBC),
+        defaults=rule_defaults(ADAMBC),
+    ),
+)

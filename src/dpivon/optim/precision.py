@@ -1,0 +1,60 @@
+"""State in full precision whatever the model's: bf16 and fp16 parameters get an fp32 master copy of their mean.
+
+A step of size 1e-3 is lost when it is added to a bf16 weight of size 1, so the weights that are optimised are the master's
+and the model's are rounded from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpivon.errors import DpivonError
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def full_dtype(p: Tensor) -> torch.dtype:
+    """The dtype in which p is optimised."""
+    return torch.float32 if p.dtype in _LOW_PRECISION else p.dtype
+
+
+def full_mean(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """m in full precision; where the caller has written other weights into p since, those are the mean."""
+    master = state.get("mean")
+    if master is None:
+        return p.detach()
+    return torch.where(master.to(p.dtype) == p.detach(), master, p.detach().to(master.dtype))
+
+
+def follow(p: Tensor, state: dict[str, Any]) -> None:
+    """Bring state to where p is now, if the model was moved or cast, and keep a master exactly where one is needed."""
+    dtype = full_dtype(p)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and (value.device != p.device or value.dtype != dtype):
+            state[key] = value.to(device=p.device, dtype=dtype)
+    if dtype == p.dtype:
+        state.pop("mean", None)
+    elif "mean" not in state:
+        state["mean"] = p.detach().to(dtype)
+
+
+def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """After ``load_state_dict``, which casts state to the parameter's dtype: take the tensors from the source again."""
+    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in zip(saved_ids, params, strict=True):
+        for key, value in state_dict["state"].get(i, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[p][key] = value.detach().to(device=p.device, copy=True)
+
+
+def dense(g: Tensor | None) -> Tensor:
+    """A gradient that update rules can read."""
+    assert g is not None
+    if g.is_sparse:
+        raise DpivonError("p.grad is sparse: dense gradients are needed; make the embedding layer with sparse=False.")
+    return g

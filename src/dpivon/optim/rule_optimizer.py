@@ -1,0 +1,133 @@
+"""Any update rule as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpivon.errors import DpivonError, PrivacyError, bad
+from dpivon.optim.hyper import check_hyper
+from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
+from dpivon.optim.rule import UpdateRule
+from dpivon.optim.tensors import TensorList
+from dpivon.release import Release
+
+
+class RuleOptimizer(Optimizer):
+    """Runs a pure rule over all parameters of a model.
+
+    >>> optimizer = RuleOptimizer(model.parameters(), AdamBC(), lr=1e-3)
+
+    Under ``dpivon.PrivacyEngine`` it learns from the :class:`~dpivon.release.Release`, so the rule knows the true variance of
+    the noise; otherwise from ``p.grad``, with variance 0. State lives in ``self.state`` per parameter (``step`` and what the
+    rule remembers, in full precision; for bf16 or fp16 parameters a master ``mean`` too), all of it in ``state_dict()``.
+
+    Args:
+        params: parameters, named parameters, or parameter groups; every number below may differ by group.
+        rule: the update.
+        lr: step size α.
+        generator: source of the rule's own normals, if it draws any; the device's default generator if None.
+        **hyper: the rule's hyperparameters; those left out have the rule's defaults.
+    """
+
+    def __init__(
+        self, params: Any, rule: UpdateRule, *, lr: float, generator: torch.Generator | None = None, **hyper: float
+    ) -> None:
+        unknown = sorted(set(hyper) - set(rule.defaults))
+        if unknown:
+            raise bad(
+                unknown[0],
+                hyper[unknown[0]],
+                f"is not an option of {rule.name!r}",
+                f"It has {', '.join(map(repr, rule.defaults)) or 'none besides lr'}",
+            )
+        self.rule, self.generator = rule, generator
+        self._private = False
+        super().__init__(params, {"lr": lr, **rule.defaults, **hyper})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any:
+        """Update from the gradients in ``p.grad``, or from a private ``release`` of them."""
+        if self._private and release is None:
+            raise PrivacyError(
+                f"step() without a release: this {self.rule.name!r} belongs to a dpivon.DPOptimizer, and p.grad may hold raw "
+                "gradients. Call step() on the optimizer that make_private returned."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = False
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.requires_grad and _has_gradient(p, release)]
+            if params:
+                self._update(group, params, release)
+                stepped = True
+        if not stepped:
+            raise DpivonError("step() without a gradient: no parameter has p.grad; call loss.backward() before step().")
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
+        states = [self._state(p, group) for p in params]
+        for state in states:
+            state["step"] += 1
+        raw = release.gradients if release is not None else {p: p.grad for p in params}
+        g = TensorList([dense(raw[p]).to(full_dtype(p)) for p in params])
+        remembered = [key for key in states[0] if key not in ("step", "mean")]
+        before = {key: TensorList([state[key] for state in states]) for key in remembered}
+        before["mean"] = TensorList([full_mean(p, state) for p, state in zip(params, states, strict=True)])
+        after = self.rule.step(
+            before,
+            g,
+            t=[state["step"] for state in states],
+            noise_variance=0.0 if release is None else release.variance,
+            normal=TensorList([self._standard_normal(x) for x in g]) if self.rule.draws else None,
+            hyper=group,
+        )
+        after["mean"].copy_to(params)
+        for i, state in enumerate(states):
+            for key in (*remembered, *(["mean"] if "mean" in state else [])):
+                state[key] = after[key][i]
+
+    def _standard_normal(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            started = self.rule.start(TensorList([p.detach().to(full_dtype(p))]), group)
+            state.update({"step": 0, **{key: value[0] for key, value in started.items() if key != "mean"}})
+        follow(p, state)
+        return state
+
+    # ---- what the release boundary calls
+
+    def bind_to_releases(self) -> None:
+        """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
+        self._private = True
+
+    # ---- the optimizer protocol
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", *self.rule.defaults):
+            group[name] = check_hyper(name, group[name])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        restore(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {key: self.__dict__[key] for key in ("rule", "generator", "_private")}
+
+    def __repr__(self) -> str:
+        return f"{self.rule.name}: {super().__repr__()}"
+
+
+def _has_gradient(p: Tensor, release: Release | None) -> bool:
+    return p.grad is not None if release is None else p in release.gradients

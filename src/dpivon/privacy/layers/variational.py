@@ -1,0 +1,89 @@
+"""Gaussian layers: the spread's weights enter as their variances, so a gradient in r is one in σ² times dσ²/dr, elementwise.
+
+The mean's part is an ordinary layer with an ordinary rule. Spread and mean are parameters alike: they are clipped together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.privacy.clipping import row_norms
+from dpivon.privacy.layers.conv import conv
+from dpivon.privacy.layers.linear import linear
+from dpivon.privacy.layers.registry import register_rule
+from dpivon.privacy.layers.uses import MEMORY_CAP, Dense, Order, Outer, Use
+from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear
+from dpivon.variational.spread import variance_slope
+
+
+@register_rule(SpreadLinear)
+def spread_linear(layer: SpreadLinear, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
+    return _in_r(layer, linear(layer, (inputs[0].to(g.dtype).square(),), g), g.dtype)
+
+
+@register_rule(SpreadConv1d, SpreadConv2d, SpreadConv3d)
+def spread_conv(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
+    return _in_r(layer, conv(layer, (inputs[0].to(g.dtype).square(),), g), g.dtype)
+
+
+def _in_r(layer: Spread, uses: Mapping[Tensor, Use], dtype: torch.dtype) -> Mapping[Tensor, Use]:
+    """From gradients in σ² to gradients in r."""
+    out: dict[Tensor, Use] = {}
+    for r, use in uses.items():
+        factor = variance_slope(r.detach().to(dtype), layer.initial_std)
+        if isinstance(use, Outer):
+            out[r] = Scaled(use.a, use.g, factor, use.shape, use.transposed, use.order)
+        else:
+            out[r] = Dense(use.materialise() * factor)
+    return out
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """g_i = F ⊙ Σ_t G_it ⊗ A_it: an :class:`Outer` with a factor for every element of the parameter, the same for all examples.
+
+    With one position the squared norm is Σ_pd G_p² F_pd² A_d², a product of matrices; with several the factor spoils the ghost
+    norm, and the gradient is materialised, some examples at a time. The sum is that of the outer products, times F.
+    """
+
+    a: Tensor
+    g: Tensor
+    factor: Tensor
+    shape: torch.Size
+    transposed: bool = False
+    order: Order | None = None
+
+    @property
+    def _outer(self) -> Outer:
+        return Outer(self.a, self.g, self.shape, self.transposed, self.order)
+
+    def squared_norm(self) -> Tensor:
+        if self.a.shape[1] == 1 and self.order is None and not self.transposed:
+            a, g, f = (t.double().square() for t in (self.a[:, 0], self.g[:, 0], self.factor.reshape(self.shape)))
+            return ((g @ f) * a).sum(1)
+        each = 8 * self.shape.numel()  # the gradient and its product with F
+        examples = torch.arange(len(self.a), device=self.a.device).split(max(1, MEMORY_CAP // each))
+        return torch.cat([row_norms(self._some(i).flatten(1)) for i in examples]).square()
+
+    def _some(self, i: Tensor) -> Tensor:
+        return Outer(self.a[i], self.g[i], self.shape, self.transposed, self.order).materialise() * self.factor
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self._outer.weighted_sum(c) * self.factor
+
+    def materialise(self) -> Tensor:
+        return self._outer.materialise() * self.factor
+
+    def without(self, struck: Tensor) -> Scaled:
+        return self._of(self._outer.without(struck))
+
+    def grouped(self, rows: int) -> Scaled:
+        return self._of(self._outer.grouped(rows))
+
+    def _of(self, outer: Outer) -> Scaled:
+        return Scaled(outer.a, outer.g, self.factor, self.shape, self.transposed, self.order)

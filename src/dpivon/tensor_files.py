@@ -1,0 +1,61 @@
+"""Named tensors on disk, as safetensors: nothing in such a file can be code, and a crash half-way leaves the old one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dpivon.errors import bad
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file; a crash half-way leaves whatever was at ``path`` before."""
+    from safetensors.torch import save_file
+
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise bad("path", str(target), "is in a folder that does not exist", "Create the folder first")
+    if target.is_dir():
+        raise bad("path", str(target), "is a folder", "Pass the name of a file")
+    # Cloned: safetensors refuses tensors that share memory, such as views of one flat vector.
+    own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    # Not tempfile: its files are private to the user, and os.replace would keep them so.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        save_file(own, temporary, dict(metadata))
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_tensors(
+    path: str | os.PathLike[str], *, key: str, version: str, what: str, fix: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file whose metadata say ``key=version``. Only safetensors is read: nothing is unpickled."""
+    from safetensors import SafetensorError, safe_open
+
+    source = Path(path)
+    if not source.is_file():
+        raise bad("path", str(source), "is not an existing file", fix)
+    try:
+        with safe_open(source, framework="pt", device="cpu") as file:
+            metadata = dict(file.metadata() or {})
+            found = metadata.pop(key, None)
+            if found is None:
+                raise bad("path", str(source), f"is a safetensors file but holds no {what}", fix)
+            if found != version:
+                problem = f"has format {found}, and this dpivon reads format {version}"
+                raise bad("path", str(source), problem, "Use the dpivon version that wrote the file")
+            # Cloned: the tensor may still be a view of the file, which others can overwrite.
+            names = file.keys()
+            return {name: file.get_tensor(name).clone() for name in names}, metadata
+    except (SafetensorError, OSError, EOFError) as error:
+        problem = f"cannot be read as a safetensors file ({error})"
+        raise bad("path", str(source), problem, f"{fix}; pickled checkpoints are never opened") from None
