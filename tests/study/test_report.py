@@ -151,6 +151,23 @@ def test_commands(tmp_path):
     assert "imagenet" in invoke("data", "fetch", "imagenet", "--to", tmp_path).stderr
 
 
+def test_variants_are_compared_not_averaged(results):
+    made = table.read(results / "runs.csv")
+    ivon = [r for r in made if r["method"] == IVON]
+    other = [r | {"options": '{"ess": 500.0}', "id": "x" + r["id"], "mc_nll": r["mc_nll"] - 0.25} for r in ivon]
+    table.write(results / "runs.csv", ivon + other)
+    written = [p.name for p in write_report(results)]
+    assert written == ["summary.csv", "ablations.md"]
+    page = (results / "ablations.md").read_text()
+    lines = [x for x in page.splitlines() if x.startswith("| DP-IVON-Gradsq, ess = 500, lr 0.1 |")]
+    assert len(lines) == 4  # two σ, two C
+    assert all(x.split(" | ")[5].endswith("(-0.25)") and x.split(" | ")[1].endswith("(+0)") for x in lines)
+    assert len(table.read(results / "summary.csv")) == 8
+    refused = invoke("study", "figures", results)
+    assert refused.exit_code == 2
+    assert "several variants" in refused.stderr
+
+
 def test_plan_of_an_empty_study_is_refused():
     with pytest.raises(ArgumentError, match="nothing to run"):
         Plan("a", "digits", "small", "final", 1, 1e-5, 1, 0, ())

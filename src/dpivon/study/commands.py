@@ -80,10 +80,17 @@ def figures(out: _Out) -> None:
 
     Example: dpivon study figures results/paper
     """
+    from dpivon.errors import bad
+    from dpivon.study.ablations import is_ablation
     from dpivon.study.figures import draw_figures
     from dpivon.study.report import load
 
-    for path in draw_figures(*load(out), out / "figures"):
+    rows, diagnostics = load(out)
+    if is_ablation(rows):
+        raise bad(
+            "out", str(out), "holds several variants of one method", "Use `dpivon study report`, which compares them"
+        )
+    for path in draw_figures(rows, diagnostics, out / "figures"):
         typer.echo(path)
 
 

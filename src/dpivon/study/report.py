@@ -8,6 +8,7 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
+from dpivon.study.ablations import ablations_page, is_ablation
 from dpivon.study.cells import Cells
 from dpivon.study.claims_page import claims_page
 from dpivon.study.figures import draw_figures
@@ -38,17 +39,24 @@ def fill_pld(out: Path, rows: list[Row]) -> None:
 
 
 def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
-    """Rebuild every figure, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md`` from the tables."""
+    """Rebuild all that follows from the tables.
+
+    A grid gives figures, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md``; a study of variants gives
+    ``summary.csv`` and ``ablations.md``, since its cells hold several kinds of run.
+    """
     rows, diagnostics = load(out)
     fill_pld(out, rows)
     tuned = table.read(tuning / "tuning.csv") if tuning else table.read(out / "tuning.csv")
-    written = draw_figures(rows, diagnostics, out / "figures")
     plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
+    title, notes = (plan.name, plan.assumptions) if plan else (out.name, ())
     summary = out / "summary.csv"
     _summary(rows, tuned, summary)
-    written.append(summary)
+    if is_ablation(rows):
+        page = out / "ablations.md"
+        page.write_text(ablations_page(rows, title=title, notes=notes), encoding="utf-8")
+        return [summary, page]
+    written = [*draw_figures(rows, diagnostics, out / "figures"), summary]
     claims = out / "claims.md"
-    title, notes = (plan.name, plan.assumptions) if plan else (out.name, ())
     claims.write_text(claims_page(rows, diagnostics, title=title, notes=notes), encoding="utf-8")
     written.append(claims)
     if tuned:
