@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Progress:
-    """Counts examples, since they are what takes time: a step of b = 512 costs four of b = 128."""
+    """Share, examples a second and time left. Counts examples, since they are what takes time: a step of b = 512 costs four of b = 128."""
 
     def __init__(self, total: float, done: float, *, quiet: bool = False, every: float = 15.0) -> None:
         self.total, self.done, self.quiet, self.every = total, done, quiet, every
@@ -21,10 +21,13 @@ class Progress:
             try:
                 from rich.console import Console
                 from rich.progress import BarColumn, Progress, TextColumn
+                from rich.table import Column
             except ImportError:
                 return
-            columns = (TextColumn("{task.percentage:5.1f} %"), BarColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            console = Console(stderr=True)
+            share = TextColumn("{task.percentage:5.1f} %", table_column=Column(no_wrap=True, min_width=7))
+            bar = [BarColumn(bar_width=20)] if console.width >= 110 else []  # the words come first
+            self._bar = Progress(share, *bar, TextColumn("{task.description}"), console=console)
             self._task = self._bar.add_task("", total=total, completed=done)
 
     def __enter__(self) -> Progress:
@@ -52,7 +55,7 @@ class Progress:
         self._last = now
         rate = (self.done - self._at_start) / max(now - self._start, 1e-9)
         eta = _clock((self.total - self.done) / rate) if rate else "?"
-        words = f"{where()} · {rate:,.0f} examples/s · {eta} left"
+        words = f"{where()} · {rate:,.0f}/s · {eta} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=words)
         else:

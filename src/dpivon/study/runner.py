@@ -95,7 +95,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
             for number, (folder, runs) in enumerate(stacks, 1):
                 if number > 1 and stop():  # the first makes at least one block: every call gets on
                     break
-                title = f"{plan.name}: stack {number} of {len(stacks)}, {len(runs)} runs of b={runs[0].batch_size}"
+                title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
                 work = _Work(plan, runs, folder, out, data, settings, device, progress, title)
                 if not work.train(stop):
                     break
@@ -285,7 +285,7 @@ class _Work:
     def _advance(self, steps: int) -> None:
         examples = (steps - self._advanced) * sum(run.batch_size for run in self.runs)
         self._advanced = steps
-        self.progress.advance(examples, lambda: f"{self.title}, step {steps:,} of {self.total:,}, {self._live()}")
+        self.progress.advance(examples, lambda: f"{self.title} · {steps:,}/{self.total:,} steps · {self._live()}")
 
     def _live(self) -> str:
         """ε so far, from the least to the most private run of the stack."""
