@@ -63,6 +63,8 @@ def test_diagnostics_over_training(made):
     assert pytest.approx(0.6827, abs=1e-4) == NOISE_ONLY
     h = over_training(*made, "h_median")
     assert h.axes[0].lines[0].get_ydata().tolist() == pytest.approx([1, 0.75, 0.5])
+    assert h.axes[0].get_yscale() == "linear"
+    assert over_training(*rows(h_end=61.0), "h_median").axes[0].get_yscale() == "log"
     width = width_figure(Cells(made[0]))
     assert all(y == pytest.approx(0.005) for line in width.axes[0].lines for y in line.get_ydata())
 

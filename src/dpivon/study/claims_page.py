@@ -39,7 +39,7 @@ def claims_page(rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, 
                 *_numbers(averaged[number]),
             ]
     if notes:
-        lines += ["", "## Assumptions where the paper is silent", "", *(f"- {note}" for note in notes)]
+        lines += ["", "## Assumptions", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines) + "\n"
 
 

@@ -67,10 +67,10 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
         axis.set_title(f"batch size {b}")
         axis.set_xlabel("ε (RDP), privacy grows →")
         axis.grid(alpha=0.25)
-        if measure == "nll":
-            _log_numbers(axis)
     for axis in axes:
         axis.invert_xaxis()
+    if measure == "nll":
+        _log_numbers(axes)
     axes[0].set_ylabel(_MEASURES[measure])
     _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
     seeds = len(cells.axis("seed"))
@@ -133,8 +133,8 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
         axis.grid(alpha=0.25)
         if column == "projected_share":
             axis.axhline(NOISE_ONLY, color="#666666", lw=0.8, ls=":", label=f"pure noise, {NOISE_ONLY:.3f}")
-        else:
-            _log_numbers(axis)
+    if column != "projected_share":
+        _log_numbers(axes)
     share = column == "projected_share"
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
     _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
@@ -168,7 +168,7 @@ def width_figure(cells: Cells) -> Any:
                 axis.plot(eps, median, color=colour, ls=dash, marker="o", ms=3.5, lw=1.5, label=f"b = {b}")
                 axis.fill_between(eps, low, high, color=colour, alpha=0.1, lw=0)
     axis.set_xscale("log")
-    _log_numbers(axis)
+    _log_numbers([axis])
     axis.invert_xaxis()
     axis.grid(alpha=0.25)
     axis.set_xlabel("ε (RDP), privacy grows →")
@@ -186,14 +186,18 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained", dpi=130)
 
 
-def _log_numbers(axis: Any) -> None:
-    """A logarithmic axis whose ticks are plain numbers."""
+def _log_numbers(axes: Sequence[Any]) -> None:
+    """Logarithmic axes whose ticks are plain numbers, if what is drawn spans a factor of five; else they stay linear."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    values = [float(y) for axis in axes for line in axis.lines for y in line.get_ydata() if y > 0]
+    if not values or max(values) < 5 * min(values):
+        return
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
@@ -205,7 +209,8 @@ def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
         named.setdefault(name, handle)
     handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
     names = list(named) + [name for name, _ in dashes]
-    columns = min(len(names), 8)
+    entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs
+    columns = max(1, min(len(names), int(figure.get_figwidth() / entry)))
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 

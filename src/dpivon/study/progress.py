@@ -10,7 +10,10 @@ from typing import Any
 
 
 class Progress:
-    """Share, examples a second and time left. Counts examples, since they are what takes time: a step of b = 512 costs four of b = 128."""
+    """Share, examples a second and time left.
+
+    Counts examples, since they are what takes time: a step of b = 512 costs four of b = 128.
+    """
 
     def __init__(self, total: float, done: float, *, quiet: bool = False, every: float = 15.0) -> None:
         self.total, self.done, self.quiet, self.every = total, done, quiet, every
