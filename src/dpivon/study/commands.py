@@ -64,6 +64,30 @@ def run(
 
 
 @study.command()
+def hooks(
+    study: Annotated[Path, typer.Argument(help="A study (.yaml) or a plan (.json) of few runs.")],
+    out: Annotated[Path, typer.Option(help="Folder of results, where the stacked runs of the same plan are.")],
+    data: _Data = Path("data"),
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
+) -> None:
+    """Run a plan one by one in the ordinary loop on Opacus's hooks, to hold the stacks to it.
+
+    Example: dpivon study hooks studies/paper-check.yaml --out results/paper-check
+    """
+    from dpivon.study import config
+    from dpivon.study.hooks import HOOKS, run_hooks
+    from dpivon.study.plan import read_plan
+    from dpivon.study.runner import Settings
+
+    plan = read_plan(study) if study.suffix == ".json" else config.resolve(study)
+    outcome = run_hooks(plan, out, Settings(data, device, minutes=minutes))
+    typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / HOOKS}")
+    if outcome.finished < outcome.planned:
+        raise typer.Exit(75)
+
+
+@study.command()
 def status(out: _Out) -> None:
     """What is finished and what is under way.
 

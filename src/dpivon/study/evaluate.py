@@ -18,13 +18,21 @@ def scores(stack: Stack, i: int, images: Tensor, labels: Tensor, *, samples: int
     """accuracy, nll, ece and brier of run i, and mc_… where it has a posterior. NaN where the run has diverged."""
     row = stack._row(i)
     mean, std = stack.average[row], stack.std[row]  # the mean itself unless the run keeps an average
-    out = _scores(probabilities(stack.network, mean[None], images), labels)
+    return row_scores(stack.network, mean, std, images, labels, samples=samples, seed=seed)
+
+
+@torch.no_grad()
+def row_scores(
+    network: Network, mean: Tensor, std: Tensor, images: Tensor, labels: Tensor, *, samples: int, seed: int
+) -> dict[str, float]:
+    """The same of a row of means and a row of standard deviations."""
+    out = _scores(probabilities(network, mean[None], images), labels)
     if bool((std > 0).any()):
         generator = torch.Generator(mean.device).manual_seed(seed)
         total = torch.zeros(len(images), 1, device=mean.device)
         for _ in range(samples):
             eps = torch.randn(mean.shape, generator=generator, device=mean.device)
-            total = total + probabilities(stack.network, (mean + std * eps)[None], images)
+            total = total + probabilities(network, (mean + std * eps)[None], images)
         out |= {f"mc_{k}": v for k, v in _scores(total / samples, labels).items()} | {"mc_samples": samples}
     return out
 

@@ -117,6 +117,11 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def sample_seed(plan: Plan, run: PlannedRun) -> int:
+    """Of the posterior samples that predict: the same for every method of one repetition."""
+    return plan.seed * 1_000_003 + run.seed
+
+
 def steps_of(run: PlannedRun, epochs: int, examples: int) -> int:
     """An epoch is ⌈N/b⌉ steps."""
     return epochs * math.ceil(examples / run.batch_size)

@@ -10,8 +10,10 @@ from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
 from dpivon.study.ablations import ablations_page, is_ablation
 from dpivon.study.cells import Cells
+from dpivon.study.check import check_page
 from dpivon.study.claims_page import claims_page
 from dpivon.study.figures import draw_figures
+from dpivon.study.hooks import HOOKS
 from dpivon.study.plan import read_plan
 from dpivon.study.table import SCORES, Row
 from dpivon.study.tuning import candidates, epsilon_with_tuning, history
@@ -62,6 +64,10 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
     claims = out / "claims.md"
     claims.write_text(claims_page(rows, diagnostics, title=title, notes=notes), encoding="utf-8")
     written.append(claims)
+    if others := table.read(out / HOOKS):
+        page = out / "check.md"
+        page.write_text(check_page(rows, others), encoding="utf-8")
+        written.append(page)
     if tuned:
         page = out / "tuning.md"
         page.write_text(_tuning_page(rows, tuned), encoding="utf-8")

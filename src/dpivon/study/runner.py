@@ -29,7 +29,7 @@ from dpivon.stacked.checkpoint import Ledger
 from dpivon.study import table
 from dpivon.study.datasets import StudyData, build_network, load_data
 from dpivon.study.evaluate import scores
-from dpivon.study.plan import Plan, PlannedRun, changed, read_plan, steps_of
+from dpivon.study.plan import Plan, PlannedRun, changed, read_plan, sample_seed, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.watch import Watch, points
 
@@ -77,7 +77,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
     if settings.minutes is not None:
         check_number("minutes", settings.minutes, "Give the time after which to stop", above=0.0)
     out.mkdir(parents=True, exist_ok=True)
-    with _alone(out), _stop_signals() as stopped:
+    with alone(out), _stop_signals() as stopped:
         deadline = time.monotonic() + 60 * settings.minutes if settings.minutes else float("inf")
         claim(out, plan)
         if len(finished(out, plan)) == len(plan.runs):
@@ -233,7 +233,7 @@ class _Work:
                 self.data.eval_images,
                 self.data.eval_labels,
                 samples=self.plan.mc_samples,
-                seed=self.plan.seed * 1_000_003 + run.seed,
+                seed=sample_seed(self.plan, run),
             )
             seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
             rows.append(self._facts(i, run) | seen | found)
@@ -246,32 +246,14 @@ class _Work:
         shutil.rmtree(self.folder)
 
     def _facts(self, i: int, run: PlannedRun) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "id": run.id,
-            "method": run.method,
-            "batch_size": run.batch_size,
-            "noise_multiplier": run.noise_multiplier,
-            "max_grad_norm": run.max_grad_norm,
-            "seed": run.seed,
-            "lr": run.lr,
-            "options": changed(run.options),
-            "epochs": plan.epochs,
-            "epsilon": self.stack.epsilon(i, plan.delta),
-            "delta": plan.delta,
+        return facts(self.plan, run, self.data.size, self.device) | {
+            "epsilon": self.stack.epsilon(i, self.plan.delta),
             "steps": self.stack.steps_done,
             "releases": disk.charged(self.stack),
-            "train_size": self.data.size,
-            "dataset": plan.dataset,
-            "network": plan.network,
-            "split": plan.split,
             "seconds": self.seconds / len(self.runs),
             "stack_size": len(self.runs),
             "stack_methods": len({r.method for r in self.runs}),
             "precision": self.precision,
-            "hardware": hardware(self.device),
-            "torch": torch.__version__,
-            "version": __version__,
         }
 
     def _probe(self, step: int) -> None:
@@ -298,6 +280,29 @@ class _Work:
             torch.cuda.synchronize()
 
 
+def facts(plan: Plan, run: PlannedRun, examples: int, device: torch.device) -> dict[str, Any]:
+    """What a row says before anything has run."""
+    return {
+        "id": run.id,
+        "method": run.method,
+        "batch_size": run.batch_size,
+        "noise_multiplier": run.noise_multiplier,
+        "max_grad_norm": run.max_grad_norm,
+        "seed": run.seed,
+        "lr": run.lr,
+        "options": changed(run.options),
+        "epochs": plan.epochs,
+        "delta": plan.delta,
+        "train_size": examples,
+        "dataset": plan.dataset,
+        "network": plan.network,
+        "split": plan.split,
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "version": __version__,
+    }
+
+
 def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -305,7 +310,7 @@ def hardware(device: torch.device) -> str:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Two processes on one folder would repeat each other's runs."""
     import fcntl
 
