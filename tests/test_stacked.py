@@ -199,24 +199,43 @@ def test_any_network_of_layers_with_rules_can_be_stacked(data):
     torch.testing.assert_close(stack.mean[stack._row(0)], alone.mean[0])
 
 
-def test_padded_batches_on_views_give_the_sums_of_the_loop(data):
-    """What a GPU captures for any network, here on the CPU; with a non-finite example, and empty batches."""
+class Words(nn.Module):
+    """Embedding, bare positions, attention and a shared layer: what images do not need."""
 
-    def build():
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4 * 196, 10))
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(16, 8), nn.Parameter(0.1 * torch.randn(1, 12, 8))
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.twice, self.head = nn.Linear(8, 8), nn.Linear(8, 10)
 
+    def forward(self, x):
+        tokens = x.flatten(1)[:, :12].nan_to_num(0).mul(4).long().clamp(0, 15)
+        z = self.encoder(self.embedding(tokens) + self.position).mean(1) + x.flatten(1)[:, :8]
+        return self.head(self.twice(torch.tanh(self.twice(z))))
+
+
+NETWORKS = {
+    "images": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4 * 196, 10)),
+    "words": Words,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_traced_program_of_any_network_gives_the_sums_of_the_loop(data, name):
+    """What a GPU compiles and captures, here on the CPU; with a non-finite example, and empty batches."""
     images, labels = data[0].clone(), data[1]
     images[7] = float("nan")
-    stack = Stack(RUNS, AnyNetwork(build), images, labels)
-    padded = PaddedGradients(stack.network, len(RUNS), stack.network.size, stack.device, torch.float32)
+    stack = Stack(RUNS, AnyNetwork(NETWORKS[name]), images, labels)
+    traced = PaddedGradients(stack.network, stack.device, torch.float32)
     empty = struck = 0
     for step in range(6):
         for part in stack.sampler.parts(step):
             batch = stack._batch(*part)
             empty += int((batch.start.diff() == 0).sum())
             struck += int(torch.isnan(batch.inputs[: int(batch.start[-1])]).flatten(1).any(1).sum())
-            expected = stack.gradients.clipped_sums(stack._theta(), batch, stack.mechanism.bound)
-            got = padded.clipped_sums(stack._theta(), batch, stack.mechanism.bound)
+            theta = stack._theta() + 0.01 * step  # the program must read it, not what it was traced with
+            expected = stack.gradients.clipped_sums(theta, batch, stack.mechanism.bound)
+            got = traced.clipped_sums(theta, batch, stack.mechanism.bound)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert empty > 0
     assert struck > 0

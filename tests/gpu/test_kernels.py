@@ -183,3 +183,22 @@ def test_any_network_captured_strikes_a_non_finite_example(data):
     for _ in stack.train(16):
         pass
     assert torch.isfinite(stack.mean).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_no_example_moves_the_compiled_sum_of_any_network_by_more_than_c(data, dtype, offset):
+    """The compiler must not compute norms of numbers that the products did not see."""
+    images, labels = data
+    alike, labels = images[:1] + 0.01 * images[:516] + offset, labels[:1].expand(516).contiguous()
+    network = AnyNetwork(conv_net)
+    theta, bound = network.initial(0).unsqueeze(0).to(DEVICE), torch.full((1,), 0.1, device=DEVICE)
+    gradients = network.gradients(1, 516, DEVICE, dtype)
+    whole = gradients.clipped_sums(theta, batch_of([513], alike, labels), bound)
+    for gone in (0, 200, 512):
+        kept = torch.arange(516, device=DEVICE) != gone
+        fewer = torch.cat([alike[kept], alike[:1]]), torch.cat([labels[kept], labels[:1]])
+        batch = batch_of([512], *fewer, spare=4)
+        batch = dataclasses.replace(batch, places=torch.nn.functional.pad(batch.places, (0, 1), value=516))
+        moved = float((whole - gradients.clipped_sums(theta, batch, bound)).norm())
+        assert 0.05 < moved <= 0.1 * (1 + 1e-5)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 @contextmanager
@@ -57,5 +58,5 @@ def weighted_product(a: Tensor, g: Tensor, *, parts: int = 3) -> Tensor:
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, when no value can be looked at."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether operations are being recorded, in a trace or a CUDA graph, so that no value can be looked at."""
+    return get_proxy_mode() is not None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.streams import PRIVACY, Streams
@@ -45,7 +46,7 @@ class StackedMechanism:
         self.bound = torch.tensor([_down(s.max_grad_norm) for s in specs], dtype=torch.float32, device=device)
         self.reserved = 0
         self._noise: Tensor | None = None
-        self._combine = torch.compile(_combine) if device.type == "cuda" else _combine
+        self._combine = compiled(_combine, device)
 
     def reserve(self, releases: int) -> None:
         """Charge every run for so many releases."""

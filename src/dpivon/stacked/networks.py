@@ -75,18 +75,13 @@ class AnyNetwork:
         nn.utils.vector_to_parameters(row, trained(model))
         return model
 
-    def view(self, row: Tensor) -> nn.Module:
-        """A model whose parameters are views of the row."""
-        model = copy.deepcopy(self._template).to(row.device)
-        at = 0
-        for p in trained(model):
-            p.data = row[at : at + p.numel()].view(p.shape)
-            at += p.numel()
-        return model
+    def template(self) -> nn.Module:
+        """A model of this structure."""
+        return copy.deepcopy(self._template)
 
     def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
         if device.type == "cuda":
-            return PaddedGradients(self, runs, self.size, device, dtype)
+            return PaddedGradients(self, device, dtype)
         return LoopedGradients(self, dtype)
 
 

@@ -18,6 +18,7 @@ from dpivon.errors import bad, check_number, check_whole
 from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
+from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
@@ -115,7 +116,7 @@ class Stack:
         self._buffers: BatchBlock | None = None
         self._graph: Any = None
         self._warm_steps = 0
-        self._step_rules = torch.compile(self._apply) if self.device.type == "cuda" else self._apply
+        self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
     def _part(self, kind: tuple[str, bool], mean: Tensor, n: int) -> _Part:
         method, averaged = kind
@@ -204,22 +205,22 @@ class Stack:
         return Batch(self.inputs[index], self.labels[index], *rest)
 
     def _theta(self) -> Tensor:
-        self.streams.normal(self._eps, self._t, POSTERIOR)
-        return torch.cat([p.rule.theta(p.state, self._eps[p.rows], p.hyper) for p in self.parts])
+        return self._sample(self.streams.normal(self._eps, self._t, POSTERIOR), [p.state for p in self.parts])
+
+    def _thetas(self, eps: Tensor, states: list[Rows]) -> Tensor:
+        return torch.cat([p.rule.theta(s, eps[p.rows], p.hyper) for p, s in zip(self.parts, states, strict=True)])
 
     def _update(self, sums: Tensor) -> None:
         g = self.mechanism.release(sums, self._t)
         self._t += 1
         self._position += 1
-        new = self._step_rules(g, self._eps, self._t, [p.state for p in self.parts])
-        for part, state in zip(self.parts, new, strict=True):
-            for name, value in state.items():
-                part.state[name].copy_(value)
+        self._apply(g, self._eps, self._t, [p.state for p in self.parts])
 
-    def _apply(self, g: Tensor, eps: Tensor, t: Tensor, states: list[Rows]) -> list[Rows]:
-        return [
-            p.rule.step(state, g[p.rows], eps[p.rows], t, p.hyper) for p, state in zip(self.parts, states, strict=True)
-        ]
+    def _update_rows(self, g: Tensor, eps: Tensor, t: Tensor, states: list[Rows]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            new = part.rule.step(state, g[part.rows], eps[part.rows], t, part.hyper)
+            for name, value in new.items():
+                state[name].copy_(value)
 
     # ---- results, by the caller's numbering
 

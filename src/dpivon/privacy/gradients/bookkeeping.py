@@ -139,7 +139,9 @@ class BookKeeper:
         def before(module: nn.Module, args: Any) -> None:
             if self._recording(module) and self.rows is not None:
                 for name, p in bare.items():
-                    copies = p.detach().expand(self.rows, *p.shape[1:])
+                    value = module._parameters[name]  # p itself, or what a functional call put in its place
+                    assert value is not None
+                    copies = value.detach().expand(self.rows, *p.shape[1:])
                     module.__dict__[name] = self._observe(copies, _whole(p), batch_major=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:

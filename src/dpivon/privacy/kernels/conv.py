@@ -77,26 +77,64 @@ def conv_forward(
 
 
 @triton.jit
-def _example_gradient(
-    X, G, n, tap,
-    H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """One example's weight gradient: of one tap, [CIN, COUT], or of a 3-channel kernel whole, [32, COUT]."""
+def _image_gradient(X, G, n, H: tl.constexpr, W: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr):
+    """One example's gradient of a 3-channel kernel, whole: [32, COUT]."""
     tl.static_assert(H * W % BT == 0)
-    K: tl.constexpr = 32 if CIN == 3 else CIN
     cols = tl.arange(0, COUT)
-    X += n * (H * W * CIN)  # n is 64 bits wide: the tensors are larger than 2³¹
+    X += n * (H * W * 3)  # n is 64 bits wide: the tensors are larger than 2³¹
     G += n * (H * W * COUT)
-    acc = tl.zeros((K, COUT), tl.float32)
+    acc = tl.zeros((32, COUT), tl.float32)
     for start in range(0, H * W, BT):
         pixels = start + tl.arange(0, BT)
-        if CIN == 3:
-            a = _pixels3(X, pixels, pixels // W, pixels % W, H, W)
-        else:
-            a = _patch(X, pixels, pixels // W, pixels % W, tap, H, W, CIN, 1)
+        a = _pixels3(X, pixels, pixels // W, pixels % W, H, W)
         g = tl.load(G + pixels[:, None] * COUT + cols[None, :])
         acc = tl.dot(tl.trans(a), g, acc)
     return acc
+
+
+@triton.jit
+def _tap_gradient(
+    X, G, n, tap, H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr
+):
+    """One example's gradient of one tap: [CIN, COUT]."""
+    tl.static_assert(H * W % BT == 0)
+    cols = tl.arange(0, COUT)
+    X += n * (H * W * CIN)
+    G += n * (H * W * COUT)
+    acc = tl.zeros((CIN, COUT), tl.float32)
+    for start in range(0, H * W, BT):
+        pixels = start + tl.arange(0, BT)
+        g = tl.load(G + pixels[:, None] * COUT + cols[None, :])
+        acc = tl.dot(tl.trans(_patch(X, pixels, pixels // W, pixels % W, tap, H, W, CIN, 1)), g, acc)
+    return acc
+
+
+@triton.jit
+def _row_gradient(
+    X, G, n, row, H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr
+):
+    """One example's gradients of the three taps of a row of the kernel, which share every read of G."""
+    tl.static_assert(H * W % BT == 0)
+    cols = tl.arange(0, COUT)
+    X += n * (H * W * CIN)
+    G += n * (H * W * COUT)
+    left = tl.zeros((CIN, COUT), tl.float32)
+    middle = tl.zeros((CIN, COUT), tl.float32)
+    right = tl.zeros((CIN, COUT), tl.float32)
+    for start in range(0, H * W, BT):
+        pixels = start + tl.arange(0, BT)
+        h = pixels // W
+        w = pixels % W
+        g = tl.load(G + pixels[:, None] * COUT + cols[None, :])
+        left = tl.dot(tl.trans(_patch(X, pixels, h, w, 3 * row, H, W, CIN, 1)), g, left)
+        middle = tl.dot(tl.trans(_patch(X, pixels, h, w, 3 * row + 1, H, W, CIN, 1)), g, middle)
+        right = tl.dot(tl.trans(_patch(X, pixels, h, w, 3 * row + 2, H, W, CIN, 1)), g, right)
+    return left, middle, right
+
+
+@triton.jit
+def _square(g):
+    return tl.sum(tl.sum(g * g, axis=1), axis=0)
 
 
 @triton.jit
@@ -104,13 +142,24 @@ def weight_norms(
     X, G, SQUARED,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """‖g_n‖² of every example."""
+    """‖g_n‖² of every example, from TAPS taps of the kernel at a time: 1, or 3 that share their reads."""
     n = tl.program_id(0).to(tl.int64)
     total = 0.0
-    for tap in tl.static_range(TAPS):
-        g = _example_gradient(X, G, n, tap, H, W, CIN, COUT, BT)
-        total += tl.sum(tl.sum(g * g, axis=1), axis=0)
+    if CIN == 3:
+        total += _square(_image_gradient(X, G, n, H, W, COUT, BT))
+    elif TAPS == 3:
+        for row in tl.static_range(3):
+            left, middle, right = _row_gradient(X, G, n, row, H, W, CIN, COUT, BT)
+            total += _square(left) + _square(middle) + _square(right)
+    else:
+        for tap in tl.static_range(9):
+            total += _square(_tap_gradient(X, G, n, tap, H, W, CIN, COUT, BT))
     tl.store(SQUARED + n, total)
+
+
+@triton.jit
+def _weighted(g, c):
+    return tl.where(c > 0.0, g * c, 0.0)  # a struck example may hold NaN
 
 
 @triton.jit
@@ -119,22 +168,35 @@ def weight_sums(
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BT: tl.constexpr, TAPS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_n c_n g_n over one of CHUNKS parts of a model's examples, for one tap. OUT is [model, chunk, tap, K, COUT]."""
+    """Σ_n c_n g_n over one of CHUNKS parts of a model's examples, for TAPS taps. OUT is [model, chunk, tap, K, COUT]."""
     K: tl.constexpr = 32 if CIN == 3 else CIN
+    ALL: tl.constexpr = 1 if CIN == 3 else 9
     k = tl.program_id(0)
-    tap = tl.program_id(1)
+    part = tl.program_id(1)
     chunk = tl.program_id(2)
     begin = tl.load(START + k).to(tl.int64)
     end = tl.load(START + k + 1).to(tl.int64)
     each = (end - begin + CHUNKS - 1) // CHUNKS
     low = begin + chunk * each
     high = tl.minimum(low + each, end)
+    place = tl.arange(0, K)[:, None] * COUT + tl.arange(0, COUT)[None, :]
+    OUT += ((k * CHUNKS + chunk) * ALL + part * TAPS).to(tl.int64) * (K * COUT)
     total = tl.zeros((K, COUT), tl.float32)
-    for n in range(low, high):
-        c = tl.load(FACTOR + n)
-        g = _example_gradient(X, G, n, tap, H, W, CIN, COUT, BT)
-        total += tl.where(c > 0.0, g * c, 0.0)  # a struck example may hold NaN
-    rows = tl.arange(0, K)
-    cols = tl.arange(0, COUT)
-    base = ((k * CHUNKS + chunk) * TAPS + tap).to(tl.int64) * (K * COUT)
-    tl.store(OUT + base + rows[:, None] * COUT + cols[None, :], total)
+    if CIN == 3:
+        for n in range(low, high):
+            total += _weighted(_image_gradient(X, G, n, H, W, COUT, BT), tl.load(FACTOR + n))
+    elif TAPS == 1:
+        for n in range(low, high):
+            total += _weighted(_tap_gradient(X, G, n, part, H, W, CIN, COUT, BT), tl.load(FACTOR + n))
+    else:
+        second = tl.zeros((K, COUT), tl.float32)
+        third = tl.zeros((K, COUT), tl.float32)
+        for n in range(low, high):
+            c = tl.load(FACTOR + n)
+            left, middle, right = _row_gradient(X, G, n, part, H, W, CIN, COUT, BT)
+            total += _weighted(left, c)
+            second += _weighted(middle, c)
+            third += _weighted(right, c)
+        tl.store(OUT + K * COUT + place, second)
+        tl.store(OUT + 2 * K * COUT + place, third)
+    tl.store(OUT + place, total)

@@ -2,7 +2,8 @@
 
     ẑ = (z − μ_group) / √(var_group + ε),   n = γ ẑ + β,   y = maxpool(relu(n))
 
-Tensors are NHWC and may be bf16; statistics, per-example gradients of γ and β, and everything summed are fp32.
+Tensors are NHWC and may be bf16; statistics, per-example gradients of γ and β, and everything summed are fp32. Forward leaves
+behind which of the four pixels won and its z, so that backward needs to go through all of z only once.
 """
 
 from __future__ import annotations
@@ -20,62 +21,78 @@ def _by_group(per_channel, C: tl.constexpr, CG: tl.constexpr):
 
 
 @triton.jit
-def _corner(Z, p, j: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """One of the four pixels under each pooled position of an example: [positions, C]."""
-    return tl.load(Z + _corner_at(p, j, W, C)).to(tl.float32)
-
-
-@triton.jit
 def _corner_at(p, j: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Where one of the four pixels under each pooled position of an example lies: [positions, C]."""
     HALF: tl.constexpr = W // 2
     pixel = (2 * (p // HALF) + j // 2) * W + 2 * (p % HALF) + j % 2
     return pixel[:, None] * C + tl.arange(0, C)[None, :]
 
 
 @triton.jit
+def _sums(z):
+    z = z.to(tl.float32)
+    return tl.sum(z, axis=0), tl.sum(z * z, axis=0)
+
+
+@triton.jit
+def _contest(best, which, z_best, z, j: tl.constexpr, scale, shift):
+    """Pixel j against the best so far: the first of the largest wins, as in torch, and NaN stays NaN."""
+    v = z.to(tl.float32) * scale[None, :] + shift[None, :]
+    wins = v > best
+    return tl.where(v != v, v, tl.maximum(best, v)), tl.where(wins, j, which), tl.where(wins, z, z_best)
+
+
+@triton.jit
 def norm_pool_forward(
-    Z, GAMMA, BETA, MODEL, Y, MEAN, RSTD, eps,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr,
+    Z, GAMMA, BETA, MODEL, Y, WHICH, ZBEST, MEAN, RSTD, eps,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr,
 ):  # fmt: skip
-    """One example; BP, the pooled positions handled at a time, divides H·W/4."""
+    """One example, read once and kept in registers."""
     POOLED: tl.constexpr = H * W // 4
-    tl.static_assert(POOLED % BP == 0)
     n = tl.program_id(0).to(tl.int64)
     k = tl.load(MODEL + n).to(tl.int64)
     c = tl.arange(0, C)
+    p = tl.arange(0, POOLED)
     Z += n * (H * W * C)
-    Y += n * (POOLED * C)
-    total = tl.zeros((C,), tl.float32)
-    squares = tl.zeros((C,), tl.float32)
-    for start in range(0, POOLED, BP):
-        p = start + tl.arange(0, BP)
-        for j in tl.static_range(4):
-            z = _corner(Z, p, j, W, C)
-            total += tl.sum(z, axis=0)
-            squares += tl.sum(z * z, axis=0)
+    z0 = tl.load(Z + _corner_at(p, 0, W, C))
+    z1 = tl.load(Z + _corner_at(p, 1, W, C))
+    z2 = tl.load(Z + _corner_at(p, 2, W, C))
+    z3 = tl.load(Z + _corner_at(p, 3, W, C))
+    t0, s0 = _sums(z0)
+    t1, s1 = _sums(z1)
+    t2, s2 = _sums(z2)
+    t3, s3 = _sums(z3)
     count: tl.constexpr = H * W * CG
-    mean = _by_group(total, C, CG) / count
-    var = tl.maximum(_by_group(squares, C, CG) / count - mean * mean, 0.0)
+    mean = _by_group(t0 + t1 + t2 + t3, C, CG) / count
+    var = tl.maximum(_by_group(s0 + s1 + s2 + s3, C, CG) / count - mean * mean, 0.0)
     rstd = 1.0 / tl.sqrt(var + eps)
     tl.store(MEAN + n * C + c, mean)
     tl.store(RSTD + n * C + c, rstd)
     scale = tl.load(GAMMA + k * C + c).to(tl.float32) * rstd
     shift = tl.load(BETA + k * C + c).to(tl.float32) - mean * scale
-    for start in range(0, POOLED, BP):
-        p = start + tl.arange(0, BP)
-        best = tl.zeros((BP, C), tl.float32)  # relu: nothing below zero survives
-        for j in tl.static_range(4):
-            v = _corner(Z, p, j, W, C) * scale[None, :] + shift[None, :]
-            best = tl.where(v != v, v, tl.maximum(best, v))  # keep NaN, as torch does
-        tl.store(Y + p[:, None] * C + c[None, :], best.to(Y.dtype.element_ty))
+    best = tl.zeros((POOLED, C), tl.float32)  # relu: nothing below zero survives
+    which = tl.full((POOLED, C), -1, tl.int8)
+    z_best = tl.zeros((POOLED, C), Z.dtype.element_ty)
+    best, which, z_best = _contest(best, which, z_best, z0, 0, scale, shift)
+    best, which, z_best = _contest(best, which, z_best, z1, 1, scale, shift)
+    best, which, z_best = _contest(best, which, z_best, z2, 2, scale, shift)
+    best, which, z_best = _contest(best, which, z_best, z3, 3, scale, shift)
+    at = n * (POOLED * C) + p[:, None] * C + c[None, :]
+    tl.store(Y + at, best.to(Y.dtype.element_ty))
+    tl.store(WHICH + at, which.to(tl.int8))
+    tl.store(ZBEST + at, z_best)
 
 
 @triton.jit
 def norm_pool_backward(
-    Z, DY, GAMMA, BETA, MODEL, MEAN, RSTD, DZ, DGAMMA, DBETA, DBIAS, SQUARED,
+    Z, DY, WHICH, ZBEST, GAMMA, MODEL, MEAN, RSTD, DZ, SMALL, SQUARED,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """dz, and this example's gradients of γ, β and of the bias that was added to z, with their squared norm."""
+    """dz, and this example's gradients of γ, β and of the bias that was added to z, with their squared norm.
+
+    BP, the pooled positions handled at a time, divides H·W/4. An example whose z is not finite has no finite loss either,
+    and is struck for that.
+    """
     POOLED: tl.constexpr = H * W // 4
     tl.static_assert(POOLED % BP == 0)
     n = tl.program_id(0).to(tl.int64)
@@ -84,26 +101,18 @@ def norm_pool_backward(
     Z += n * (H * W * C)
     DZ += n * (H * W * C)
     DY += n * (POOLED * C)
-    mean = tl.load(MEAN + n * C + c)
-    rstd = tl.load(RSTD + n * C + c)
-    gamma = tl.load(GAMMA + k * C + c).to(tl.float32)
-    scale = gamma * rstd
-    shift = tl.load(BETA + k * C + c).to(tl.float32) - mean * scale
+    WHICH += n * (POOLED * C)
+    ZBEST += n * (POOLED * C)
     dgamma = tl.zeros((C,), tl.float32)
     dbeta = tl.zeros((C,), tl.float32)
     for start in range(0, POOLED, BP):
-        p = start + tl.arange(0, BP)
-        dy = tl.load(DY + p[:, None] * C + c[None, :]).to(tl.float32)
-        best = tl.zeros((BP, C), tl.float32)
-        z_best = tl.zeros((BP, C), tl.float32)
-        for j in tl.static_range(4):
-            z = _corner(Z, p, j, W, C)
-            v = z * scale[None, :] + shift[None, :]
-            z_best = tl.where(v > best, z, z_best)
-            best = tl.where(v != v, v, tl.maximum(best, v))
-        dn = tl.where(best > 0.0, dy, tl.where(best != best, best, 0.0))
+        at = (start + tl.arange(0, BP))[:, None] * C + c[None, :]
+        dn = tl.where(tl.load(WHICH + at) >= 0, tl.load(DY + at).to(tl.float32), 0.0)
         dbeta += tl.sum(dn, axis=0)
-        dgamma += tl.sum(dn * z_best, axis=0)
+        dgamma += tl.sum(dn * tl.load(ZBEST + at).to(tl.float32), axis=0)
+    mean = tl.load(MEAN + n * C + c)
+    rstd = tl.load(RSTD + n * C + c)
+    gamma = tl.load(GAMMA + k * C + c).to(tl.float32)
     dgamma = (dgamma - mean * dbeta) * rstd  # Σ dn ẑ from Σ dn z and Σ dn
     count: tl.constexpr = H * W * CG
     mean_dz = _by_group(gamma * dbeta, C, CG) / count
@@ -111,23 +120,21 @@ def norm_pool_backward(
     # dz = rstd (γ dn − mean_dz − ẑ mean_dzz) as an affine function of z, plus scale·dn where the gradient went.
     slope = -rstd * rstd * mean_dzz
     level = -rstd * mean_dz - mean * slope
+    scale = gamma * rstd
     dbias = tl.zeros((C,), tl.float32)
     for start in range(0, POOLED, BP):
         p = start + tl.arange(0, BP)
-        dy = tl.load(DY + p[:, None] * C + c[None, :]).to(tl.float32)
-        best = tl.zeros((BP, C), tl.float32)
-        which = tl.full((BP, C), -1, tl.int32)
+        at = p[:, None] * C + c[None, :]
+        which = tl.load(WHICH + at)
+        down = tl.load(DY + at).to(tl.float32) * scale[None, :]
         for j in tl.static_range(4):
-            v = _corner(Z, p, j, W, C) * scale[None, :] + shift[None, :]
-            which = tl.where(v > best, j, which)  # the first of the largest, as in torch; none if all are below zero
-            best = tl.where(v != v, v, tl.maximum(best, v))
-        for j in tl.static_range(4):
-            z = _corner(Z, p, j, W, C)
-            dz = z * slope[None, :] + level[None, :] + tl.where(which == j, dy * scale[None, :], 0.0)
-            dz = dz.to(DZ.dtype.element_ty)
-            tl.store(DZ + _corner_at(p, j, W, C), dz)
+            place = _corner_at(p, j, W, C)
+            dz = tl.load(Z + place).to(tl.float32) * slope[None, :] + level[None, :]
+            dz = (dz + tl.where(which == j, down, 0.0)).to(DZ.dtype.element_ty)
+            tl.store(DZ + place, dz)
             dbias += tl.sum(dz.to(tl.float32), axis=0)  # of what was stored: that is the gradient the weights see too
-    tl.store(DGAMMA + n * C + c, dgamma)
-    tl.store(DBETA + n * C + c, dbeta)
-    tl.store(DBIAS + n * C + c, dbias)
+    SMALL += n * (3 * C)
+    tl.store(SMALL + c, dgamma)
+    tl.store(SMALL + C + c, dbeta)
+    tl.store(SMALL + 2 * C + c, dbias)
     tl.store(SQUARED + n, tl.sum(dgamma * dgamma + dbeta * dbeta + dbias * dbias, axis=0))

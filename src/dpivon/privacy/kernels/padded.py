@@ -1,59 +1,91 @@
-"""Any network's clipped sums without looking at a value, so that a CUDA graph may capture a whole step.
+"""Any network's clipped sums as one fixed program: traced once through forward, backward and every layer's rule, then compiled.
 
-The runs' models live here for good, their parameters views of one buffer that each step's θ is copied into. Batches are
-padded to one length, and the loss of a spare row is zero.
+Batches are padded to one length, and the loss of a spare row is zero. No value is looked at on the way, so that a CUDA graph
+may capture the whole step. Tracing runs the ordinary book-keeping and records what it does, so there are no second rules to
+keep in step with the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.reference import RowModel, autocast
 from dpivon.privacy.precision import full_precision
 
+Sums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-class ViewModel(RowModel, Protocol):
-    def view(self, row: Tensor) -> nn.Module:
-        """A model whose parameters are views of the row."""
+
+class TemplateModel(RowModel, Protocol):
+    def template(self) -> nn.Module:
+        """A model of its own, for its structure; the rows hold its trained parameters one after the other."""
         ...
 
 
 class PaddedGradients:
     """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`."""
 
-    def __init__(self, network: ViewModel, runs: int, size: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.network, self.dtype = network, dtype
-        self.theta = torch.zeros(runs, size, device=device)
-        self.models = [network.view(row) for row in self.theta]
-        self.keepers = [BookKeeper(m, batch_first=True, loss_reduction="sum") for m in self.models]
-        self._clipping: list[FlatClipping] = []
+    def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
+        self.network, self.device, self.dtype = network, device, dtype
+        self.model = network.template().to(device)
+        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum")
+        self._program: dict[float, Sums] = {}
+        self._bounds: list[float] = []
 
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
     def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
-        if not self._clipping:
-            self._clipping = [FlatClipping(c) for c in bound.tolist()]
-        self.theta.copy_(theta)
-        sums = []
-        for model, keeper, clipping, rows in zip(self.models, self.keepers, self._clipping, batch.places, strict=True):
-            spare = rows >= len(batch.labels)
-            rows = rows.clamp(max=len(batch.labels) - 1)
-            params = [p for p in model.parameters() if p.requires_grad]
-            keeper.clear(params)
-            with torch.enable_grad():
-                with autocast(theta.device, self.dtype):
-                    outputs = model(batch.inputs[rows])
-                losses = self.network.loss(outputs.float(), batch.labels[rows])
-                losses.masked_fill(spare, 0.0).sum().backward()
-            with full_precision():
-                clipped = keeper.clipped_sums(params, clipping)
-            keeper.forget_passes()
-            sums.append(torch.cat([s.flatten() for s in clipped]))
+        if not self._bounds:
+            self._bounds = bound.tolist()
+        with full_precision():
+            sums = [
+                self._compiled(c)(row, batch.inputs, batch.labels, places)
+                for row, places, c in zip(theta, batch.places, self._bounds, strict=True)
+            ]
         return torch.stack(sums)
+
+    def _compiled(self, bound: float) -> Sums:
+        """The program for this bound, made when it is first used: all runs of one bound share it."""
+
+        def first(*args: Tensor) -> Tensor:
+            traced = make_fx(lambda *tensors: self._one(bound, *tensors))(*args)
+            _check_free_of_constants(traced, self.params.values())
+            self._program[bound] = compiled(traced, self.device)
+            return self._program[bound](*args)
+
+        return self._program.get(bound, first)
+
+    def _one(self, bound: float, row: Tensor, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+        spare = places >= len(labels)
+        places = places.clamp(max=len(labels) - 1)
+        params = list(self.params.values())
+        values = [v.view_as(p) for p, v in zip(params, row.split([p.numel() for p in params]), strict=True)]
+        self.keeper.clear(params)
+        with torch.enable_grad():
+            leaves = {n: v.detach().requires_grad_() for n, v in zip(self.params, values, strict=True)}
+            with autocast(self.device, self.dtype):
+                outputs = functional_call(self.model, leaves, (inputs[places],))
+            self.network.loss(outputs.float(), labels[places]).masked_fill(spare, 0.0).sum().backward()
+        sums = self.keeper.clipped_sums(params, FlatClipping(bound))
+        self.keeper.forget_passes()
+        return torch.cat([s.flatten() for s in sums])
+
+
+def _check_free_of_constants(traced: torch.fx.GraphModule, params: Iterable[Tensor]) -> None:
+    """The parameters must come in with every call: one that was recorded would stay what it was."""
+    known = {p.data_ptr() for p in params}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            constant = getattr(traced, node.target)
+            assert not isinstance(constant, Tensor) or constant.data_ptr() not in known, node

@@ -16,20 +16,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpivon.privacy.clipping import EPS_NUM
+from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.layout import Layout
-from dpivon.privacy.precision import weighted_product
+from dpivon.privacy.precision import product
 
-#: (block size, warps) of each kernel by block of the network, tuned on an H200.
+#: Block sizes, taps at a time and warps of each kernel by block of the network, tuned on an H200.
 TUNING: dict[str, list[dict[str, int]]] = {
     "forward": [{"BM": 256, "num_warps": 2}, {"BM": 128, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
     "input": [{}, {"BM": 256, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
-    "norms": [{"BT": 128, "num_warps": 2}, {"BT": 256, "num_warps": 2}, {"BT": 64, "num_warps": 4}],
-    "sums": [{"BT": 128, "num_warps": 2}, {"BT": 256, "num_warps": 2}, {"BT": 64, "num_warps": 4}],
-    "pool_forward": [{"BP": 128, "num_warps": 2}, {"BP": 64, "num_warps": 2}, {"BP": 16, "num_warps": 2}],
-    "pool_backward": [{"BP": 16, "num_warps": 4}, {"BP": 32, "num_warps": 2}, {"BP": 16, "num_warps": 2}],
+    "norms": [
+        {"BT": 128, "TAPS": 1, "num_warps": 2},
+        {"BT": 256, "TAPS": 1, "num_warps": 2},
+        {"BT": 64, "TAPS": 1, "num_warps": 4},
+    ],
+    "sums": [
+        {"BT": 128, "TAPS": 1, "num_warps": 2},
+        {"BT": 128, "TAPS": 3, "num_warps": 4},
+        {"BT": 64, "TAPS": 3, "num_warps": 8},
+    ],
+    "pool_forward": [{"num_warps": 4}, {"num_warps": 2}, {"num_warps": 1}],
+    "pool_backward": [{"BP": 64, "num_warps": 4}, {"BP": 32, "num_warps": 4}, {"BP": 16, "num_warps": 2}],
 }
 
 
@@ -48,16 +57,38 @@ class Program:
         self.dz = [new(n, s * s, d) for s, _, d in layout.convs]
         self.y = [new(n, s * s // 4, d) for s, _, d in layout.convs]
         self.dy = [new(n, s * s // 4, d) for s, _, d in layout.convs]
+        self.z_best = [new(n, s * s // 4, d) for s, _, d in layout.convs]
+        self.which = [new(n, s * s // 4, d, dtype=torch.int8) for s, _, d in layout.convs]
         self.stats = [(new(n, d, dtype=f), new(n, d, dtype=f)) for *_, d in layout.convs]
-        self.small = [tuple(new(n, d, dtype=f) for _ in range(3)) for *_, d in layout.convs]  # γ, β, bias
+        self.small = [new(n, 3, d, dtype=f) for *_, d in layout.convs]  # γ, β, bias
         self.squared = new(2 * len(layout.convs), n, dtype=f)
         # Parts of a run's batch that are summed side by side: enough of them to fill the chip with few runs.
         self.chunks = max(16, min(128, 2048 // runs))
         self.partial = [new(runs, self.chunks, *_taps(c), d, dtype=f) for _, c, d in layout.convs]
+        self._weights, self._head = compiled(weights, device), compiled(head, device)
+        self._factors, self._halves = compiled(clip_factors, device), compiled(halves, device)
+        self._assemble = compiled(assemble, device)
 
-    # ---- forward
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Images [N, 3, H, W] as the kernels read them: channels last, in their precision."""
+        return inputs.permute(0, 2, 3, 1).to(self.dtype).contiguous()
 
-    def features(self, w: dict[str, Tensor], batch: Batch) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+        """Σ_i ḡ_i for every run, [K, P] in fp64."""
+        w = self._weights(self.layout, theta, self.dtype)
+        linear, squared, dy = self._head(self.layout, w, self._features(w, batch), batch)
+        self.dy[-1].view(self.capacity, -1).copy_(dy)
+        self._backward(w, batch)
+        factors, by_row = self._factors(squared, self.squared, batch.places, bound)
+        self._conv_sums(batch, by_row)
+        products, biases = [], []
+        for a, g in linear:
+            a, high, low, bias = self._halves(a, g, factors)
+            products.append((product(a.mT, high), product(a.mT, low)))
+            biases.append(bias)
+        return self._assemble(self.partial, self.small, by_row, batch.places, products, biases)
+
+    def _features(self, w: dict[str, Tensor], batch: Batch) -> Tensor:
         """The convolutional blocks: [capacity, flat]."""
         x = batch.inputs
         for i, (s, c, d) in enumerate(self.layout.convs):
@@ -68,108 +99,121 @@ class Program:
             )
             mean, rstd = self.stats[i]
             norm_kernels.norm_pool_forward[(self.capacity,)](
-                self.z[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, self.y[i], mean, rstd, 1e-5,
-                s, s, d, d // self.layout.groups, **_tuned("pool_forward", i, s * s // 4),
+                self.z[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, self.y[i], self.which[i], self.z_best[i], mean, rstd,
+                1e-5, s, s, d, d // self.layout.groups, **TUNING["pool_forward"][i],
             )  # fmt: skip
             x = self.y[i]
         return x.view(self.capacity, -1)
-
-    # ---- clipped sums
-
-    def prepare(self, inputs: Tensor) -> Tensor:
-        """Images [N, 3, H, W] as the kernels read them: channels last, in their precision."""
-        return inputs.permute(0, 2, 3, 1).to(self.dtype).contiguous()
-
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
-        """Σ_i ḡ_i for every run, [K, P] in fp64."""
-        layout, n = self.layout, len(self.layout.convs)
-        w = self._low(theta)
-        a = _take(self.features(w, batch), batch.places)
-        h = F.relu(torch.baddbmm(w[f"b{n}"].unsqueeze(1), a, w[f"w{n}"]))
-        logits = torch.baddbmm(w[f"b{n + 1}"].unsqueeze(1), h, w[f"w{n + 1}"]).float()
-        real = batch.places < self.capacity
-        labels = _take(batch.labels.unsqueeze(1), batch.places).squeeze(2)
-        g_out = (torch.softmax(logits, -1) - F.one_hot(labels, layout.classes)).to(self.dtype)
-        g_hidden = (g_out @ w[f"w{n + 1}"].mT) * (h > 0)
-        squared = _linear_norm(a, g_hidden) + _linear_norm(h, g_out)
-        torch.index_select(
-            (g_hidden @ w[f"w{n}"].mT).flatten(0, 1), 0, batch.seats, out=self.dy[-1].view(self.capacity, -1)
-        )
-        self._backward(w, batch)
-        squared = squared + _take(self.squared.sum(0).unsqueeze(1), batch.places).squeeze(2)
-        norms = squared.sqrt()
-        factors = (bound.unsqueeze(1) / (norms + EPS_NUM)).clamp(max=1.0)
-        factors = torch.where(torch.isfinite(norms) & real, factors, 0.0)
-        sums = torch.empty(theta.shape, dtype=torch.float64, device=theta.device)
-        out = layout.views(sums)
-        self._conv_sums(out, batch, factors)
-        for i, (x, g) in ((n, (a, g_hidden)), (n + 1, (h, g_out))):
-            x, g = (torch.where(factors.unsqueeze(2) > 0, t, 0.0) for t in (x, g))
-            weighted = g.float() * factors.unsqueeze(2)
-            out[f"w{i}"].copy_(weighted_product(x, weighted, parts=2))
-            out[f"b{i}"].copy_(weighted.sum(1, dtype=torch.float64))
-        return sums
 
     def _backward(self, w: dict[str, Tensor], batch: Batch) -> None:
         for i in reversed(range(len(self.layout.convs))):
             s, c, d = self.layout.convs[i]
             mean, rstd = self.stats[i]
             norm_kernels.norm_pool_backward[(self.capacity,)](
-                self.z[i], self.dy[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, mean, rstd, self.dz[i],
-                *self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **_tuned("pool_backward", i, s * s // 4),
+                self.z[i], self.dy[i], self.which[i], self.z_best[i], w[f"gain{i}"], batch.model, mean, rstd, self.dz[i],
+                self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **_tuned("pool_backward", i, s * s // 4),
             )  # fmt: skip
             x = self.y[i - 1] if i else batch.inputs
             conv_kernels.weight_norms[(self.capacity,)](
-                x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, TAPS=1 if c == 3 else 9, **_tuned("norms", i, s * s)
+                x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **_tuned("norms", i, s * s)
             )
             if i:
                 options = _tuned("input", i, s * s)
-                turned = w[f"w{i}"].transpose(2, 3).contiguous()
                 tiles = s * s // options["BM"]
                 conv_kernels.conv_forward[(self.capacity * tiles,)](
-                    self.dz[i], turned, turned, batch.model, self.dy[i - 1], s, s, d, c,
+                    self.dz[i], w[f"turned{i}"], w[f"b{i}"], batch.model, self.dy[i - 1], s, s, d, c,
                     SIGN=-1, HAS_BIAS=False, **options,
                 )  # fmt: skip
 
-    def _conv_sums(self, out: dict[str, Tensor], batch: Batch, factors: Tensor) -> None:
-        by_row = torch.zeros(self.capacity + 1, device=factors.device)
-        by_row.scatter_(0, batch.places.flatten(), factors.flatten())
+    def _conv_sums(self, batch: Batch, by_row: Tensor) -> None:
         for i, (s, c, d) in enumerate(self.layout.convs):
             x = self.y[i - 1] if i else batch.inputs
-            taps = 1 if c == 3 else 9
-            conv_kernels.weight_sums[(self.runs, taps, self.chunks)](
-                x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d,
-                TAPS=taps, CHUNKS=self.chunks, **_tuned("sums", i, s * s),
-            )  # fmt: skip
-            total = self.partial[i].sum(1, dtype=torch.float64)
-            out[f"w{i}"].copy_(total[:, 0, :27].reshape(-1, 9, 3, d) if c == 3 else total)
-            for name, g in zip(("gain", "shift", "b"), self.small[i], strict=True):
-                g = torch.where(factors.unsqueeze(2) > 0, _take(g, batch.places), 0.0)
-                out[f"{name}{i}"].copy_((g * factors.unsqueeze(2)).sum(1, dtype=torch.float64))
+            options = _tuned("sums", i, s * s)
+            parts = 1 if c == 3 else 9 // options["TAPS"]
+            conv_kernels.weight_sums[(self.runs, parts, self.chunks)](
+                x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d, CHUNKS=self.chunks, **options
+            )
 
-    def _low(self, theta: Tensor) -> dict[str, Tensor]:
-        """The weights in the kernels' precision, each parameter's K copies together."""
-        return {name: v.contiguous() for name, v in self.layout.views(theta.to(self.dtype)).items()}
+
+# ---- what happens between the kernels, as pure functions that are compiled
+
+
+def weights(layout: Layout, theta: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights in the kernels' precision, each parameter's K copies together; and turned, for the input's gradient."""
+    out = {name: v.to(dtype).contiguous() for name, v in layout.views(theta).items()}
+    for i in range(1, len(layout.convs)):
+        out[f"turned{i}"] = out[f"w{i}"].transpose(2, 3).contiguous()
+    return out
+
+
+def head(
+    layout: Layout, w: dict[str, Tensor], features: Tensor, batch: Batch
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """The two linear layers and the loss, run by run: their inputs and output gradients, the squared norms of their
+    per-example gradients by place, and the gradient of the features by row."""
+    n, rows = len(layout.convs), len(batch.labels)
+    real = (batch.places < rows).unsqueeze(2)
+    places = batch.places.clamp(max=rows - 1)
+    a = torch.where(real, features[places], 0.0)
+    labels = batch.labels[places]
+    h = F.relu(torch.baddbmm(w[f"b{n}"].unsqueeze(1), a, w[f"w{n}"]))
+    logits = torch.baddbmm(w[f"b{n + 1}"].unsqueeze(1), h, w[f"w{n + 1}"]).float()
+    target = labels.unsqueeze(2) == torch.arange(layout.classes, device=labels.device)
+    g_out = (torch.softmax(logits, -1) - target.float()).to(a.dtype)
+    g_hidden = (g_out @ w[f"w{n + 1}"].mT) * (h > 0)
+    squared = _linear_norm(a, g_hidden) + _linear_norm(h, g_out)
+    dy = (g_hidden @ w[f"w{n}"].mT).flatten(0, 1)[batch.seats]
+    return [(a, g_hidden), (h, g_out)], squared, dy
+
+
+def clip_factors(linear: Tensor, convs: Tensor, places: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """min(1, C/‖g_i‖) by place, and by row with a zero after the last; zero for spare places and norms that are not finite."""
+    rows = convs.shape[1]
+    squared = linear + convs.sum(0)[places.clamp(max=rows - 1)]
+    norms = squared.sqrt()
+    factors = (bound.unsqueeze(1) / (norms + EPS_NUM)).clamp(max=1.0)
+    factors = torch.where(torch.isfinite(norms) & (places < rows), factors, 0.0)
+    return factors, factors.new_zeros(rows + 1).scatter(0, places.flatten(), factors.flatten())
+
+
+def halves(a: Tensor, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A linear layer's inputs, its weighted output gradients in two parts that hold 16 bits of them, and their sum."""
+    c = factors.unsqueeze(2)
+    weighted = torch.where(c > 0, g.float() * c, 0.0)
+    high = weighted.to(a.dtype)
+    low = (weighted - high.float()).to(a.dtype)
+    return torch.where(c > 0, a, 0.0), high, low, weighted.sum(1, dtype=torch.float64)
+
+
+def assemble(
+    partial: list[Tensor],
+    small: list[Tensor],
+    by_row: Tensor,
+    places: Tensor,
+    products: list[tuple[Tensor, Tensor]],
+    biases: list[Tensor],
+) -> Tensor:
+    """All sums in the order of the layout, [K, P] in fp64."""
+    factors = by_row[places].view(*places.shape, 1, 1)
+    parts: list[Tensor] = []
+    for chunks, each in zip(partial, small, strict=True):
+        total = chunks.sum(1, dtype=torch.float64)
+        parts.append(total[:, 0, :27].flatten(1) if total.shape[1] == 1 else total.flatten(1))
+        rows = each[places.clamp(max=len(each) - 1)]  # [K, most, 3, d]
+        gain, shift, bias = torch.where(factors > 0, rows * factors, 0.0).sum(1, dtype=torch.float64).unbind(1)
+        parts += [bias, gain, shift]
+    for (high, low), bias in zip(products, biases, strict=True):
+        parts += [(high.double() + low.double()).flatten(1), bias]
+    return torch.cat(parts, 1)
 
 
 def _tuned(kernel: str, block: int, positions: int) -> dict[str, int]:
     """The tuning of a kernel, with its block no larger than the image."""
-    return {key: v if key == "num_warps" else min(v, positions) for key, v in TUNING[kernel][block].items()}
+    return {key: min(v, positions) if key in ("BM", "BT", "BP") else v for key, v in TUNING[kernel][block].items()}
 
 
 def _taps(channels: int) -> tuple[int, int]:
     return (1, 32) if channels == 3 else (9, channels)
-
-
-def _take(rows: Tensor, places: Tensor) -> Tensor:
-    """rows[places], with zeros for spare places."""
-    inside = places < len(rows)
-    taken = rows[places.clamp(max=len(rows) - 1)]
-    return torch.where(
-        inside.view(*places.shape, *[1] * (rows.dim() - 1)),
-        taken,
-        torch.zeros((), dtype=rows.dtype, device=rows.device),
-    )
 
 
 def _linear_norm(a: Tensor, g: Tensor) -> Tensor:
