@@ -8,6 +8,7 @@ OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoint;
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import signal
@@ -100,6 +101,8 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                 if not work.train(stop):
                     break
                 work.finish()
+                del work
+                _clear(device)
     return Outcome(len(finished(out, plan)), len(plan.runs))
 
 
@@ -307,6 +310,14 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _clear(device: torch.device) -> None:
+    """A stack holds tens of gigabytes of a GPU, and compiled code may keep hold of it: the next begins afresh."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
 
 
 @contextmanager
