@@ -252,6 +252,14 @@ def test_stacks_under_way_stay_together_whatever_size_is_asked_for(tmp_path):
     assert [r.id for r in group(PLAN, tmp_path, 1)[0][1]] == ids
 
 
+def test_a_part_of_a_plan(undisturbed, tmp_path):
+    part = Settings(quiet=True, block=4, device="cpu", only="-b128-")
+    assert run_study(PLAN, tmp_path, part).finished == 1
+    assert [r["method"] for r in table.read(tmp_path / "runs.csv")] == ["dp-adam"]
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    compare(tmp_path, undisturbed, exact=True)
+
+
 def test_missing_data_and_bad_settings_are_named(tmp_path):
     plan = Plan(**{**vars(PLAN), "dataset": "cifar10", "network": "paper"})
     with pytest.raises(ArgumentError, match="dpivon data fetch cifar10"):

@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--block", type=int, default=32)
     run.add_argument("--keep", action="store_true")
     run.add_argument("--quiet", action="store_true")
+    run.add_argument("--only", default="", help="runs with this in their id, such as -b512-")
     loop = commands.add_parser("hooks", help="run a plan one by one on Opacus's hooks, to hold the stacks to it")
     loop.add_argument("plan", type=Path)
     loop.add_argument("--out", type=Path, required=True)

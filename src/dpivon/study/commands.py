@@ -46,6 +46,7 @@ def run(
     block: Annotated[int, typer.Option(help="Steps to draw and charge at once.")] = 32,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the posterior of every run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    only: Annotated[str, typer.Option(help="Run only what has this in its id, such as -b512-.")] = "",
 ) -> None:
     """Run what is not finished yet. Stop it at any time; the same command goes on.
 
@@ -56,7 +57,7 @@ def run(
     from dpivon.study.runner import Settings, run_study
 
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study, lr)
-    settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet)
+    settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet, only)
     outcome = run_study(plan, out, settings)
     typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / plan.table}")
     if outcome.finished < outcome.planned:
@@ -96,6 +97,21 @@ def status(out: _Out) -> None:
     from dpivon.study.status import status_lines
 
     typer.echo("\n".join(status_lines(out)))
+
+
+@study.command()
+def merge(
+    out: _Out,
+    others: Annotated[list[Path], typer.Argument(help="Folders of the same plan, from other machines.")],
+) -> None:
+    """Bring the finished runs of other machines together in one folder.
+
+    Example: dpivon study merge results/paper from-machine-1 from-machine-2
+    """
+    from dpivon.study.merge import merge as together
+
+    for folder, new in together(out, others).items():
+        typer.echo(f"{new} new runs from {folder}")
 
 
 @study.command()

@@ -49,6 +49,7 @@ class Settings:
         checkpoint_seconds: about how much work a crash may lose, and how many releases it charges again.
         block: steps that a stack draws and charges at once.
         keep: save the posterior of every finished run under OUT/posteriors.
+        only: run only what has this in its id, such as "-b512-": several machines can share a plan.
     """
 
     data: Path = Path("data")
@@ -60,6 +61,7 @@ class Settings:
     block: int = 32
     keep: bool = False
     quiet: bool = False
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, device)
         size = settings.stack or (90 if device.type == "cuda" else 1)
-        stacks = group(plan, out, size)
-        total = float(sum(steps_of(r, plan.epochs, data.size) * r.batch_size for r in plan.runs))
+        stacks = group(plan, out, size, settings.only)
+        wanted = [r for r in plan.runs if settings.only in r.id]
+        total = float(sum(steps_of(r, plan.epochs, data.size) * r.batch_size for r in wanted))
         left = float(sum(steps_of(r, plan.epochs, data.size) * r.batch_size for _, runs in stacks for r in runs))
 
         def stop() -> bool:
@@ -120,7 +123,7 @@ def claim(out: Path, plan: Plan) -> None:
         raise bad("out", str(out), "holds the results of another plan", "Give another folder, or remove this one")
 
 
-def group(plan: Plan, out: Path, size: int) -> list[tuple[Path, list[PlannedRun]]]:
+def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, list[PlannedRun]]]:
     """Stacks to run: those under way as they were begun, then what is left, in stacks of equal batch size,
     the largest first, which take the fewest steps."""
     done = finished(out, plan)
@@ -130,13 +133,15 @@ def group(plan: Plan, out: Path, size: int) -> list[tuple[Path, list[PlannedRun]
     folders = out / "stacks"
     for folder in sorted(folders.iterdir()) if folders.exists() else ():
         ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
-        if any(i in waiting for i in ids):  # even if others of its runs came in from elsewhere: their charges are one
+        if any(
+            i in waiting for i in ids
+        ):  # whatever is asked for now, and even if others of its runs came in from elsewhere: their charges are one
             stacks.append((folder, [known[i] for i in ids]))
             waiting = {i: run for i, run in waiting.items() if i not in ids}
         else:
             shutil.rmtree(folder)  # its rows are in the table: it was killed between writing them and clearing up
     by_batch: dict[int, list[PlannedRun]] = {}
-    for run in waiting.values():
+    for run in (run for run in waiting.values() if only in run.id):
         by_batch.setdefault(run.batch_size, []).append(run)
     taken = {int(folder.name) for folder, _ in stacks}
     for batch_size in sorted(by_batch, reverse=True):
