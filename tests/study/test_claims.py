@@ -93,6 +93,8 @@ def test_the_page_names_what_fails_with_its_numbers():
     assert "(DP-SGD)" in line
     assert "- N_ess = N" in page
     assert "weak privacy: ε from" in page
+    assert "not the paper's experiment" not in page
+    assert "This is digits" in claims_page(table, diagnostics, title="quick", notes=[], dataset="digits")
 
 
 @pytest.mark.parametrize("method", ["dp-sgd", IVON])

@@ -10,12 +10,19 @@ from dpivon.study.claims import UNTESTED, Claim, Claims, regime
 from dpivon.study.table import Row
 
 
-def claims_page(rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, notes: Sequence[str]) -> str:
+def claims_page(
+    rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, notes: Sequence[str], dataset: str = "cifar10"
+) -> str:
     """A table of verdicts, then every claim with its numbers."""
     averaged = {c.number: c for c in Claims(rows, diagnostics, averaged=True).all()}
     plain = {c.number: c for c in Claims(rows, diagnostics, averaged=False).all()}
     cells = Cells(rows)
     lines = [f"# {title}: the paper's claims against the table", ""]
+    if dataset != "cifar10":
+        lines += [
+            f"**This is {dataset}, not the paper's experiment: the verdicts show the machinery, not the paper.**",
+            "",
+        ]
     lines += ["Written by `dpivon study report` from `runs.csv` and `diagnostics.csv`. " + _definition(), ""]
     lines += [*_regimes(cells), ""]
     lines += ["| | the paper says | posterior mean | Monte-Carlo average |", "|---|---|---|---|"]
