@@ -127,3 +127,8 @@ def replace(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name as well: a ledger that fell back would charge too little
+    finally:
+        os.close(folder)
