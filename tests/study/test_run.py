@@ -252,6 +252,18 @@ def test_stacks_under_way_stay_together_whatever_size_is_asked_for(tmp_path):
     assert [r.id for r in group(PLAN, tmp_path, 1)[0][1]] == ids
 
 
+def test_a_stack_that_does_not_fit_is_told_what_to_do(tmp_path, monkeypatch):
+    def full(self, steps):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setattr(Stack, "train", full)
+    with pytest.raises(
+        DpivonError, match=r"2 runs of b=64 do not fit.*stacks/0000.*at most 24 releases.*smaller --stack"
+    ):
+        run_study(PLAN, tmp_path, Settings(quiet=True, device="cpu", stack=2, only="-b64-"))
+
+
 def test_a_part_of_a_plan(undisturbed, tmp_path):
     part = Settings(quiet=True, block=4, device="cpu", only="-b128-")
     assert run_study(PLAN, tmp_path, part).finished == 1

@@ -34,6 +34,7 @@ from dpivon.study.plan import Plan, PlannedRun, changed, read_plan, sample_seed,
 from dpivon.study.progress import Progress
 from dpivon.study.watch import Watch, points
 
+LEDGER = "charged.json"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -100,10 +101,17 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                 if number > 1 and stop():  # the first makes at least one block: every call gets on
                     break
                 title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
-                work = _Work(plan, runs, folder, out, data, settings, device, progress, title)
-                if not work.train(stop):
-                    break
-                work.finish()
+                try:
+                    work = _Work(plan, runs, folder, out, data, settings, device, progress, title)
+                    if not work.train(stop):
+                        break
+                    work.finish()
+                except torch.OutOfMemoryError:
+                    raise DpivonError(
+                        f"{len(runs)} runs of b={runs[0].batch_size} do not fit on the GPU at once. "
+                        f"Delete {folder}, which keeps them together (and at most {Ledger(folder / LEDGER).read()} releases "
+                        "of each, which you then must count yourself), and give a smaller --stack."
+                    ) from None
                 del work
                 _clear(device)
     return Outcome(len(finished(out, plan)), len(plan.runs))
@@ -185,7 +193,7 @@ class _Work:
         )
         folder.mkdir(parents=True, exist_ok=True)
         disk.replace(folder / "runs.json", json.dumps([run.id for run in runs]).encode())
-        self.ledger, self.checkpoint = Ledger(folder / "charged.json"), folder / "state.safetensors"
+        self.ledger, self.checkpoint = Ledger(folder / LEDGER), folder / "state.safetensors"
         extra = disk.restore(self.stack, self.checkpoint, self.ledger)
         self.seconds = float(extra.get("seconds", 0.0))
         self.diagnostics: list[dict[str, Any]] = extra.get("diagnostics", [])
