@@ -86,6 +86,17 @@ def test_draws_do_not_depend_on_batching_nor_disturb_the_model(tmp_path):
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_transformer_layers_do_not_go_around_their_dropout():
+    """In eval mode torch would take a fused path for them, without dropout and without a word."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True), nn.Flatten())
+    model[0].self_attn.dropout = 0.0
+    fused = torch.backends.mha.get_fastpath_enabled()
+    out = predict(model, dropout_posterior(model), torch.randn(3, 2, 8), 8, generator=seeded())
+    assert float(out.mutual_information.min()) > 0.0
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+
+
 def test_dropout_goes_before_every_layer_with_weights_but_the_first():
     torch.manual_seed(0)
     network = PaperCNN()

@@ -6,6 +6,7 @@ from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarni
 from dpivon.fit import Fitted, fit
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
+from dpivon.optim.sgld import LangevinDynamics
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy import (
@@ -18,6 +19,8 @@ from dpivon.privacy import (
     budget,
 )
 from dpivon.release import Release
+from dpivon.sampled_posterior import SampledPosterior
+from dpivon.variational import BayesByBackprop
 
 __all__ = [
     "EMA",
@@ -25,6 +28,7 @@ __all__ = [
     "Accountant",
     "ArgumentError",
     "BatchMemoryManager",
+    "BayesByBackprop",
     "Budget",
     "CurvatureEstimator",
     "DPOptimizer",
@@ -32,6 +36,7 @@ __all__ = [
     "DpivonError",
     "Evidence",
     "Fitted",
+    "LangevinDynamics",
     "Learner",
     "Method",
     "NoiseSpec",
@@ -41,6 +46,7 @@ __all__ = [
     "PrivacyWarning",
     "Release",
     "RuleOptimizer",
+    "SampledPosterior",
     "__version__",
     "budget",
     "fit",

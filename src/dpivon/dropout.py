@@ -44,12 +44,12 @@ class Dropped(nn.Sequential):
         return self[1].bias
 
 
-def with_dropout(model: nn.Module, p: float = 0.1) -> nn.Module:
+def with_dropout(model: nn.Module, p: float = 0.05) -> nn.Module:
     """A copy of ``model`` with dropout before every linear and convolution layer but the first, as Gal and Ghahramani have it.
 
-    The first layer's input is the data, and stays whole. A layer on a chain's end drops its input's elements.
+    The first layer's input is the data, and stays whole; which one is first is read off the order of ``model.modules()``.
     """
-    p = check_number("p", p, "Use a probability such as 0.1", at_least=0.0, below=1.0)
+    p = check_number("p", p, "Use a probability such as 0.05", at_least=0.0, below=1.0)
     model = copy.deepcopy(unwrap(model))
     if dropouts(model):
         fix = "Use the model as it is, or take its dropout layers out"
@@ -115,9 +115,13 @@ class LiveDropout:
         """Inside, forward passes are through the network that ``seed`` draws."""
         self._generator = torch.Generator(device).manual_seed(seed)
         handles = [layer.register_forward_hook(self._mask) for layer in self._layers]
+        # In eval mode torch's transformer layers take a fused path that goes around their dropout layers.
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
             for handle in handles:
                 handle.remove()
 

@@ -31,7 +31,7 @@ def test_names_and_titles_are_unique() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_options_reach_the_optimizer(name: str) -> None:
     decay = {"weight_decay": 0.125} if "weight_decay" in describe(name).defaults else {}
-    learner = dpivon.method(name, nn.Linear(3, 2), dataset_size=77, lr=0.25, **decay)
+    learner = dpivon.method(name, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), dataset_size=77, lr=0.25, **decay)
     for group in learner.optimizer.param_groups:
         assert group["lr"] == 0.25
         assert group.get("weight_decay") == decay.get("weight_decay", group.get("weight_decay"))
@@ -41,7 +41,7 @@ def test_options_reach_the_optimizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_defaults_are_those_of_the_rule(name: str) -> None:
-    learner = dpivon.method(name, nn.Linear(3, 2), dataset_size=10)
+    learner = dpivon.method(name, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), dataset_size=10)
     if type(learner.optimizer) is RuleOptimizer and name != "dpagd":
         assert learner.method.defaults == rule_defaults(learner.optimizer.rule)
     for group in learner.optimizer.param_groups:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import dpivon
 from dpivon import EMA, Release
 from dpivon.methods import METHODS
+from dpivon.posterior import Posterior
 from dpivon.predict import predict
+from dpivon.sampled_posterior import SampledPosterior
 from dpivon.stacked import AnyNetwork, Ensemble, Run, Stack, ensemble_noise, joint_epsilon
 from dpivon.stacked.rules import DEFAULTS, RULES
 
@@ -76,6 +78,10 @@ def test_a_row_is_the_method_alone_on_the_same_releases(name: str, ema: float | 
     assert not torch.allclose(stack.mean[row], start)
     torch.testing.assert_close(stack.mean[row], nn.utils.parameters_to_vector(params).detach(), rtol=2e-4, atol=1e-5)
     q, solo = stack.posterior(1, averaged=ema is not None), learner.posterior()
+    if isinstance(solo, SampledPosterior):  # a stack keeps no samples: its row is where the chain is, the last one kept
+        last = len(solo) - 1
+        assert len(solo) == STEPS // 2
+        solo = Posterior(solo[last], {key: torch.zeros_like(v) for key, v in solo[last].items()})
     for key in solo.mean:
         torch.testing.assert_close(q.mean[key], solo.mean[key], rtol=2e-4, atol=1e-5)
         torch.testing.assert_close(q.variance[key], solo.variance[key], rtol=1e-4, atol=0)
@@ -95,6 +101,21 @@ def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> 
         torch.testing.assert_close(together.average[together._row(i)], alone.average[0], rtol=1e-5, atol=1e-6)
         same = torch.equal(alone.average, alone.mean)
         assert same == ("ema" not in run.options)
+
+
+def test_every_rule_can_be_compiled_whole(data: Any) -> None:
+    """On a GPU a stack compiles its rules and captures them in a graph: nothing in them may need Python between kernels."""
+    runs = [Run(name, i, 1.0, 1.0, 0.02, 8, {"ema": 0.5} if i % 2 else {}) for i, name in enumerate(RULES)]
+    stack = Stack(runs, AnyNetwork(build), *data)
+    generator = torch.Generator().manual_seed(3)
+    g, eps = (torch.randn(stack.mean.shape, generator=generator) for _ in range(2))
+    states = [part.state for part in stack.parts]
+    compiled = torch.compile(stack._apply, fullgraph=True, backend="aot_eager")
+    for t in (1, 2):
+        eager, traced = (apply(g, eps, torch.tensor(t), states) for apply in (stack._apply, compiled))
+        for ours, theirs in zip(eager, traced, strict=True):
+            for key in ours:
+                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-6)
 
 
 def test_every_method_with_a_stacked_rule_has_the_defaults_of_the_registry() -> None:

@@ -133,7 +133,7 @@ def test_adambc_follows_its_published_equation() -> None:
         floored += int((corrected < gamma).sum())
         theta = theta - lr * (m / (1 - 0.9**t)) / corrected.clamp(min=gamma).sqrt()
     assert 0 < floored < STEPS * WIDTH  # both branches of the maximum were taken
-    got = ours(ADAMBC, variance=s2, floor=gamma, weight_decay=0.0)
+    got = ours(ADAMBC, variance=s2, floor=gamma, relative_floor=0.0, weight_decay=0.0)
     torch.testing.assert_close(got, theta, rtol=1e-9, atol=1e-12)
 
 
@@ -143,7 +143,7 @@ def test_adambc_without_noise_is_adam() -> None:
 
 def test_adambc_reads_the_variance_of_each_release() -> None:
     """A noise schedule: each g² is corrected by the variance that was in it."""
-    rule, hyper = CorrectedSquareAverage(), {"beta2": 0.5, "floor": 1e-12}
+    rule, hyper = CorrectedSquareAverage(), {"beta2": 0.5, "floor": 1e-12, "relative_floor": 0.0}
     state = rule.start(torch.zeros(1, dtype=torch.float64), hyper)
     g = torch.tensor([2.0], dtype=torch.float64)
     _, state = rule.update(state, g, t=1, noise_variance=1.0, hyper=hyper)
@@ -151,11 +151,24 @@ def test_adambc_reads_the_variance_of_each_release() -> None:
     assert float(psi) == pytest.approx((0.25 * (4 - 1) + 0.5 * (4 - 3)) / 0.75)
 
 
+@pytest.mark.parametrize(("floor", "share", "expected"), [(0.3, 0.1, 0.3), (0.1, 0.5, 1.0)])
+def test_adambcs_floor_is_the_larger_of_its_two(floor: float, share: float, expected: float) -> None:
+    """ψ at g² = s² = 2, where nothing is left: γ, or κ s²; as numbers and as columns."""
+    rule, hyper = CorrectedSquareAverage(), {"beta2": 0.9, "floor": floor, "relative_floor": share}
+    g = torch.full((1, 2), math.sqrt(2.0), dtype=torch.float64)
+    psi, _ = rule.update(rule.start(g, hyper), g, t=1, noise_variance=2.0, hyper=hyper)
+    assert psi.tolist() == [[expected, expected]]
+    columns = {key: torch.tensor([[value]], dtype=torch.float64) for key, value in hyper.items()}
+    variance = torch.tensor([[2.0]], dtype=torch.float64)
+    psi, _ = rule.update(rule.start(g, hyper), g, t=torch.tensor(1), noise_variance=variance, hyper=columns)
+    assert psi.tolist() == [[expected, expected]]
+
+
 def test_adambc_is_unbiased_where_adam_is_not() -> None:
     """ψ over many coordinates of constant signal: E[v̂ − s²] = ḡ², where Adam's ψ has ḡ² + s²."""
     n, signal, s = 200_000, 0.7, 1.0
     generator = torch.Generator().manual_seed(1)
-    hyper = {"beta2": 0.9, "floor": 1e-12}
+    hyper = {"beta2": 0.9, "floor": 1e-12, "relative_floor": 0.0}
     corrected, plain = CorrectedSquareAverage(), SquareAverage()
     state = corrected.start(torch.zeros(n), hyper) | {}
     raw = plain.start(torch.zeros(n), hyper)

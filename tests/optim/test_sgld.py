@@ -53,20 +53,21 @@ def test_it_recovers_a_gaussian_posterior_at_the_right_temperature(share, lr):
 
 
 def test_the_preconditioned_chain_samples_the_same_posterior():
-    """Scales 100 apart: a chain that forgot G in its noise would be wrong by as much. Coordinate by coordinate."""
-    h = torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
-    chains, lr, s2, temperature = 4000, 0.02, 0.02, 1.0
+    """Coordinate by coordinate, half of the noise from privacy: neither a forgotten G nor a forgotten α²G²s² would pass."""
+    h = torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+    chains, lr, s2, temperature = 4000, 0.1, 0.04, 1.0
     generator = torch.Generator().manual_seed(0)
     normal = lambda: torch.randn(chains, 3, dtype=torch.float64, generator=generator)  # noqa: E731
     rule = PSGLD()
     hyper = {"lr": lr, "ess": N, "temperature": temperature, "weight_decay": 0.0, "beta2": 0.999, "nu": 1e-3}
     state = rule.start(normal() * (temperature / N / h).sqrt(), hyper)
-    for t in range(1, 1500):
+    for t in range(1, 400):
         g = state["mean"] * h + math.sqrt(s2) * normal()
         state = rule.step(state, g, t=t, noise_variance=s2, normal=normal(), hyper=hyper)
     preconditioner = rule.preconditioner(state["second"], t=t, hyper=hyper).mean(0)
-    assert float(preconditioner[0] / preconditioner[2]) > 2
-    assert float((lr * N * preconditioner * s2 / 2).max()) < temperature  # nowhere tempered
+    assert float(preconditioner[0] / preconditioner[2]) > 1.4
+    implied = lr * N * preconditioner * s2 / 2
+    assert 0.25 < float(implied.min()) < float(implied.max()) < temperature  # nowhere tempered
     expected = temperature / N / h / (1 - lr * preconditioner * h / 2)
     assert bool(((state["mean"].var(0) / expected - 1).abs() < 0.12).all())
     assert bool((state["mean"].mean(0).abs() < 5 * (expected / chains).sqrt()).all())
@@ -81,7 +82,7 @@ def test_a_private_chain_recovers_the_posterior_of_a_regression():
     model = nn.Linear(2, 1, bias=False).double()
     sigma = math.sqrt(2 / (alpha * n)) * n / bound  # T = αNσ²C²/(2b²) = 1
     chain = {"burn_in": 200, "thinning": 1, "max_samples": 10**6}
-    inner = LangevinDynamics(model.parameters(), lr=alpha, ess=n, weight_decay=0.05, **chain)
+    inner = LangevinDynamics(model.parameters(), lr=alpha, ess=n, temperature=1.0, weight_decay=0.05, **chain)
     engine = dpivon.PrivacyEngine()
     private, optimizer, loader = engine.make_private(
         module=model,
@@ -126,7 +127,7 @@ def test_the_report_is_the_formula(sigma):
     """T = αNσ²C²/(2b²), and whether the posterior is tempered."""
     alpha, n, c, b = 0.1, 1000, 0.7, 64
     layer = nn.Linear(3, 2)
-    optimizer = LangevinDynamics(layer.parameters(), lr=alpha, ess=n)
+    optimizer = LangevinDynamics(layer.parameters(), lr=alpha, ess=n, temperature=1.0)
     optimizer.step(release=released(layer.parameters(), (sigma * c / b) ** 2))
     report = optimizer.temperature()
     assert report.implied == pytest.approx(alpha * n * sigma**2 * c**2 / (2 * b**2))
@@ -140,7 +141,7 @@ def test_the_report_is_the_formula(sigma):
 def test_the_preconditioned_report_is_by_coordinate():
     layer = nn.Linear(2, 1, bias=False)
     optimizer = LangevinDynamics(
-        layer.parameters(), lr=0.1, ess=100, preconditioned=True, beta2=0.0, nu=0.0, weight_decay=0.0
+        layer.parameters(), 0.1, 100, temperature=1.0, preconditioned=True, beta2=0.0, nu=0.0, weight_decay=0.0
     )
     optimizer.step(release=Release({layer.weight: torch.tensor([[0.1, 10.0]])}, 0.04))
     report = optimizer.temperature()
@@ -247,6 +248,8 @@ def test_kept_samples_are_the_iterates_and_not_views_of_them():
         visited.append(layer.weight.detach().clone())
     assert torch.equal(optimizer.posterior(layer).samples["weight"], torch.stack(visited))
     assert set(optimizer.posterior().samples) == {"0", "1"}
+    with pytest.raises(ArgumentError, match="does not contain"):
+        optimizer.posterior(nn.Linear(3, 2))
 
 
 def test_before_there_are_samples_the_posterior_is_the_iterate():

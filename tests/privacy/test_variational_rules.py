@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from private_runs import CLASSES, EXAMPLES, FEATURES, CapturingNoise, data, images, make, mlp
-from test_bookkeeping import both_precisions
+from test_bookkeeping import book, both_precisions
 from torch import nn
 
 from dpivon import DpivonError, PrivacyError
 from dpivon.errors import ArgumentError
 from dpivon.optim.adam_rule import Adam
 from dpivon.optim.sgd_rule import SGD
-from dpivon.privacy.gradients.bookkeeping import has_rules
+from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import uses
 from dpivon.privacy.layers import variational as rules
 from dpivon.privacy.layers.variational import Scaled
@@ -100,7 +101,10 @@ def test_a_network_with_shared_gaussian_layers_equals_the_loop(same_noise):
 def test_an_input_of_zeros_without_a_bias_has_a_finite_gradient(same_noise):
     """√v has no slope at v = 0; such an example still has to count."""
     torch.manual_seed(0)
-    both_precisions(gaussian(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2)), torch.zeros(2, 4))
+    model = gaussian(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2))
+    both_precisions(model, torch.zeros(2, 4))
+    sums = book(model.float(), torch.zeros(1, 4), torch.ones(2), FlatClipping(1e-3))
+    assert math.sqrt(sum(float(s.square().sum()) for s in sums)) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_scaled_uses_are_their_materialised_gradients():
@@ -119,10 +123,23 @@ def test_scaled_uses_are_their_materialised_gradients():
     assert torch.allclose(one.squared_norm(), one.materialise().square().sum((1, 2)))
 
 
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e9, 4e18])
+def test_examples_of_any_size_are_clipped_to_the_bound_and_no_further(size, same_noise):
+    """x² spans twice the exponents of x: neither norms nor weighted sums may lose their digits over it."""
+    torch.manual_seed(0)
+    model = gaussian(nn.Linear(5, 4))
+    params = list(model.parameters())
+    keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+    (model(torch.randn(1, 5) * size) * torch.randn(4)).sum().backward()
+    sums = keeper.clipped_sums(params, FlatClipping(1e-6))
+    norm = math.sqrt(sum(float(s.square().sum()) for s in sums))
+    assert norm == pytest.approx(1e-6, rel=1e-5 if size > 1 else 2e-2)  # ε_num = 1e-6 is added to a norm of about 1
+
+
 # ---- one bound, one release
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch"])
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch", "ghost"])
 def test_mean_and_spread_are_clipped_as_one_vector(mode, same_noise):
     """One example far above the bound contributes C in all. Clipped apart, mean and spread would give √2·C."""
     torch.manual_seed(0)
@@ -135,7 +152,7 @@ def test_mean_and_spread_are_clipped_as_one_vector(mode, same_noise):
     assert 0.05 * 0.01 < spread < 0.95 * 0.01  # both parts matter here, so the test could fail
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_other_modes_give_the_same_sums(mode, same_noise):
     torch.manual_seed(0)
     model, (x, y) = gaussian(*mlp()), data()
@@ -144,6 +161,15 @@ def test_other_modes_give_the_same_sums(mode, same_noise):
         for m in ("bookkeeping", mode)
     ]
     assert torch.allclose(*sums, atol=1e-5)
+
+
+def test_several_draws_an_example_are_averaged_before_clipping(same_noise):
+    """Each row K times with augmentations=K: here the K draws are equal, so the sum is that of one draw each."""
+    torch.manual_seed(0)
+    model, (x, y) = gaussian(*mlp()), data()
+    one = make("bookkeeping", module=copy.deepcopy(model), optimizer=bbp, max_grad_norm=0.5).release(x, y)
+    run = make("bookkeeping", module=copy.deepcopy(model), optimizer=bbp, max_grad_norm=0.5, augmentations=3)
+    assert torch.allclose(run.release(x.repeat_interleave(3, 0), y.repeat_interleave(3)), one, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), 1e-6, 1e6, 1e25])

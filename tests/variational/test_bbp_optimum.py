@@ -29,8 +29,8 @@ def test_it_reaches_the_mean_field_optimum():
 
     torch.manual_seed(0)
     model = variational(nn.Linear(D, 1, bias=False).double(), initial_std=0.05)
-    optimizer = BayesByBackprop(model, lr=0.05, dataset_size=N, rule=SGD(), momentum=0.0, prior_std=PRIOR)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9985)
+    optimizer = BayesByBackprop(model, lr=0.03, dataset_size=N, rule=SGD(), momentum=0.9, prior_std=PRIOR)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
     averages = []
     for step in range(2000):
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ from dpivon import predict
 from dpivon.errors import ArgumentError
 from dpivon.posterior import Posterior
 from dpivon.variational import Variational, plain, posterior, variational
-from dpivon.variational.spread import std, std_slope, variance_slope
+from dpivon.variational.spread import RATE, std, std_slope, variance_slope
 
 
 def small() -> nn.Module:
@@ -23,13 +23,23 @@ def small() -> nn.Module:
     )
 
 
-def test_a_step_in_the_spread_moves_the_posterior_as_far_as_one_in_the_mean():
-    """KL(q(moved) ‖ q) is the same to second order for a small step d in μ and in r: the reason for the coordinate."""
-    std0, d = 0.02, 1e-4
-    sigma = float(std(torch.tensor(d, dtype=torch.float64), std0))
-    in_mean = d**2 / (2 * std0**2)
-    in_spread = math.log(std0 / sigma) + sigma**2 / (2 * std0**2) - 0.5
-    assert in_spread == pytest.approx(in_mean, rel=0.01)
+@pytest.mark.parametrize("std0", [1e-3, 0.02, 0.5])
+def test_a_step_in_the_spread_changes_the_width_by_the_same_fraction_whatever_it_is(std0):
+    d = torch.tensor([-1e-4, 1e-4, 10.0], dtype=torch.float64)
+    change = std(d, std0) / std0
+    assert change[:2].tolist() == pytest.approx([1 - RATE * 1e-4, 1 + RATE * 1e-4], rel=1e-6)
+    assert float(change[2]) < 1 + 2 * RATE * 10  # and no more than linearly when it is large
+
+
+def test_the_joint_bound_is_spent_on_the_mean():
+    """The spread's share of an example's gradient is about c σ₀ times the mean's."""
+    torch.manual_seed(0)
+    layer, std0 = Variational(nn.Linear(30, 20), initial_std=0.02), 0.02
+    (layer(torch.randn(1, 30)).tanh() * torch.randn(20)).sum().backward()
+    norms = [
+        math.sqrt(sum(float(p.grad.square().sum()) for p in part.parameters())) for part in (layer.mean, layer.spread)
+    ]
+    assert 0.2 * RATE * std0 < norms[1] / norms[0] < 2 * RATE * std0
 
 
 def test_slopes_are_derivatives():

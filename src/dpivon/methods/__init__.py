@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from dpivon.errors import bad
@@ -22,7 +23,16 @@ def describe(name: str) -> Method:
     return METHODS[name]
 
 
-def method(name: str, model: nn.Module, *, dataset_size: int, **options: Any) -> Learner:
+def method(
+    name: str,
+    model: nn.Module,
+    *,
+    dataset_size: int,
+    lr: float | None = None,
+    ema: float | None = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Learner:
     """The method ``name`` at work on ``model``.
 
     Args:
@@ -34,7 +44,7 @@ def method(name: str, model: nn.Module, *, dataset_size: int, **options: Any) ->
         generator: source of θ-samples and Langevin noise, not of the privacy noise.
         **options: the method's own, by the names in ``describe(name).defaults``.
     """
-    return learner(describe(name), model, dataset_size=dataset_size, **options)
+    return learner(describe(name), model, dataset_size=dataset_size, lr=lr, ema=ema, generator=generator, **options)
 
 
 __all__ = ["METHODS", "Learner", "Method", "Setup", "describe", "method"]

@@ -21,7 +21,7 @@ METHODS = (
     Method(
         name="dp-bbp",
         title="DP-BBP",
-        summary="Gaussian weights by local reparameterisation; mean and spread clipped as one, KL after the release.",
+        summary="Gaussian weights by reparameterisation, KL after release",
         optimises="mean and standard deviation of a Gaussian, by Adam",
         posterior="diagonal Gaussian over linear and convolution layers, the rest points",
         predicts="average over weight draws",

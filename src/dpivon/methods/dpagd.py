@@ -14,7 +14,7 @@ from dpivon.optim.moments import PHI, PSI, Moment
 from dpivon.optim.rule_optimizer import RuleOptimizer
 
 #: Every number that some φ or ψ may ask for; None takes its own default.
-_NUMBERS = ("momentum", "beta1", "beta2", "floor", "nu", "cap", "weight_decay")
+_NUMBERS = ("momentum", "beta1", "beta2", "floor", "relative_floor", "nu", "cap", "weight_decay")
 
 
 def _moment(kind: str, value: Any, known: dict[str, Moment]) -> Moment:
@@ -67,7 +67,7 @@ METHODS = (
         predicts="one pass",
         choose="convex problems; the step decays as 1/√t by itself",
         reference="Duchi et al. 2011; Zhou et al. 2020",
-        lr=0.03,
+        lr=0.1,
         build=build_rule(ADAGRAD),
         defaults=rule_defaults(ADAGRAD),
     ),
@@ -78,7 +78,7 @@ METHODS = (
         optimises="weights",
         posterior="none: a point",
         predicts="one pass",
-        choose="sparse or badly scaled gradients; needs its floor tuned",
+        choose="sparse or badly scaled gradients, where DP-Adam's denominator is all noise",
         reference="Tang et al. 2024",
         lr=0.003,
         build=build_rule(ADAMBC),

@@ -21,7 +21,7 @@ METHODS = (
     Method(
         name="dp-mc-dropout",
         title="DP-MC-Dropout",
-        summary="DP-Adam on a network with dropout (put in if it has none) that stays live in prediction.",
+        summary="DP-Adam with dropout that stays live in prediction",
         optimises="weights",
         posterior="the network with units dropped at random",
         predicts="average over dropout masks",
@@ -29,7 +29,7 @@ METHODS = (
         reference="Gal and Ghahramani 2016",
         lr=0.01,
         build=_build,
-        defaults={"p": 0.1, **rule_defaults(Adam())},
+        defaults={"p": 0.05, **rule_defaults(Adam())},
         samples=32,
     ),
 )

@@ -70,7 +70,7 @@ class Adam:
             debias2=debias(hyper["beta2"], t),
             decoupled=self.decoupled,
         )
-        return vars(new)
+        return {"mean": new.mean, "momentum": new.momentum, "second": new.second}
 
 
 @dataclass(frozen=True)

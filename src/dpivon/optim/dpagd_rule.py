@@ -9,7 +9,7 @@ with g_t the released gradients (after L2 decay: g_t + λ_w θ). The cap λ keep
     DP-AdaGrad   φ = g                   ψ = Σ g_k²
     DP-RMSProp   φ = g                   ψ = average of g_k²
     DP-Adam      φ = debiased average    ψ = debiased average of g_k²
-    DP-AdamBC    φ = debiased average    ψ = max(debiased average of g_k² − s², γ), ν = 0
+    DP-AdamBC    φ = debiased average    ψ = max(debiased average of g_k² − s², γ, κ s²), ν = 0
 
 Zhou, Chen, Hong, Wu, Banerjee: *Private Stochastic Non-Convex Optimization: Adaptive Algorithms and Tighter
 Generalization Bounds*, 2020. AdamBC: Tang, Shpilevskiy, Lécuyer, *DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You

@@ -21,6 +21,7 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "eps": (_NOT_NEGATIVE, "Use about 1e-8"),
     "nu": (_NOT_NEGATIVE, "Use about 1e-8"),
     "cap": ({"above": 0.0, "finite": False}, "Use inf for no cap"),
+    "relative_floor": (_NOT_NEGATIVE, "Use about 0.1, or 0 for none"),
     "floor": (_POSITIVE, "Use about 1e-8; it bounds the step by lr/√floor"),
     "ema": ({"at_least": 0.0, "below": 1.0}, "Use a number such as 0.99, below 1"),
     "hess_init": (_POSITIVE, "Use about 1"),

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
+from torch import Tensor
+
 from dpivon.optim.rule import Hyper, debias, full_like
 from dpivon.optim.tensors import Values
 
@@ -145,17 +148,22 @@ class SquareSum:
 
 @dataclass(frozen=True)
 class CorrectedSquareAverage:
-    """ψ_t = max(v̂_t − s², γ) with v̂_t as in Adam and s² the variance of the noise in the gradients: DP-AdamBC.
+    """ψ_t = max(v̂_t − s², γ, κ s²) with v̂_t as in Adam and s² the variance of the noise in the gradients: DP-AdamBC.
 
     Since E[g_dp²] = E[ḡ²] + s², Adam's v̂ is unbiased for a second moment that the noise dominates; here its expectation is
     taken off. Unlike the curvature of DP-IVON-Gradsq, which projects each g² − s² before averaging, this projects the
-    average: at zero signal E[v̂] − s² = 0, where projected squares have mean 0.484 s². γ keeps the denominator away from 0.
+    average: at zero signal E[v̂] − s² = 0, where projected squares have mean 0.484 s².
+
+    The published rule has κ = 0 and a γ tuned for the task. Where there is no signal v̂ − s² is its own error, of standard
+    deviation s² √(2(1 − β₂)/(1 + β₂)) ≈ 0.032 s² at β₂ = .999, and a γ far below that turns it into steps of m̂/√γ: with
+    γ = 1e-8 and the demonstration's three learning rates 65 % of the validation digits at best, with κ = 0.1 96 %.
+    κ (``relative_floor``) states the floor in units of the noise: by default three standard errors on every task.
 
     s² is averaged with the same weights as g², so that a noise multiplier changed by a schedule is corrected exactly.
     """
 
     name: ClassVar[str] = "corrected"
-    defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999, "floor": 1e-8}
+    defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999, "floor": 1e-8, "relative_floor": 0.1}
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {"second": full_like(like, 0.0)}
@@ -166,7 +174,12 @@ class CorrectedSquareAverage:
         beta2 = hyper["beta2"]
         # Averaging g² − s² is averaging both with the same weights; the projection comes after.
         second = state["second"] * beta2 + (g.square() - noise_variance) * (1.0 - beta2)
-        return (second / debias(beta2, t)).clamp(min=hyper["floor"]), {"second": second}
+        least = _larger(hyper["floor"], hyper["relative_floor"] * noise_variance)
+        return (second / debias(beta2, t)).clamp(min=least), {"second": second}
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
 
 
 PHI: dict[str, Moment] = {m.name: m for m in (Gradient(), HeavyBall(), Average())}

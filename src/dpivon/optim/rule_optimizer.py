@@ -69,7 +69,11 @@ class RuleOptimizer(Optimizer):
                 stepped = True
         if not stepped:
             raise DpivonError("step() without a gradient: no parameter has p.grad; call loss.backward() before step().")
+        self._stepped(release)
         return loss
+
+    def _stepped(self, release: Release | None) -> None:
+        """After a step, for those who do more. Not by overriding ``step``: torch would then run its hooks once a class."""
 
     def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
         states = [self._state(p, group) for p in params]

@@ -49,4 +49,5 @@ class SGD:
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
     ) -> dict[str, Values]:
         options = {key: hyper[key] for key in ("lr", *self.defaults)}
-        return vars(sgd_update(SGDState(**state), g, **options))
+        new = sgd_update(SGDState(**state), g, **options)
+        return {"mean": new.mean, "velocity": new.velocity}

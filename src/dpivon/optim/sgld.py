@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpivon.errors import DpivonError
+from dpivon.errors import DpivonError, bad
 from dpivon.optim.chain import Chain
 from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.rule_optimizer import RuleOptimizer
-from dpivon.optim.sgld_rule import PSGLD, SGLD, implied_temperature
+from dpivon.optim.sgld_rule import PSGLD, SGLD, TEMPERATURE, implied_temperature
 from dpivon.posterior import unwrap
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
@@ -63,7 +62,7 @@ class LangevinDynamics(RuleOptimizer):
         params: parameters, named parameters, or parameter groups.
         lr: step size α.
         ess: N, the public number of training examples.
-        temperature: T; 1 for the posterior itself.
+        temperature: T; 1 is the posterior itself, the default a colder one.
         weight_decay: δ, the precision of the prior divided by N.
         preconditioned: use G from squared gradients (pSGLD) instead of 1.
         burn_in: below 1, the share of steps left out of the posterior; otherwise a number of steps.
@@ -79,7 +78,7 @@ class LangevinDynamics(RuleOptimizer):
         lr: float,
         ess: float,
         *,
-        temperature: float = 1.0,
+        temperature: float = TEMPERATURE,
         weight_decay: float = 1e-4,
         preconditioned: bool = False,
         burn_in: float = 0.5,
@@ -95,14 +94,11 @@ class LangevinDynamics(RuleOptimizer):
         super().__init__(params, PSGLD() if preconditioned else SGLD(), lr=lr, generator=generator, **hyper)
         self.chain.room(self._iterate())
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any:
-        """One step of the chain; its iterate is kept if it is due."""
-        loss = super().step(closure, release=release)
+    def _stepped(self, release: Release | None) -> None:
+        """Keep the iterate if it is due."""
         self._noise_variance = 0.0 if release is None else release.variance
         if self.chain.due():
             self.chain.add(self._iterate(copy=True))
-        return loss
 
     def _iterate(self, copy: bool = False) -> dict[int, Tensor]:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -156,6 +152,11 @@ class LangevinDynamics(RuleOptimizer):
         names = {i: str(k) for k, i in enumerate(trained)}
         if model is not None:
             known = {p: name for name, p in unwrap(model).named_parameters()}
+            strangers = [i for i in trained if params[i] not in known]
+            if strangers:
+                problem = f"does not contain the optimizer's parameter number {strangers[0]}"
+                fix = "Pass the model whose parameters the optimizer was given"
+                raise bad("model", type(model).__name__, problem, fix)
             names = {i: known[params[i]] for i in trained}
         report = self.temperature()
         metadata = {

@@ -21,6 +21,7 @@ from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, ivon_update, std
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
+from dpivon.optim.sgld_rule import PSGLD, SGLD
 
 Rows = dict[str, Tensor]
 
@@ -116,7 +117,8 @@ class IVONRows:
             weight_decay=weight_decay,
             debias=debias(hyper["beta1"], t),
         )
-        return vars(new)
+        # Not vars(new): torch.compile 2.13 makes an empty dictionary of it.
+        return {"mean": new.mean, "momentum": new.momentum, "hess": new.hess}
 
 
 POINT_RULES: dict[str, UpdateRule] = {
@@ -127,6 +129,8 @@ POINT_RULES: dict[str, UpdateRule] = {
     "dp-rmsprop": RMSPROP,
     "dp-adagrad": ADAGRAD,
     "dp-adambc": ADAMBC,
+    "dp-sgld": SGLD(),
+    "dp-psgld": PSGLD(),
 }
 _IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0}
 

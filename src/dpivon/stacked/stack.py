@@ -219,8 +219,8 @@ class Stack:
     def _update_rows(self, g: Tensor, eps: Tensor, t: Tensor, states: list[Rows]) -> None:
         for part, state in zip(self.parts, states, strict=True):
             new = part.rule.step(state, g[part.rows], eps[part.rows], t, part.hyper)
-            for name, value in new.items():
-                state[name].copy_(value)
+            for name, value in state.items():  # by our own names: a rule that forgets one must not pass unseen
+                value.copy_(new[name])
 
     # ---- results, by the caller's numbering
 

@@ -49,7 +49,7 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
     assert isinstance(network, AnyNetwork)
     seed = noise_seed(plan, run) ^ 1  # another stream than the stack's
     model = network.model(network.initial(seed).to(device))
-    options = dict(run.options) | ({"rescale_lr": False} if run.method.startswith("dp-ivon") else {})
+    options: dict[str, Any] = dict(run.options) | ({"rescale_lr": False} if run.method.startswith("dp-ivon") else {})
     learner = make(run.method, model, dataset_size=data.size, lr=run.lr, **options)
     engine = PrivacyEngine()
     loader: DataLoader[Any] = DataLoader(

@@ -37,10 +37,18 @@ def _in_r(layer: Spread, uses: Mapping[Tensor, Use], dtype: torch.dtype) -> Mapp
     for r, use in uses.items():
         factor = variance_slope(r.detach().to(dtype), layer.initial_std)
         if isinstance(use, Outer):
-            out[r] = Scaled(use.a, use.g, factor, use.shape, use.transposed, use.order)
+            a, g = _balanced(use.a, use.g)
+            out[r] = Scaled(a, g, factor, use.shape, use.transposed, use.order)
         else:
             out[r] = Dense(use.materialise() * factor)
     return out
+
+
+def _balanced(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The same products from factors of moderate size: A is x², so G may be tiny, and G times a clip factor would vanish."""
+    peak = a.abs().amax((1, 2), keepdim=True)
+    peak = torch.where(torch.isfinite(peak) & (peak > 0.0), peak, torch.ones_like(peak))
+    return a / peak, g * peak
 
 
 @dataclass(frozen=True)
