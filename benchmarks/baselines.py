@@ -49,7 +49,7 @@ def ensembles(digits, key, members):
     steps = EPOCHS * math.ceil(n / BATCH_SIZE)
     facts = {"delta": DELTA, "dataset_size": n, "batch_size": BATCH_SIZE}
     sigma = ensemble_noise(members, target_epsilon=EPSILON, steps=steps, **facts)
-    images = digits.train.x.permute(0, 2, 3, 1)
+    images = digits.train.x
     options = {k: v for k, v in ENTRIES[key].options.items() if k != "ema"}
     for seed in SEEDS:
         run = Run(key, 0, sigma, MAX_GRAD_NORM, ENTRIES[key].lr, BATCH_SIZE, options)

@@ -29,12 +29,6 @@ def _corner_at(p, j: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _sums(z):
-    z = z.to(tl.float32)
-    return tl.sum(z, axis=0), tl.sum(z * z, axis=0)
-
-
-@triton.jit
 def _contest(best, which, z_best, z, j: tl.constexpr, scale, shift):
     """Pixel j against the best so far: the first of the largest wins, as in torch, and NaN stays NaN."""
     v = z.to(tl.float32) * scale[None, :] + shift[None, :]
@@ -45,42 +39,43 @@ def _contest(best, which, z_best, z, j: tl.constexpr, scale, shift):
 @triton.jit
 def norm_pool_forward(
     Z, GAMMA, BETA, MODEL, Y, WHICH, ZBEST, MEAN, RSTD, eps,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One example, read once and kept in registers."""
+    """One example; BP, the pooled positions handled at a time, divides H·W/4."""
     POOLED: tl.constexpr = H * W // 4
+    tl.static_assert(POOLED % BP == 0)
     n = tl.program_id(0).to(tl.int64)
     k = tl.load(MODEL + n).to(tl.int64)
     c = tl.arange(0, C)
-    p = tl.arange(0, POOLED)
     Z += n * (H * W * C)
-    z0 = tl.load(Z + _corner_at(p, 0, W, C))
-    z1 = tl.load(Z + _corner_at(p, 1, W, C))
-    z2 = tl.load(Z + _corner_at(p, 2, W, C))
-    z3 = tl.load(Z + _corner_at(p, 3, W, C))
-    t0, s0 = _sums(z0)
-    t1, s1 = _sums(z1)
-    t2, s2 = _sums(z2)
-    t3, s3 = _sums(z3)
+    # Tiles are added up as tiles and reduced once at the end: a reduction makes the warps wait for each other.
+    total = tl.zeros((BP, C), tl.float32)
+    squares = tl.zeros((BP, C), tl.float32)
+    for start in range(0, H * W, BP):
+        at = (start + tl.arange(0, BP))[:, None] * C + c[None, :]
+        z = tl.load(Z + at).to(tl.float32)
+        total += z
+        squares += z * z
     count: tl.constexpr = H * W * CG
-    mean = _by_group(t0 + t1 + t2 + t3, C, CG) / count
-    var = tl.maximum(_by_group(s0 + s1 + s2 + s3, C, CG) / count - mean * mean, 0.0)
+    mean = _by_group(tl.sum(total, axis=0), C, CG) / count
+    var = tl.maximum(_by_group(tl.sum(squares, axis=0), C, CG) / count - mean * mean, 0.0)
     rstd = 1.0 / tl.sqrt(var + eps)
     tl.store(MEAN + n * C + c, mean)
     tl.store(RSTD + n * C + c, rstd)
     scale = tl.load(GAMMA + k * C + c).to(tl.float32) * rstd
     shift = tl.load(BETA + k * C + c).to(tl.float32) - mean * scale
-    best = tl.zeros((POOLED, C), tl.float32)  # relu: nothing below zero survives
-    which = tl.full((POOLED, C), -1, tl.int8)
-    z_best = tl.zeros((POOLED, C), Z.dtype.element_ty)
-    best, which, z_best = _contest(best, which, z_best, z0, 0, scale, shift)
-    best, which, z_best = _contest(best, which, z_best, z1, 1, scale, shift)
-    best, which, z_best = _contest(best, which, z_best, z2, 2, scale, shift)
-    best, which, z_best = _contest(best, which, z_best, z3, 3, scale, shift)
-    at = n * (POOLED * C) + p[:, None] * C + c[None, :]
-    tl.store(Y + at, best.to(Y.dtype.element_ty))
-    tl.store(WHICH + at, which.to(tl.int8))
-    tl.store(ZBEST + at, z_best)
+    for start in range(0, POOLED, BP):
+        p = start + tl.arange(0, BP)
+        best = tl.zeros((BP, C), tl.float32)  # relu: nothing below zero survives
+        which = tl.full((BP, C), -1, tl.int32)
+        z_best = tl.zeros((BP, C), Z.dtype.element_ty)
+        for j in tl.static_range(4):
+            z = tl.load(Z + _corner_at(p, j, W, C))
+            best, which, z_best = _contest(best, which, z_best, z, j, scale, shift)
+        at = n * (POOLED * C) + p[:, None] * C + c[None, :]
+        tl.store(Y + at, best.to(Y.dtype.element_ty))
+        tl.store(WHICH + at, which.to(tl.int8))
+        tl.store(ZBEST + at, z_best)
 
 
 @triton.jit
@@ -103,17 +98,18 @@ def norm_pool_backward(
     DY += n * (POOLED * C)
     WHICH += n * (POOLED * C)
     ZBEST += n * (POOLED * C)
-    dgamma = tl.zeros((C,), tl.float32)
-    dbeta = tl.zeros((C,), tl.float32)
+    dn_tile = tl.zeros((BP, C), tl.float32)
+    dnz_tile = tl.zeros((BP, C), tl.float32)
     for start in range(0, POOLED, BP):
         at = (start + tl.arange(0, BP))[:, None] * C + c[None, :]
         dn = tl.where(tl.load(WHICH + at) >= 0, tl.load(DY + at).to(tl.float32), 0.0)
-        dbeta += tl.sum(dn, axis=0)
-        dgamma += tl.sum(dn * tl.load(ZBEST + at).to(tl.float32), axis=0)
+        dn_tile += dn
+        dnz_tile += dn * tl.load(ZBEST + at).to(tl.float32)
+    dbeta = tl.sum(dn_tile, axis=0)
     mean = tl.load(MEAN + n * C + c)
     rstd = tl.load(RSTD + n * C + c)
     gamma = tl.load(GAMMA + k * C + c).to(tl.float32)
-    dgamma = (dgamma - mean * dbeta) * rstd  # Σ dn ẑ from Σ dn z and Σ dn
+    dgamma = (tl.sum(dnz_tile, axis=0) - mean * dbeta) * rstd  # Σ dn ẑ from Σ dn z and Σ dn
     count: tl.constexpr = H * W * CG
     mean_dz = _by_group(gamma * dbeta, C, CG) / count
     mean_dzz = _by_group(gamma * dgamma, C, CG) / count
@@ -121,7 +117,7 @@ def norm_pool_backward(
     slope = -rstd * rstd * mean_dzz
     level = -rstd * mean_dz - mean * slope
     scale = gamma * rstd
-    dbias = tl.zeros((C,), tl.float32)
+    dz_tile = tl.zeros((BP, C), tl.float32)
     for start in range(0, POOLED, BP):
         p = start + tl.arange(0, BP)
         at = p[:, None] * C + c[None, :]
@@ -132,7 +128,8 @@ def norm_pool_backward(
             dz = tl.load(Z + place).to(tl.float32) * slope[None, :] + level[None, :]
             dz = (dz + tl.where(which == j, down, 0.0)).to(DZ.dtype.element_ty)
             tl.store(DZ + place, dz)
-            dbias += tl.sum(dz.to(tl.float32), axis=0)  # of what was stored: that is the gradient the weights see too
+            dz_tile += dz.to(tl.float32)  # of what was stored: that is the gradient the weights see too
+    dbias = tl.sum(dz_tile, axis=0)
     SMALL += n * (3 * C)
     tl.store(SMALL + c, dgamma)
     tl.store(SMALL + C + c, dbeta)

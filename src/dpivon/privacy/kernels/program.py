@@ -37,8 +37,8 @@ TUNING: dict[str, list[dict[str, int]]] = {
         {"BT": 128, "TAPS": 3, "num_warps": 4},
         {"BT": 64, "TAPS": 3, "num_warps": 8},
     ],
-    "pool_forward": [{"num_warps": 4}, {"num_warps": 2}, {"num_warps": 1}],
-    "pool_backward": [{"BP": 64, "num_warps": 4}, {"BP": 32, "num_warps": 4}, {"BP": 16, "num_warps": 2}],
+    "pool_forward": [{"BP": 64, "num_warps": 4}, {"BP": 16, "num_warps": 2}, {"BP": 8, "num_warps": 1}],
+    "pool_backward": [{"BP": 32, "num_warps": 1}, {"BP": 16, "num_warps": 1}, {"BP": 8, "num_warps": 1}],
 }
 
 
@@ -100,7 +100,7 @@ class Program:
             mean, rstd = self.stats[i]
             norm_kernels.norm_pool_forward[(self.capacity,)](
                 self.z[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, self.y[i], self.which[i], self.z_best[i], mean, rstd,
-                1e-5, s, s, d, d // self.layout.groups, **TUNING["pool_forward"][i],
+                1e-5, s, s, d, d // self.layout.groups, **_tuned("pool_forward", i, s * s // 4),
             )  # fmt: skip
             x = self.y[i]
         return x.view(self.capacity, -1)
