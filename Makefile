@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint conformance clean
+.PHONY: help demo study test test-all lint conformance clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
+	@echo "make study       a small grid of private runs on digits, figures and claims in study-output/ (about ten minutes)"
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
@@ -22,6 +23,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@echo "== dpivon demo: private training on scikit-learn's digits, no network needed"
 	$(BIN)/dpivon demo
+
+study: $(READY)
+	@echo "== dpivon study: 72 private runs on scikit-learn's digits; stop it as you like, the same command goes on"
+	OMP_NUM_THREADS=1 $(BIN)/dpivon study run studies/quick.yaml --out study-output
+	$(BIN)/dpivon study report study-output
 
 lint: $(READY)
 	@echo "== Style, types, and the release boundary"
@@ -43,4 +49,4 @@ conformance: $(READY)
 	CONFORMANCE_EXAMPLES=20 $(BIN)/python -m pytest -q -s tests/conformance
 
 clean:
-	rm -rf $(VENV) demo-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo-output study-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The command line: ``dpivon demo``, ``dpivon methods``, ``dpivon budget``, ``dpivon version``."""
+"""The command line: ``dpivon demo``, ``methods``, ``budget``, ``study``, ``data`` and ``version``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dpivon._version import __version__
 from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
 from dpivon.errors import DpivonError
 from dpivon.privacy.accounting import budget as plan
+from dpivon.study import commands
 
 
 class _Commands(TyperGroup):
@@ -42,6 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(commands.study, name="study")
+app.add_typer(commands.data, name="data")
 
 
 def main() -> None:

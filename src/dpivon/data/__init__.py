@@ -1,0 +1,19 @@
+"""Image data sets from their official files, checked against what they should hold."""
+
+from dpivon.data.cifar10 import load_cifar10
+from dpivon.data.fashion_mnist import load_fashion_mnist
+from dpivon.data.normalise import MEAN, STD, normalised
+from dpivon.data.records import DataSet, Images, digest
+from dpivon.data.split import tuning_split
+
+__all__ = [
+    "MEAN",
+    "STD",
+    "DataSet",
+    "Images",
+    "digest",
+    "load_cifar10",
+    "load_fashion_mnist",
+    "normalised",
+    "tuning_split",
+]

@@ -1,0 +1,135 @@
+"""CIFAR-10 (Krizhevsky, 2009): 50,000 + 10,000 colour pictures of 32×32, ten classes."""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from dpivon.data.parts import read_parts
+from dpivon.data.pickles import read_pickle
+from dpivon.data.records import DataSet, Images, canonical
+from dpivon.errors import bad
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SIDE, TRAIN, TEST = 32, 50_000, 10_000
+_RECORD = 1 + 3 * SIDE * SIDE
+# Digests (records.py) of the published training and test sets.
+TRAIN_DIGEST = "d59acf989e068e709ce686cda292672c7b212c08d29d3d3e6d8c3aa99eba6a85"
+TEST_DIGEST = "899683d46c3a8c66fd56e1af12202e69fe5a4517be10b0f68e04c78fe585c57c"
+
+_FETCH = (
+    "Run `dpivon data fetch cifar10`, or give the folder that holds cifar-10-binary.tar.gz or cifar-10-python.tar.gz"
+)
+_Open = Callable[[str], bytes]
+
+
+def load_cifar10(root: str | Path) -> DataSet:
+    """CIFAR-10 from a folder that holds either official archive or its unpacked folder, or from either itself.
+
+    Whatever order the copy has, the result has one order. A copy that is not CIFAR-10 to the last byte is refused.
+    """
+    root = Path(root)
+    raw = _read(root)
+    if raw is None:
+        problem = "holds no CIFAR-10" if root.exists() else "does not exist, so there is no CIFAR-10"
+        raise bad("data", str(root), problem, _FETCH)
+    parts = []
+    for name, images, size, expected in (
+        ("training", raw[0], TRAIN, TRAIN_DIGEST),
+        ("test", raw[1], TEST, TEST_DIGEST),
+    ):
+        if len(images) != size:
+            raise bad("data", str(root), f"has {len(images)} {name} pictures instead of {size}", _FETCH)
+        images, found = canonical(images)
+        if found != expected:
+            problem = f"its {name} pictures are not those of CIFAR-10 (digest {found[:12]}…): the copy is damaged"
+            raise bad("data", str(root), problem, _FETCH)
+        parts.append(images)
+    return DataSet("cifar10", parts[0], parts[1], verified=True)
+
+
+def _read(root: Path) -> tuple[Images, Images] | None:
+    """Training and test pictures as they stand, unchecked; None if nothing here looks like CIFAR-10."""
+    for base in (root, root / "cifar-10-batches-bin", root / "cifar-10-batches-py"):
+        for probe, read in (("data_batch_1.bin", _binary), ("data_batch_1", _python)):
+            if (base / probe).is_file():
+                return read(_from_folder(base))
+    for archive in (root, root / "cifar-10-binary.tar.gz", root / "cifar-10-python.tar.gz"):
+        if archive.is_file():
+            return _from_archive(archive)
+    if (root / "train-0.npz").is_file():
+        return read_parts(root)
+    return None
+
+
+def _from_folder(folder: Path) -> _Open:
+    def open_(name: str) -> bytes:
+        path = folder / name
+        if not path.is_file():
+            raise bad("data", str(folder), f"lacks {name}", _FETCH)
+        return path.read_bytes()
+
+    return open_
+
+
+def _from_archive(path: Path) -> tuple[Images, Images]:
+    """Members are read in memory: nothing is unpacked, so no path in the archive can lead anywhere."""
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            files = {Path(m.name).name: _member(archive, m) for m in archive if m.isfile() and _wanted(m)}
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise bad("data", str(path), f"is not a whole archive ({error})", _FETCH) from None
+
+    def open_(name: str) -> bytes:
+        if name not in files:
+            raise bad("data", str(path), f"lacks {name}", _FETCH)
+        return files[name]
+
+    return _binary(open_) if "data_batch_1.bin" in files else _python(open_)
+
+
+def _wanted(member: tarfile.TarInfo) -> bool:
+    return "_batch" in Path(member.name).name and member.size < 10_000 * (_RECORD + 200)
+
+
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    return file.read() if file else b""
+
+
+def _binary(open_: _Open) -> tuple[Images, Images]:
+    def images(name: str) -> Images:
+        raw = np.frombuffer(open_(name), np.uint8)
+        if len(raw) % _RECORD:
+            raise bad("data", name, f"is {len(raw)} bytes, not a multiple of {_RECORD}", _FETCH)
+        records = raw.reshape(-1, _RECORD)
+        return Images(_rows(records[:, 1:]), records[:, 0])
+
+    return _joined([images(f"data_batch_{i}.bin") for i in range(1, 6)]), images("test_batch.bin")
+
+
+def _python(open_: _Open) -> tuple[Images, Images]:
+    def images(name: str) -> Images:
+        batch = read_pickle(open_(name), name)
+        pixels, labels = batch.get("data"), batch.get("labels")
+        if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 1:
+            raise bad("data", name, "holds no array of pictures", _FETCH)
+        whole = isinstance(labels, list) and all(isinstance(y, int) and 0 <= y < 10 for y in labels)
+        if not whole or len(labels) != len(pixels):  # type: ignore[arg-type]
+            raise bad("data", name, "does not hold one label from 0 to 9 a picture", _FETCH)
+        return Images(_rows(pixels), np.array(labels, np.uint8))
+
+    return _joined([images(f"data_batch_{i}") for i in range(1, 6)]), images("test_batch")
+
+
+def _rows(pixels: np.ndarray) -> np.ndarray:
+    """From 1,024 red, green and blue bytes to [N, 32, 32, 3]."""
+    return np.ascontiguousarray(pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
+
+
+def _joined(parts: list[Images]) -> Images:
+    return Images(np.concatenate([p.pixels for p in parts]), np.concatenate([p.labels for p in parts]))

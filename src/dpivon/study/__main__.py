@@ -1,0 +1,58 @@
+"""``python -m dpivon.study``: running on a machine that has torch, numpy and safetensors and little else."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dpivon.errors import DpivonError
+from dpivon.study.hooks import HOOKS, run_hooks
+from dpivon.study.plan import read_plan
+from dpivon.study.runner import PRECISIONS, Settings, run_study
+from dpivon.study.status import status_lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dpivon.study", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run a resolved plan (.json)")
+    run.add_argument("plan", type=Path)
+    run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--data", type=Path, default=Path("data"))
+    run.add_argument("--device")
+    run.add_argument("--stack", type=int)
+    run.add_argument("--precision", choices=list(PRECISIONS))
+    run.add_argument("--minutes", type=float)
+    run.add_argument("--checkpoint-seconds", type=float, default=60.0)
+    run.add_argument("--block", type=int, default=32)
+    run.add_argument("--keep", action="store_true")
+    run.add_argument("--quiet", action="store_true")
+    run.add_argument("--only", default="", help="runs with this in their id, such as -b512-")
+    loop = commands.add_parser("hooks", help="run a plan one by one on Opacus's hooks, to hold the stacks to it")
+    loop.add_argument("plan", type=Path)
+    loop.add_argument("--out", type=Path, required=True)
+    loop.add_argument("--data", type=Path, default=Path("data"))
+    loop.add_argument("--device")
+    loop.add_argument("--minutes", type=float)
+    status = commands.add_parser("status", help="what is finished and what is under way")
+    status.add_argument("out", type=Path)
+    given = vars(parser.parse_args(arguments))
+    try:
+        command = given.pop("command")
+        if command == "status":
+            print("\n".join(status_lines(given["out"])))
+            return 0
+        plan, out = read_plan(given.pop("plan")), given.pop("out")
+        outcome = (run_study if command == "run" else run_hooks)(plan, out, Settings(**given))
+    except DpivonError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(
+        f"{outcome.finished} of {outcome.planned} runs finished, in {out / (plan.table if command == 'run' else HOOKS)}"
+    )
+    return 0 if outcome.finished == outcome.planned else 75  # EX_TEMPFAIL: run it again to go on
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""claims.md: the verdicts with their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpivon.study import claims
+from dpivon.study.cells import Cells
+from dpivon.study.claims import UNTESTED, Claim, Claims, regime
+from dpivon.study.table import Row
+
+
+def claims_page(
+    rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, notes: Sequence[str], dataset: str = "cifar10"
+) -> str:
+    """A table of verdicts, then every claim with its numbers."""
+    averaged = {c.number: c for c in Claims(rows, diagnostics, averaged=True).all()}
+    plain = {c.number: c for c in Claims(rows, diagnostics, averaged=False).all()}
+    cells = Cells(rows)
+    lines = [f"# {title}: the paper's claims against the table", ""]
+    if dataset != "cifar10":
+        lines += [
+            f"**This is {dataset}, not the paper's experiment: the verdicts show the machinery, not the paper.**",
+            "",
+        ]
+    lines += ["Written by `dpivon study report` from `runs.csv` and `diagnostics.csv`. " + _definition(), ""]
+    lines += [*_regimes(cells), ""]
+    lines += ["| | the paper says | posterior mean | Monte-Carlo average |", "|---|---|---|---|"]
+    for number, claim in plain.items():
+        lines.append(f"| {number} | {claim.sentence} | {_verdict(claim)} | {_verdict(averaged[number])} |")
+    for number, claim in plain.items():
+        lines += [
+            "",
+            f"## {number}: {_verdict(claim)}",
+            "",
+            f"> {claim.sentence}",
+            "",
+            f"Taken to say: {claim.statement}.",
+        ]
+        lines += ["", *_numbers(claim)]
+        if _numbers(averaged[number]) != _numbers(claim):
+            lines += [
+                "",
+                f"With Monte-Carlo averages: **{_verdict(averaged[number])}**.",
+                "",
+                *_numbers(averaged[number]),
+            ]
+    if notes:
+        lines += ["", "## Assumptions", "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _definition() -> str:
+    return " ".join((claims.__doc__ or "").split("\n\n", 1)[1].split())
+
+
+def _regimes(cells: Cells) -> list[str]:
+    out = []
+    for name in ("weak", "medium", "strong"):
+        found = [
+            v.mean for key in cells.keys if regime(key[2]) == name and (v := cells.get(*key, "epsilon")) is not None
+        ]
+        if found:
+            out.append(f"- {name} privacy: ε from {min(found):.3g} to {max(found):.3g}")
+    return out
+
+
+def _verdict(claim: Claim) -> str:
+    if not claim.comparisons:
+        return UNTESTED
+    held = sum(c.holds for c in claim.comparisons)
+    return f"{claim.verdict} ({held} of {len(claim.comparisons)})"
+
+
+def _numbers(claim: Claim) -> list[str]:
+    if not claim.comparisons:
+        return ["The table has no cells that could tell."]
+    return ["| where | | numbers |", "|---|---|---|"] + [
+        f"| {c.where} | {'holds' if c.holds else 'fails'} | {c.numbers} |" for c in claim.comparisons
+    ]

@@ -1,0 +1,182 @@
+"""``dpivon study`` and ``dpivon data``: what people type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+study = typer.Typer(help="Grids of private runs: declared, run, continued, drawn and judged.", no_args_is_help=True)
+data = typer.Typer(help="Data sets.", no_args_is_help=True)
+
+_Out = Annotated[Path, typer.Argument(help="Folder of results.")]
+_Lr = Annotated[Path | None, typer.Option(help="Learning rates that `dpivon study pick` chose.")]
+_Data = Annotated[Path, typer.Option("--data", envvar="DPIVON_DATA", help="Folder that holds the data set.")]
+
+
+@study.command()
+def resolve(
+    study: Annotated[Path, typer.Argument(help="A study, such as studies/paper.yaml.")],
+    to: Annotated[Path, typer.Argument(help="Where to write the plan (.json).")],
+    lr: _Lr = None,
+) -> None:
+    """Write a study as a plan: every run by its numbers, readable on a machine without YAML.
+
+    Example: dpivon study resolve studies/paper.yaml plan.json
+    """
+    from dpivon.study import config
+
+    plan = config.resolve(study, lr)
+    plan.write(to)
+    typer.echo(f"{len(plan.runs)} runs of {plan.epochs} epochs in {to}")
+
+
+@study.command()
+def run(
+    study: Annotated[Path, typer.Argument(help="A study (.yaml) or a plan (.json).")],
+    out: Annotated[Path, typer.Option(help="Folder of results; a study that was stopped goes on in it.")],
+    data: _Data = Path("data"),
+    lr: _Lr = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    stack: Annotated[int | None, typer.Option(help="Runs to train at once: 90 on a GPU, 1 on a CPU.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 as on a GPU by default.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop at a checkpoint after so long.")] = None,
+    checkpoint_seconds: Annotated[float, typer.Option(help="How much work a crash may lose.")] = 60.0,
+    block: Annotated[int, typer.Option(help="Steps to draw and charge at once.")] = 32,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the posterior of every run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    only: Annotated[str, typer.Option(help="Run only what has this in its id, such as -b512-.")] = "",
+) -> None:
+    """Run what is not finished yet. Stop it at any time; the same command goes on.
+
+    Example: dpivon study run studies/quick.yaml --out results/quick
+    """
+    from dpivon.study import config
+    from dpivon.study.plan import read_plan
+    from dpivon.study.runner import Settings, run_study
+
+    plan = read_plan(study) if study.suffix == ".json" else config.resolve(study, lr)
+    settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet, only)
+    outcome = run_study(plan, out, settings)
+    typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / plan.table}")
+    if outcome.finished < outcome.planned:
+        raise typer.Exit(75)  # EX_TEMPFAIL: run it again to go on
+
+
+@study.command()
+def hooks(
+    study: Annotated[Path, typer.Argument(help="A study (.yaml) or a plan (.json) of few runs.")],
+    out: Annotated[Path, typer.Option(help="Folder of results, where the stacked runs of the same plan are.")],
+    data: _Data = Path("data"),
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
+) -> None:
+    """Run a plan one by one in the ordinary loop on Opacus's hooks, to hold the stacks to it.
+
+    Example: dpivon study hooks studies/paper-check.yaml --out results/paper-check
+    """
+    from dpivon.study import config
+    from dpivon.study.hooks import HOOKS, run_hooks
+    from dpivon.study.plan import read_plan
+    from dpivon.study.runner import Settings
+
+    plan = read_plan(study) if study.suffix == ".json" else config.resolve(study)
+    outcome = run_hooks(plan, out, Settings(data, device, minutes=minutes))
+    typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / HOOKS}")
+    if outcome.finished < outcome.planned:
+        raise typer.Exit(75)
+
+
+@study.command()
+def status(out: _Out) -> None:
+    """What is finished and what is under way.
+
+    Example: dpivon study status results/paper
+    """
+    from dpivon.study.status import status_lines
+
+    typer.echo("\n".join(status_lines(out)))
+
+
+@study.command()
+def merge(
+    out: _Out,
+    others: Annotated[list[Path], typer.Argument(help="Folders of the same plan, from other machines.")],
+) -> None:
+    """Bring the finished runs of other machines together in one folder.
+
+    Example: dpivon study merge results/paper from-machine-1 from-machine-2
+    """
+    from dpivon.study.merge import merge as together
+
+    for folder, new in together(out, others).items():
+        typer.echo(f"{new} new runs from {folder}")
+
+
+@study.command()
+def figures(out: _Out) -> None:
+    """Draw the figures from the tables.
+
+    Example: dpivon study figures results/paper
+    """
+    from dpivon.errors import bad
+    from dpivon.study.ablations import is_ablation
+    from dpivon.study.figures import draw_figures
+    from dpivon.study.report import load
+
+    rows, diagnostics = load(out)
+    if is_ablation(rows):
+        raise bad(
+            "out", str(out), "holds several variants of one method", "Use `dpivon study report`, which compares them"
+        )
+    for path in draw_figures(rows, diagnostics, out / "figures"):
+        typer.echo(path)
+
+
+@study.command()
+def report(
+    out: _Out,
+    tuning: Annotated[Path | None, typer.Option(help="Results of the tuning study.")] = None,
+) -> None:
+    """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the claims.
+
+    Example: dpivon study report results/paper --tuning results/paper-tuning
+    """
+    from dpivon.study.report import write_report
+
+    for path in write_report(out, tuning):
+        typer.echo(path)
+
+
+@study.command()
+def pick(
+    out: Annotated[Path, typer.Argument(help="Results of a tuning study.")],
+    to: Annotated[Path, typer.Option(help="Where to write the chosen learning rates.")] = Path("studies/paper-lr.json"),
+) -> None:
+    """Choose each method's learning rate by its validation accuracy.
+
+    Example: dpivon study pick results/paper-tuning
+    """
+    from dpivon.study.tuning import pick as choose
+
+    for method, found in choose(out, to).items():
+        words = ", ".join(f"{c.lr:g} ({c.accuracy:.3f})" for c in found)
+        typer.echo(f"{method}: {found[0].lr:g}, of {words}")
+    typer.echo(f"written to {to}; use it with `dpivon study run studies/paper.yaml --lr {to}`")
+
+
+@data.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="cifar10, cifar10-python or fashion-mnist.")],
+    to: Annotated[Path, typer.Option(help="Folder to put it into.")] = Path("data"),
+) -> None:
+    """Download a data set from its official address and check it.
+
+    Example: dpivon data fetch cifar10
+    """
+    from dpivon.data.fetch import fetch as download
+
+    found = download(name, to, typer.echo)
+    words = "as published" if found.verified else "whole, by its shape"
+    typer.echo(f"{len(found.train)} training and {len(found.test)} test pictures, {words}")

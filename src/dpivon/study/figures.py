@@ -1,0 +1,220 @@
+"""The paper's three figures, and three of what its discussion conjectures. Drawn without pyplot: no global state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpivon.study.cells import Cells, Value
+from dpivon.study.table import Row
+
+IVON = "dp-ivon-gradsq"
+TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", IVON: "DP-IVON-Gradsq"}
+NOISE_ONLY = math.erf(math.sqrt(0.5))  # P(z² < 1): the share that pure noise projects to zero
+# Okabe and Ito's palette, told apart by colour-blind readers too.
+_COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00"}
+_OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
+_MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}
+_MEASURES = {
+    "accuracy": "test accuracy",
+    "nll": "test NLL (nats)",
+    "ece": "test ECE (15 bins)",
+}
+_STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
+_DASHES = ("-", "--", ":", "-.")
+
+
+def draw_figures(rows: Sequence[Row], diagnostics: Sequence[Row], folder: Path) -> list[Path]:
+    """All figures that the tables give, in ``folder``."""
+    import matplotlib
+
+    out = []
+    cells = Cells(rows)
+    with matplotlib.rc_context(_STYLE):
+        for measure in _MEASURES:
+            out.append(_save(privacy_figure(cells, measure), folder / f"privacy-{measure}.png"))
+        if diagnostics:
+            out.append(_save(over_training(rows, diagnostics, "projected_share"), folder / "projected-share.png"))
+            out.append(_save(over_training(rows, diagnostics, "h_median"), folder / "curvature.png"))
+            out.append(_save(width_figure(cells), folder / "posterior-width.png"))
+    return out
+
+
+def privacy_figure(cells: Cells, measure: str) -> Any:
+    """A measure against ε on an inverted logarithmic axis: a panel a batch size, a dash a clipping norm."""
+    batches = cells.axis("batch_size")
+    figure = _figure(3.6 * len(batches) + 0.6, 3.9)
+    axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    norms = cells.axis("max_grad_norm")
+    methods = sorted(cells.methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
+    diverged: list[str] = []
+    for axis, b in zip(axes, batches, strict=True):
+        for number, method in enumerate(methods):
+            for c, dash in zip(norms, _DASHES, strict=False):
+                colour = _COLOURS.get(method, _OTHERS[number % len(_OTHERS)])
+                averaged = cells.get(method, b, cells.axis("noise_multiplier")[0], c, f"mc_{measure}")
+                name = TITLES.get(method, method)
+                if averaged is None:
+                    lines = [(measure, name, 1.0)]
+                else:  # the posterior mean in a paler line under the Monte-Carlo average
+                    lines = [(measure, f"{name}, posterior mean", 0.4), (f"mc_{measure}", f"{name}, averaged", 1.0)]
+                for column, label, strength in lines:
+                    bad = _line(axis, cells, (method, b, c), column, color=colour, ls=dash, alpha=strength, label=label)
+                    diverged += [f"{label} at b={b}, C={c:g}"] if bad else []
+        axis.set_xscale("log")
+        axis.set_title(f"batch size {b}")
+        axis.set_xlabel("ε (RDP), privacy grows →")
+        axis.grid(alpha=0.25)
+    for axis in axes:
+        axis.invert_xaxis()
+    if measure == "nll":
+        _log_numbers(axes)
+    axes[0].set_ylabel(_MEASURES[measure])
+    _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
+    seeds = len(cells.axis("seed"))
+    spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
+    delta = cells.rows[0]["delta"]
+    lost = f"; diverged, not drawn: {', '.join(sorted(set(diverged)))}" if diverged else ""
+    figure.suptitle(f"{_MEASURES[measure]} against privacy, δ = {delta:g}, {spread}{lost}", fontsize=11)
+    return figure
+
+
+def _line(axis: Any, cells: Cells, at: tuple[str, int, float], column: str, **look: Any) -> bool:
+    """Draw one curve; True if some of its points are missing because a run diverged."""
+    method, b, c = at
+    found: list[tuple[float, Value]] = []
+    bad = False
+    for sigma in cells.axis("noise_multiplier"):
+        x, y = (cells.get(method, b, sigma, c, name) for name in ("epsilon", column))
+        if x is None or y is None or not math.isfinite(x.mean):
+            continue
+        if math.isnan(y.mean):
+            bad = True
+            continue
+        found.append((x.mean, y))
+    if found:
+        eps, values = zip(*found, strict=True)
+        means, stds = [v.mean for v in values], [v.std for v in values]
+        axis.plot(eps, means, marker=_MARKERS.get(method, "D"), ms=3.5, lw=1.5, **look)
+        low, high = ([m + k * s for m, s in zip(means, stds, strict=True)] for k in (-1, 1))
+        axis.fill_between(eps, low, high, color=look["color"], alpha=0.12 * look["alpha"], lw=0)
+    return bad
+
+
+def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) -> Any:
+    """IVON's projected share or curvature over training: a panel a batch size, a colour a noise multiplier."""
+    from matplotlib import colormaps
+
+    by_id = {row["id"]: row for row in rows}
+    batches = sorted({row["batch_size"] for row in rows})
+    sigmas = sorted({row["noise_multiplier"] for row in rows})
+    norms = sorted({row["max_grad_norm"] for row in rows})
+    figure = _figure(3.6 * len(batches) + 0.6, 3.9)
+    axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    colours = [colormaps["viridis"](0.85 * i / max(1, len(sigmas) - 1)) for i in range(len(sigmas))]
+    curves: dict[tuple[int, float, float], dict[float, list[float]]] = {}
+    for d in diagnostics:
+        row = by_id.get(d["id"])
+        if row is not None and d[column] is not None:
+            key = (row["batch_size"], row["noise_multiplier"], row["max_grad_norm"])
+            curves.setdefault(key, {}).setdefault(d["epoch"], []).append(d[column])
+    for (b, sigma, c), points in sorted(curves.items()):
+        axis = axes[batches.index(b)]
+        epochs = sorted(points)
+        values = [sum(points[e]) / len(points[e]) for e in epochs]
+        look = {"color": colours[sigmas.index(sigma)], "ls": _DASHES[norms.index(c) % len(_DASHES)]}
+        axis.plot(epochs, values, lw=1.4, label=f"σ = {sigma:g}", **look)
+    for axis, b in zip(axes, batches, strict=True):
+        axis.set_xscale("log")
+        axis.set_title(f"batch size {b}")
+        axis.set_xlabel("epoch")
+        axis.grid(alpha=0.25)
+        if column == "projected_share":
+            axis.axhline(NOISE_ONLY, color="#666666", lw=0.8, ls=":", label=f"pure noise, {NOISE_ONLY:.3f}")
+    if column != "projected_share":
+        _log_numbers(axes)
+    share = column == "projected_share"
+    axes[0].set_ylabel("share of curvature targets" if share else "median of h")
+    _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
+    figure.suptitle(
+        "Share of curvature targets projected to zero, DP-IVON-Gradsq, mean over seeds"
+        if share
+        else "Curvature h over training, DP-IVON-Gradsq, median over weights, mean over seeds",
+        fontsize=11,
+    )
+    return figure
+
+
+def width_figure(cells: Cells) -> Any:
+    """Posterior standard deviation at the end against ε: median, and the range that holds 90 % of the weights."""
+    from matplotlib import colormaps
+
+    figure = _figure(6.4, 4.2)
+    axis = figure.subplots()
+    batches, norms = cells.axis("batch_size"), cells.axis("max_grad_norm")
+    for i, b in enumerate(batches):
+        colour = colormaps["viridis"](0.85 * i / max(1, len(batches) - 1))
+        for c, dash in zip(norms, _DASHES, strict=False):
+            found = []
+            for sigma in cells.axis("noise_multiplier"):
+                got = [cells.get(IVON, b, sigma, c, k) for k in ("epsilon", "std_q05", "std_median", "std_q95")]
+                means = [v.mean for v in got if v is not None]
+                if len(means) == 4 and all(map(math.isfinite, means)):
+                    found.append(means)
+            if found:
+                eps, low, median, high = zip(*found, strict=True)
+                axis.plot(eps, median, color=colour, ls=dash, marker="o", ms=3.5, lw=1.5, label=f"b = {b}")
+                axis.fill_between(eps, low, high, color=colour, alpha=0.1, lw=0)
+    axis.set_xscale("log")
+    _log_numbers([axis])
+    axis.invert_xaxis()
+    axis.grid(alpha=0.25)
+    axis.set_xlabel("ε (RDP), privacy grows →")
+    axis.set_ylabel("posterior standard deviation of a weight")
+    _legend(figure, axis, [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
+    figure.suptitle(
+        "Posterior width at the end of training, DP-IVON-Gradsq\n(median; bands hold 90 % of the weights)", fontsize=11
+    )
+    return figure
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=130)
+
+
+def _log_numbers(axes: Sequence[Any]) -> None:
+    """Logarithmic axes whose ticks are plain numbers, if what is drawn spans a factor of five; else they stay linear."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    values = [float(y) for axis in axes for line in axis.lines for y in line.get_ydata() if y > 0]
+    if not values or max(values) < 5 * min(values):
+        return
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
+    """Each name once, in solid, then what the dashes mean."""
+    from matplotlib.lines import Line2D
+
+    named: dict[str, Any] = {}
+    for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+        named.setdefault(name, handle)
+    handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
+    names = list(named) + [name for name, _ in dashes]
+    entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs
+    columns = max(1, min(len(names), int(figure.get_figwidth() / entry)))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})  # the same table gives the same bytes
+    return path

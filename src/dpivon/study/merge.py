@@ -1,0 +1,48 @@
+"""Finished runs of one plan from several machines, in one folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpivon.errors import bad
+from dpivon.study import table
+from dpivon.study.plan import read_plan
+
+DIAGNOSTICS = "diagnostics.csv"
+
+
+def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
+    """Add to ``out`` the runs that it lacks; how many came from each folder.
+
+    A run that two machines finished keeps the row it has: both are the same run, and ε is the larger of the two, for
+    what was charged on either machine.
+    """
+    for folder in others:  # all before any: a wrong folder changes nothing
+        if not (folder / "study.json").exists():
+            raise bad("others", str(folder), "holds no study", "Give folders that `dpivon study run` wrote")
+        first = out if (out / "study.json").exists() else others[0]
+        if read_plan(folder / "study.json").digest != read_plan(first / "study.json").digest:
+            raise bad(
+                "others", str(folder), f"holds the results of another plan than {first}", "Merge runs of one plan"
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    added = {}
+    for folder in others:
+        if not (out / "study.json").exists():
+            shutil.copy(folder / "study.json", out / "study.json")
+        plan = read_plan(out / "study.json")
+        mine = {row["id"]: row for row in table.read(out / plan.table)}
+        theirs = table.read(folder / plan.table)
+        new = {row["id"] for row in theirs} - mine.keys()
+        dearer = [
+            mine[r["id"]] | {k: r[k] for k in ("epsilon", "epsilon_pld", "releases")}
+            for r in theirs
+            if r["id"] in mine and r["releases"] > mine[r["id"]]["releases"]
+        ]
+        points = [d for d in table.read(folder / DIAGNOSTICS) if d["id"] in new]
+        table.add(out / DIAGNOSTICS, points, table.DIAGNOSTIC_COLUMNS)
+        table.add(out / plan.table, [*(r for r in theirs if r["id"] in new), *dearer])
+        added[folder] = len(new)
+    return added

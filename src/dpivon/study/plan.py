@@ -1,0 +1,150 @@
+"""A study with nothing left open: every run by its numbers. It is a JSON file, read with the standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpivon.errors import bad, check_choice, check_number, check_whole
+from dpivon.stacked import Run
+
+FORMAT = "dpivon-study-1"
+DATASETS = ("cifar10", "fashion-mnist", "digits")
+NETWORKS = ("paper", "small")
+SPLITS = ("final", "tuning")
+_FIX = "Write the plan with `dpivon study resolve`"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run. ``seed`` counts repetitions; the seed of its noise is :func:`noise_seed`'s."""
+
+    method: str
+    batch_size: int
+    noise_multiplier: float
+    max_grad_norm: float
+    seed: int
+    lr: float
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """A name that says what the run is."""
+        extra = "".join(f"-{k}={v:g}" for k, v in sorted(self.options.items()))
+        return (
+            f"{self.method}-b{self.batch_size}-sigma{self.noise_multiplier:g}-C{self.max_grad_norm:g}"
+            f"-lr{self.lr:g}{extra}-seed{self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved study. ``split`` "final" trains on all training data and reports the test set; "tuning" holds out a
+    tenth of the training data, reports that, and never sees the test set."""
+
+    name: str
+    dataset: str
+    network: str
+    split: str
+    epochs: int
+    delta: float
+    mc_samples: int
+    seed: int
+    runs: tuple[PlannedRun, ...]
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
+        check_choice("network", self.network, NETWORKS, "Name a network")
+        check_choice("split", self.split, SPLITS, "Say whether the runs are final or for tuning")
+        check_whole("epochs", self.epochs, "Give the passes over the training data", at_least=1)
+        check_number("delta", self.delta, "Give δ, well below 1/N", above=0.0, below=1.0)
+        check_whole("mc_samples", self.mc_samples, "Give the posterior samples of a prediction", at_least=1)
+        check_whole("seed", self.seed, "Give a whole number")
+        if not self.runs:
+            raise bad("runs", [], "there is nothing to run", "Give at least one method and one cell of the grid")
+        seen: set[str] = set()
+        for run in self.runs:
+            if run.id in seen:
+                raise bad("runs", run.id, "is planned twice", "Remove the entry that repeats another")
+            seen.add(run.id)
+            self.stacked(run)  # checks method, numbers and options
+
+    def stacked(self, run: PlannedRun) -> Run:
+        """The run as a stack takes it."""
+        return Run(
+            run.method,
+            noise_seed(self, run),
+            run.noise_multiplier,
+            run.max_grad_norm,
+            run.lr,
+            run.batch_size,
+            dict(run.options),
+        )
+
+    @property
+    def digest(self) -> str:
+        """What makes results belong to this plan: all but the words."""
+        facts = {k: v for k, v in asdict(self).items() if k != "assumptions"}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def table(self) -> str:
+        """The name of the results table."""
+        return "tuning.csv" if self.split == "tuning" else "runs.csv"
+
+    def write(self, path: Path) -> None:
+        # One run a line: differences between plans can be read.
+        head = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k != "runs"}
+        text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
+        lines = ",\n".join("  " + json.dumps(asdict(run)) for run in self.runs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{text},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def noise_seed(plan: Plan, run: PlannedRun) -> int:
+    """63 bits for the noise, batches and samples of one run.
+
+    They follow from the plan, so that anyone can repeat a run; whoever knows them can subtract the noise. A study
+    belongs on public data.
+    """
+    text = f"{plan.name}|{plan.split}|{plan.epochs}|{plan.seed}|{run.id}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def sample_seed(plan: Plan, run: PlannedRun) -> int:
+    """Of the posterior samples that predict: the same for every method of one repetition."""
+    return plan.seed * 1_000_003 + run.seed
+
+
+def steps_of(run: PlannedRun, epochs: int, examples: int) -> int:
+    """An epoch is ⌈N/b⌉ steps."""
+    return epochs * math.ceil(examples / run.batch_size)
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan from its file, checked."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise bad("study", str(path), "does not exist", _FIX) from None
+    except (OSError, ValueError) as error:
+        raise bad("study", str(path), f"is not a plan ({error})", _FIX) from None
+    if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
+        raise bad("study", str(path), f"is not a plan of format {FORMAT}", _FIX)
+    try:
+        raw["runs"] = tuple(PlannedRun(**run) for run in raw["runs"])
+        raw["assumptions"] = tuple(raw["assumptions"])
+        return Plan(**raw)
+    except (TypeError, KeyError) as error:
+        raise bad("study", str(path), f"lacks or has a key it should not ({error})", _FIX) from None
+
+
+def changed(values: Any) -> str:
+    """Options as they stand in a table."""
+    return json.dumps(dict(sorted(values.items()))) if values else ""

@@ -1,0 +1,131 @@
+"""Everything that follows from the tables: PLD's ε, a summary by cell, the figures, the claims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpivon.errors import bad
+from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.study import table
+from dpivon.study.ablations import ablations_page, is_ablation
+from dpivon.study.cells import Cells
+from dpivon.study.check import check_page
+from dpivon.study.claims_page import claims_page
+from dpivon.study.figures import draw_figures
+from dpivon.study.hooks import HOOKS
+from dpivon.study.plan import read_plan
+from dpivon.study.table import SCORES, Row
+from dpivon.study.tuning import candidates, epsilon_with_tuning, history
+
+
+def load(out: Path) -> tuple[list[Row], list[Row]]:
+    """(runs, diagnostics) of a results folder."""
+    rows = table.read(out / "runs.csv")
+    if not rows:
+        raise bad("out", str(out), "holds no runs.csv with a finished run", "Give what `dpivon study run` wrote")
+    return rows, table.read(out / "diagnostics.csv")
+
+
+def fill_pld(out: Path, rows: list[Row]) -> None:
+    """ε by privacy loss distributions, where the table lacks it: the GPU machine need not have dp-accounting."""
+    known: dict[tuple[float, float, int, float], float] = {}
+    for row in rows:
+        if row["epsilon_pld"] is None:
+            key = (*history(row)[0], row["delta"])
+            if key not in known:
+                known[key] = epsilon(history(row), row["delta"], "pld")
+            row["epsilon_pld"] = known[key]
+    if known:
+        table.write(out / "runs.csv", rows)
+
+
+def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
+    """Rebuild all that follows from the tables.
+
+    A grid gives figures, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md``; a study of variants gives
+    ``summary.csv`` and ``ablations.md``, since its cells hold several kinds of run.
+    """
+    rows, diagnostics = load(out)
+    fill_pld(out, rows)
+    tuned = table.read(tuning / "tuning.csv") if tuning else table.read(out / "tuning.csv")
+    plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
+    title, notes = (plan.name, plan.assumptions) if plan else (out.name, ())
+    summary = out / "summary.csv"
+    _summary(rows, tuned, summary)
+    if is_ablation(rows):
+        page = out / "ablations.md"
+        page.write_text(ablations_page(rows, title=title, notes=notes), encoding="utf-8")
+        return [summary, page]
+    written = [*draw_figures(rows, diagnostics, out / "figures"), summary]
+    claims = out / "claims.md"
+    claims.write_text(
+        claims_page(rows, diagnostics, title=title, notes=notes, dataset=plan.dataset if plan else "cifar10"),
+        encoding="utf-8",
+    )
+    written.append(claims)
+    if others := table.read(out / HOOKS):
+        page = out / "check.md"
+        page.write_text(check_page(rows, others), encoding="utf-8")
+        written.append(page)
+    if tuned:
+        page = out / "tuning.md"
+        page.write_text(_tuning_page(rows, tuned), encoding="utf-8")
+        written.append(page)
+    return written
+
+
+def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:
+    """A row a cell: settings, ε three ways, and mean and standard deviation of every score."""
+    measures = (*SCORES, *(f"mc_{s}" for s in SCORES), "projected_share", "h_median", "std_median")
+    columns = ["method", "options", "batch_size", "noise_multiplier", "max_grad_norm", "lr", "seeds"]
+    columns += ["epsilon", "epsilon_pld", "epsilon_with_tuning", "delta"]
+    columns += [f"{m}{end}" for m in measures for end in ("", "_std")]
+    out = []
+    kinds = sorted({(row["method"], row["options"], row["lr"]) for row in rows})
+    for method, options, lr in kinds:
+        mine = [r for r in rows if (r["method"], r["options"], r["lr"]) == (method, options, lr)]
+        cells = Cells(mine)
+        for key in cells.keys:
+            members = [
+                r for r in mine if (r["method"], r["batch_size"], r["noise_multiplier"], r["max_grad_norm"]) == key
+            ]
+            worst = max(members, key=lambda r: r["epsilon"])  # one ε a cell: the largest of its runs
+            row: Row = {k: worst[k] for k in ("epsilon", "epsilon_pld", "delta", "lr", "options")}
+            row |= dict(zip(("method", "batch_size", "noise_multiplier", "max_grad_norm"), key, strict=True))
+            row |= {"seeds": len(members), "epsilon_with_tuning": epsilon_with_tuning(worst, tuned) if tuned else None}
+            for m in measures:
+                if (found := cells.get(*key, m)) is not None:
+                    row |= {m: found.mean, f"{m}_std": found.std}
+            out.append(row)
+    table.write(path, out, tuple(columns))
+
+
+def _tuning_page(rows: Sequence[Row], tuned: Sequence[Row]) -> str:
+    used = {row["method"]: row["lr"] for row in rows}
+    lines = [
+        "# Learning rates",
+        "",
+        "Mean validation accuracy and NLL over the tuning grid; the test set was not read.",
+        "",
+    ]
+    lines += ["| method | rate | accuracy | NLL | |", "|---|---|---|---|---|"]
+    for method, found in candidates(tuned).items():
+        for i, c in enumerate(found):
+            words = [*(["chosen"] if i == 0 else []), *(["used in the grid"] if used.get(method) == c.lr else [])]
+            lines.append(f"| {method} | {c.lr:g} | {c.accuracy:.4f} | {c.nll:.4f} | {', '.join(words)} |")
+    sigmas = sorted({row["noise_multiplier"] for row in tuned})
+    lines += ["", "The best rate at each σ alone:", "", "| method | " + " | ".join(f"σ = {s:g}" for s in sigmas) + " |"]
+    lines.append("|---" * (len(sigmas) + 1) + "|")
+    for method in candidates(tuned):
+        best = [
+            candidates([r for r in tuned if r["method"] == method and r["noise_multiplier"] == s])[method][0].lr
+            for s in sigmas
+        ]
+        lines.append(f"| {method} | " + " | ".join(f"{lr:g}" for lr in best) + " |")
+    lines += [
+        "",
+        "ε in the tables and figures excludes tuning. `epsilon_with_tuning` in summary.csv composes a run with the "
+        "training of every candidate of its method; the held-out pictures that chose among them are taken to be public.",
+    ]
+    return "\n".join(lines) + "\n"

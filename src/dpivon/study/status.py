@@ -1,0 +1,32 @@
+"""What of a study is finished and what is under way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from dpivon.errors import bad
+from dpivon.study import table
+from dpivon.study.plan import read_plan
+
+
+def status_lines(out: Path) -> list[str]:
+    """In words, a line a method and a line a stack under way."""
+    if not (out / "study.json").exists():
+        raise bad("out", str(out), "holds no study", "Give the folder that `dpivon study run` wrote")
+    plan = read_plan(out / "study.json")
+    done = {row["id"] for row in table.read(out / plan.table)}
+    planned = Counter(run.method for run in plan.runs)
+    ready = Counter(run.method for run in plan.runs if run.id in done)
+    lines = [f"{plan.name}: {sum(ready.values())} of {len(plan.runs)} runs finished"]
+    lines += [f"  {method}: {ready[method]} of {n}" for method, n in planned.items()]
+    stacks = out / "stacks"
+    for folder in sorted(stacks.iterdir()) if stacks.exists() else ():
+        if not (folder / "runs.json").exists():
+            continue
+        runs = json.loads((folder / "runs.json").read_text())
+        path = folder / "charged.json"
+        charged = json.loads(path.read_text())["charged"] if path.exists() else 0
+        lines.append(f"  under way: stack {folder.name}, {len(runs)} runs, {charged} releases charged to each")
+    return lines

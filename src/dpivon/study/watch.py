@@ -1,0 +1,69 @@
+"""What the paper's discussion conjectures about, measured while IVON's runs train.
+
+Only released values are read. g_dp itself is not kept by a stack, but the momentum before and after a step gives it
+back, s′ = β₁ s + (1 − β₁) g_dp; so a share of targets projected to zero costs no look behind the boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.optim.ivon_rule import std
+from dpivon.stacked import Stack
+from dpivon.study.table import QUANTILES
+
+_AT = (0.05, 0.5, 0.95)
+
+
+def points(steps: int, number: int = 50) -> list[int]:
+    """About so many steps from the first to the last, evenly spaced in their logarithm."""
+    exponents = (math.log(steps) * k / (number - 1) for k in range(number))
+    return sorted({min(steps, max(1, round(math.exp(e)))) for e in exponents})
+
+
+class Watch:
+    """Look at a stack before and after one step."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self._before: list[Tensor] = []
+
+    @property
+    def useful(self) -> bool:
+        return any(True for _ in self._parts())
+
+    def before(self) -> None:
+        self._before = [part.state["momentum"].clone() for part in self._parts()]
+
+    def after(self) -> list[dict[str, Any]]:
+        """A row a run that has a posterior: ``run`` in the caller's numbering, the share and the quantiles."""
+        out = []
+        for part, before in zip(self._parts(), self._before, strict=True):
+            beta1 = part.hyper["beta1"]
+            g = (part.state["momentum"] - beta1 * before) / (1.0 - beta1)
+            share = (g.square() < part.hyper["noise_variance"]).double().mean(1)
+            at = torch.tensor(_AT, device=g.device)
+            for j, row in enumerate(range(part.rows.start, part.rows.stop)):
+                h = _quantiles(part.state["hess"][j], at)
+                # σ_v falls as h rises: its quantiles are those of h, in reverse
+                width = std(h.flip(0), ess=part.hyper["ess"][j], weight_decay=part.hyper["weight_decay"][j])
+                found = dict(zip((f"h_{q}" for q in QUANTILES), h.tolist(), strict=True))
+                found |= dict(zip((f"std_{q}" for q in QUANTILES), width.tolist(), strict=True))
+                out.append({"run": self.stack.order[row], "projected_share": float(share[j])} | found)
+        return out
+
+    def _parts(self) -> Iterator[Any]:
+        for part in self.stack.parts:
+            if {"momentum", "hess"} <= part.state.keys() and {"beta1", "ess"} <= part.hyper.keys():
+                yield part
+
+
+def _quantiles(values: Tensor, at: Tensor) -> Tensor:
+    """Of finite or infinite values; NaN counts as the largest."""
+    ordered = values.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).sort().values
+    return ordered[((len(ordered) - 1) * at).round().long()]

@@ -1,0 +1,121 @@
+"""Studies as files: what they stand for, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dpivon.errors import ArgumentError
+from dpivon.study.config import resolve
+from dpivon.study.plan import PlannedRun, noise_seed, read_plan, steps_of
+
+STUDIES = Path(__file__).parents[2] / "studies"
+GOOD = """
+name: a
+dataset: digits
+network: small
+epochs: 2
+delta: 1e-4
+grid: {batch_size: [32, 64], noise_multiplier: [1], max_grad_norm: [1, 2]}
+methods:
+  - {method: dp-sgd, lr: [0.1, 0.2]}
+  - {method: dp-ivon-gradsq, lr: 0.1, options: {ess: [100, 200], hess_init: 0.5}}
+"""
+
+
+@pytest.fixture
+def resolved(tmp_path):
+    def make(text, lr=None):
+        (tmp_path / "s.yaml").write_text(text)
+        return resolve(tmp_path / "s.yaml", lr)
+
+    return make
+
+
+def test_the_papers_grid_is_270_runs():
+    plan = resolve(STUDIES / "paper.yaml")
+    assert len(plan.runs) == 270
+    assert (plan.epochs, plan.delta, plan.split, plan.dataset) == (150, 1e-5, "final", "cifar10")
+    assert Counter(r.method for r in plan.runs) == {"dp-sgd": 90, "dp-adam": 90, "dp-ivon-gradsq": 90}
+    assert {r.batch_size for r in plan.runs} == {128, 256, 512}
+    assert {r.noise_multiplier for r in plan.runs} == {0.1, 1, 5, 10, 15}
+    assert {r.max_grad_norm for r in plan.runs} == {10, 20}
+    assert {(r.method, r.lr) for r in plan.runs} == {("dp-sgd", 0.01), ("dp-adam", 1e-4), ("dp-ivon-gradsq", 0.1)}
+    assert {r.options["weight_decay"] for r in plan.runs} == {1e-4}
+    assert len({noise_seed(plan, r) for r in plan.runs}) == 270  # nobody shares noise
+    assert steps_of(plan.runs[0], 150, 50_000) == 150 * 391
+
+
+def test_the_other_studies():
+    tuning = resolve(STUDIES / "paper-tuning.yaml")
+    assert (len(tuning.runs), tuning.split, tuning.table) == (45, "tuning", "tuning.csv")
+    for method in ("dp-sgd", "dp-adam", "dp-ivon-gradsq"):
+        assert len({r.lr for r in tuning.runs if r.method == method}) == 3
+    paper = {(r.method, r.lr) for r in resolve(STUDIES / "paper.yaml").runs}
+    assert paper <= {(r.method, r.lr) for r in tuning.runs}  # the paper's rates are among the candidates
+    ablations = resolve(STUDIES / "paper-ablations.yaml")
+    assert {r.method for r in ablations.runs} == {"dp-ivon-gradsq", "dp-ivon-gradsq-plain", "dp-ivon-reparam"}
+    assert {k for r in ablations.runs for k in r.options} == {"ess", "hess_init", "beta2"}
+    assert all(len(r.options) <= 1 for r in ablations.runs)  # one thing at a time
+    assert resolve(STUDIES / "quick.yaml").dataset == "digits"
+
+
+def test_lists_mean_all_of_them(resolved):
+    plan = resolved(GOOD)
+    assert len(plan.runs) == 4 * 2 + 4 * 2
+    assert PlannedRun("dp-ivon-gradsq", 64, 1.0, 2.0, 0, 0.1, {"ess": 200.0, "hess_init": 0.5}) in plan.runs
+
+
+def test_a_plan_comes_back_from_its_file(resolved, tmp_path):
+    plan = resolved(GOOD)
+    plan.write(tmp_path / "p.json")
+    again = read_plan(tmp_path / "p.json")
+    assert again == plan
+    assert again.digest == plan.digest
+    assert resolved(GOOD.replace("epochs: 2", "epochs: 3")).digest != plan.digest
+    raw = json.loads((tmp_path / "p.json").read_text())
+    for change, words in (({"format": "x"}, "not a plan"), ({"more": 1}, "key"), ({"epochs": 0}, "epochs=0")):
+        (tmp_path / "p.json").write_text(json.dumps(raw | change))
+        with pytest.raises(ArgumentError, match=words):
+            read_plan(tmp_path / "p.json")
+
+
+def test_chosen_rates_replace_the_files(resolved, tmp_path):
+    (tmp_path / "lr.json").write_text('{"lr": {"dp-sgd": 0.7}}')
+    plan = resolved(GOOD, tmp_path / "lr.json")
+    assert {r.lr for r in plan.runs if r.method == "dp-sgd"} == {0.7}
+    assert {r.lr for r in plan.runs if r.method == "dp-ivon-gradsq"} == {0.1}
+    (tmp_path / "lr.json").write_text("{}")
+    with pytest.raises(ArgumentError, match="dpivon study pick"):
+        resolved(GOOD, tmp_path / "lr.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("name: a", "name: A b", r"name='A b'"),
+        ("dataset: digits", "dataset: imagenet", r"dataset='imagenet'"),
+        ("epochs: 2", "epochs: 0", r"epochs=0"),
+        ("epochs: 2", "epochs: two", r"epochs='two'"),
+        ("epochs: 2", "epoch: 2", r"epochs"),
+        ("delta: 1e-4", "delta: 2", r"delta=2"),
+        ("batch_size: [32, 64]", "batch_size: []", r"grid.batch_size"),
+        ("batch_size: [32, 64]", "batch_size: [1.5]", r"grid.batch_size.0=1.5"),
+        ("noise_multiplier: [1]", "noise_multiplier: [-1]", r"grid.noise_multiplier.0=-1"),
+        ("noise_multiplier: [1]", "noise_multiplier: [.inf]", r"grid.noise_multiplier.0=inf"),
+        ("method: dp-sgd", "method: dp-magic", r"method='dp-magic'"),
+        ("lr: [0.1, 0.2]", "lr: 0", r"methods.0.lr"),
+        ("hess_init: 0.5", "hess: 0.5", r"options=\['hess'\]"),
+        ("lr: [0.1, 0.2]", "lr: [0.1, 0.1]", r"planned twice"),
+        ("methods:", "methods: [", r"is not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(resolved, old, new, words):
+    assert old in GOOD
+    with pytest.raises(ArgumentError, match=words):
+        resolved(GOOD.replace(old, new))
+    with pytest.raises(ArgumentError, match="does not exist"):
+        resolve(Path("nowhere.yaml"))

@@ -1,0 +1,53 @@
+"""Parts of a plan from several machines."""
+
+from __future__ import annotations
+
+import pytest
+from tables import IVON, rows
+
+from dpivon.errors import ArgumentError
+from dpivon.study import table
+from dpivon.study.merge import merge
+from dpivon.study.plan import Plan, PlannedRun
+
+
+def plan(epochs=1):
+    return Plan("p", "digits", "small", "final", epochs, 1e-4, 2, 0, (PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5),))
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """One finished b = 128 and 256, the other 256 and 512, where a crash had it charge more."""
+    made, diagnostics = rows(seeds=1)
+    folders = []
+    for name, batches, releases in (("a", (128, 256), 100), ("b", (256, 512), 120)):
+        folder = tmp_path / name
+        folder.mkdir()
+        plan().write(folder / "study.json")
+        mine = [r | {"releases": releases, "epsilon": releases / 10} for r in made if r["batch_size"] in batches]
+        ids = {r["id"] for r in mine}
+        table.write(folder / "runs.csv", mine)
+        table.write(folder / "diagnostics.csv", [d for d in diagnostics if d["id"] in ids], table.DIAGNOSTIC_COLUMNS)
+        folders.append(folder)
+    return folders
+
+
+def test_every_run_once_with_the_larger_epsilon(machines, tmp_path):
+    out = tmp_path / "all"
+    assert list(merge(out, machines).values()) == [60, 30]
+    found = table.read(out / "runs.csv")
+    assert len({r["id"] for r in found}) == len(found) == 90
+    assert {r["batch_size"]: r["epsilon"] for r in found} == {128: 10.0, 256: 12.0, 512: 12.0}
+    diagnostics = table.read(out / "diagnostics.csv")
+    assert len(diagnostics) == 3 * sum(r["method"] == IVON for r in found)
+    assert list(merge(out, machines).values()) == [0, 0]
+    assert len(table.read(out / "runs.csv")) == 90
+
+
+def test_another_plan_is_refused_before_anything_changes(machines, tmp_path):
+    plan(epochs=2).write(machines[1] / "study.json")
+    with pytest.raises(ArgumentError, match="another plan"):
+        merge(tmp_path / "all", machines)
+    assert not (tmp_path / "all").exists()
+    with pytest.raises(ArgumentError, match="holds no study"):
+        merge(tmp_path / "all", [tmp_path])

@@ -1,0 +1,173 @@
+"""From committed tables to everything that follows from them, by command."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from tables import IVON, rows
+from typer.testing import CliRunner
+
+from dpivon.cli import app
+from dpivon.errors import ArgumentError
+from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.study import table
+from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.report import write_report
+from dpivon.study.tuning import candidates, epsilon_with_tuning, pick
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(a) for a in args], prog_name="dpivon")
+
+
+def tuned(accuracy):
+    """Tuning rows: two rates a method at two σ; ``accuracy`` maps (method, lr, σ) to a number."""
+    out = []
+    for method in ("dp-sgd", IVON):
+        for lr in (0.1, 1.0):
+            for sigma in (1.0, 5.0):
+                run = PlannedRun(method, 512, sigma, 10.0, 0, lr)
+                row = dict.fromkeys(table.COLUMNS) | {"id": run.id, "method": method, "lr": lr, "options": ""}
+                row |= {"batch_size": 512, "noise_multiplier": sigma, "max_grad_norm": 10.0, "seed": 0, "delta": 1e-5}
+                row |= {"accuracy": accuracy(method, lr, sigma), "nll": 1.0, "releases": 50, "train_size": 45_000}
+                out.append(row)
+    return out
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Two cells of a table on disk, as a GPU machine leaves it: without PLD."""
+    out = tmp_path / "paper"
+    out.mkdir()
+    made, diagnostics = rows(seeds=2)
+    keep = [r for r in made if r["batch_size"] == 512 and r["noise_multiplier"] in (1.0, 5.0)]
+    table.write(out / "runs.csv", keep)
+    ids = {r["id"] for r in keep}
+    table.write(out / "diagnostics.csv", [d for d in diagnostics if d["id"] in ids], table.DIAGNOSTIC_COLUMNS)
+    return out
+
+
+def test_a_table_comes_back_as_it_was(results):
+    made, _ = rows(seeds=2)
+    by_id = {r["id"]: r for r in made}
+    for row in table.read(results / "runs.csv"):
+        for key, value in row.items():
+            expected = by_id[row["id"]][key]
+            if expected is None:
+                assert value in (None, "")
+            elif isinstance(expected, float):
+                assert value == pytest.approx(expected, rel=1e-6)
+            else:
+                assert value == expected
+        assert row["epsilon"] == by_id[row["id"]]["epsilon"]  # never rounded down
+
+
+def test_report_rebuilds_everything(results, tmp_path):
+    (tmp_path / "tuning").mkdir()
+    table.write(tmp_path / "tuning" / "tuning.csv", tuned(lambda m, lr, s: lr / 10))
+    done = invoke("study", "report", results, "--tuning", tmp_path / "tuning")
+    assert done.exit_code == 0, done.output
+    written = [line.rsplit("/", 1)[1] for line in done.stdout.split()]
+    assert written[-3:] == ["summary.csv", "claims.md", "tuning.md"]
+    assert len(written) == 9
+    after = table.read(results / "runs.csv")
+    for row in after:
+        history = [(row["noise_multiplier"], 512 / 50_000, 100)]
+        assert row["epsilon_pld"] == epsilon(history, 1e-5, "pld")
+    summary = table.read(results / "summary.csv")
+    assert len(summary) == 3 * 2 * 2
+    cell = next(r for r in summary if (r["method"], r["noise_multiplier"], r["max_grad_norm"]) == (IVON, 5.0, 20.0))
+    members = [r for r in after if (r["method"], r["noise_multiplier"], r["max_grad_norm"]) == (IVON, 5.0, 20.0)]
+    assert cell["seeds"] == len(members) == 2
+    assert cell["accuracy"] == pytest.approx(sum(r["accuracy"] for r in members) / 2, rel=1e-5)
+    assert cell["accuracy_std"] == pytest.approx(0.002 / math.sqrt(2), rel=1e-3)
+    assert cell["epsilon_with_tuning"] == epsilon_with_tuning(members[0], tuned(lambda *a: 0.5))
+    page = (results / "tuning.md").read_text()
+    assert "| dp-ivon-gradsq | 1 | 0.1000 | 1.0000 | chosen |" in page
+    assert "| dp-ivon-gradsq | 0.1 | 0.0100 | 1.0000 | used in the grid |" in page
+    again = {p.name: p.read_bytes() for p in (results / "figures").iterdir()}
+    write_report(results, tmp_path / "tuning")
+    assert again == {p.name: p.read_bytes() for p in (results / "figures").iterdir()}
+
+
+def test_tuning_is_composed_with_the_run_it_served(results):
+    row = next(r for r in table.read(results / "runs.csv") if r["method"] == "dp-sgd")
+    mine = [r for r in tuned(lambda *a: 0.5) if r["method"] == "dp-sgd"]
+    spent = [(row["noise_multiplier"], 512 / 50_000, 100)]
+    spent += [(r["noise_multiplier"], 512 / 45_000, 50) for r in mine]
+    assert epsilon_with_tuning(row, tuned(lambda *a: 0.5)) == epsilon(spent, 1e-5)
+    assert epsilon_with_tuning(row, []) == epsilon(spent[:1], 1e-5)
+
+
+def test_the_winner_is_best_on_average_and_a_divergence_loses(tmp_path):
+    def accuracy(method, lr, sigma):
+        if method == IVON:
+            return math.nan if (lr, sigma) == (1.0, 5.0) else 0.1 if lr == 0.1 else 0.9
+        return {(0.1, 1.0): 0.5, (0.1, 5.0): 0.3, (1.0, 1.0): 0.6, (1.0, 5.0): 0.1}[lr, sigma]
+
+    table.write(tmp_path / "tuning.csv", tuned(accuracy))
+    assert [c.lr for c in candidates(tuned(accuracy))["dp-sgd"]] == [0.1, 1.0]
+    done = invoke("study", "pick", tmp_path, "--to", tmp_path / "lr.json")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "lr.json").read_text())["lr"] == {"dp-sgd": 0.1, IVON: 0.1}
+    assert "dp-sgd: 0.1, of 0.1 (0.400), 1 (0.350)" in done.stdout
+    table.write(tmp_path / "tuning.csv", tuned(accuracy)[:-1])
+    with pytest.raises(ArgumentError, match="not all run"):
+        pick(tmp_path, tmp_path / "lr.json")
+    with pytest.raises(ArgumentError, match=r"holds no tuning\.csv"):
+        pick(tmp_path / "none", tmp_path / "lr.json")
+
+
+def test_commands(tmp_path):
+    study = tmp_path / "s.yaml"
+    study.write_text(
+        "{name: s, dataset: digits, network: small, epochs: 1, delta: 1e-4, mc_samples: 2, split: tuning,"
+        " grid: {batch_size: [256], noise_multiplier: [1], max_grad_norm: [1]}, methods: [{method: dp-sgd, lr: 0.1}]}"
+    )
+    done = invoke("study", "resolve", study, tmp_path / "plan.json")
+    assert "1 runs of 1 epochs" in done.stdout
+    out = tmp_path / "out"
+    stopped = invoke("study", "run", tmp_path / "plan.json", "--out", out, "--minutes", "1e-9", "--block", "1", "-q")
+    assert stopped.exit_code == 75
+    assert "0 of 1 runs finished" in stopped.stdout
+    assert "under way" in invoke("study", "status", out).stdout
+    finished = invoke("study", "run", study, "--out", out, "-q", "--keep")
+    assert finished.exit_code == 0, finished.output
+    rows = table.read(out / "tuning.csv")
+    assert [(r["split"], r["train_size"]) for r in rows] == [("tuning", 1297)]
+    assert len(list((out / "posteriors").iterdir())) == 1
+    for command in (
+        ("figures", out),
+        ("report", out),
+        ("status", tmp_path),
+        ("run", study, "--out", out, "--stack", "0"),
+    ):
+        refused = invoke("study", *command)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("error: ")
+        assert refused.stderr.count("\n") == 1
+    assert "imagenet" in invoke("data", "fetch", "imagenet", "--to", tmp_path).stderr
+
+
+def test_variants_are_compared_not_averaged(results):
+    made = table.read(results / "runs.csv")
+    ivon = [r for r in made if r["method"] == IVON]
+    other = [r | {"options": '{"ess": 500.0}', "id": "x" + r["id"], "mc_nll": r["mc_nll"] - 0.25} for r in ivon]
+    table.write(results / "runs.csv", ivon + other)
+    written = [p.name for p in write_report(results)]
+    assert written == ["summary.csv", "ablations.md"]
+    page = (results / "ablations.md").read_text()
+    lines = [x for x in page.splitlines() if x.startswith("| DP-IVON-Gradsq, ess = 500, lr 0.1 |")]
+    assert len(lines) == 4  # two σ, two C
+    assert all(x.split(" | ")[5].endswith("(-0.25)") and x.split(" | ")[1].endswith("(+0)") for x in lines)
+    assert len(table.read(results / "summary.csv")) == 8
+    refused = invoke("study", "figures", results)
+    assert refused.exit_code == 2
+    assert "several variants" in refused.stderr
+
+
+def test_plan_of_an_empty_study_is_refused():
+    with pytest.raises(ArgumentError, match="nothing to run"):
+        Plan("a", "digits", "small", "final", 1, 1e-5, 1, 0, ())

@@ -1,0 +1,285 @@
+"""A tiny study end to end: stopped, killed and resumed, it gives the table of one that was never disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpivon import budget
+from dpivon.errors import ArgumentError, DpivonError
+from dpivon.stacked import Stack
+from dpivon.study import table
+from dpivon.study.__main__ import main
+from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.runner import Settings, group, run_study
+from dpivon.study.status import status_lines
+from dpivon.study.watch import points
+
+STEPS = 24  # an epoch of 1,497 digits at b = 64
+PLAN = Plan(
+    name="tiny",
+    dataset="digits",
+    network="small",
+    split="final",
+    epochs=1,
+    delta=1e-4,
+    mc_samples=2,
+    seed=0,
+    runs=(
+        PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5),
+        PlannedRun("dp-ivon-gradsq", 64, 1.0, 1.0, 0, 0.5),
+        PlannedRun("dp-adam", 128, 2.0, 1.0, 0, 0.01),
+    ),
+)
+FAST = Settings(quiet=True, block=4, device="cpu")
+UNLIKE = {"epsilon", "releases", "seconds"}  # what being killed may change
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    torch.set_num_threads(1)
+    assert run_study(PLAN, out, FAST).finished == 3
+    return out
+
+
+def compare(out, whole, *, exact):
+    ours, theirs = (sorted(table.read(o / "runs.csv"), key=lambda r: r["id"]) for o in (out, whole))
+    assert [r["id"] for r in ours] == [r["id"] for r in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in a.items() if k not in UNLIKE} == {k: v for k, v in b.items() if k not in UNLIKE}
+        assert a["epsilon"] == b["epsilon"] if exact else a["epsilon"] >= b["epsilon"]
+        assert a["releases"] >= a["steps"]
+    mine, other = (sorted(map(str, table.read(o / "diagnostics.csv"))) for o in (out, whole))
+    assert mine == other
+
+
+def test_a_row_a_run_with_its_own_epsilon(undisturbed):
+    rows = {r["method"]: r for r in table.read(undisturbed / "runs.csv")}
+    assert len(rows) == 3
+    for row in rows.values():
+        expected = budget(
+            dataset_size=1497,
+            batch_size=row["batch_size"],
+            epochs=1,
+            delta=1e-4,
+            noise_multiplier=row["noise_multiplier"],
+        )
+        assert row["epsilon"] == expected.epsilon
+        assert row["releases"] == row["steps"] == expected.steps
+        assert row["epsilon_pld"] is None  # for `report` to fill in
+        assert 0.1 < row["accuracy"] <= 1
+    assert rows["dp-ivon-gradsq"]["mc_samples"] == 2
+    assert rows["dp-ivon-gradsq"]["mc_nll"] != rows["dp-ivon-gradsq"]["nll"]
+    assert rows["dp-sgd"]["mc_nll"] is None
+    diagnostics = table.read(undisturbed / "diagnostics.csv")
+    assert [d["step"] for d in diagnostics] == points(STEPS)
+    assert {d["id"] for d in diagnostics} == {rows["dp-ivon-gradsq"]["id"]}
+    assert not list((undisturbed / "stacks").iterdir())
+    assert status_lines(undisturbed)[0] == "tiny: 3 of 3 runs finished"
+
+
+def test_what_is_finished_is_not_repeated(undisturbed, monkeypatch):
+    before = (undisturbed / "runs.csv").read_bytes()
+    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
+    assert run_study(PLAN, undisturbed, FAST).finished == 3
+    assert (undisturbed / "runs.csv").read_bytes() == before
+
+
+def test_stacking_gives_the_same_table(undisturbed, tmp_path):
+    run_study(PLAN, tmp_path, Settings(quiet=True, block=4, device="cpu", stack=2))
+    ours, theirs = ({r["id"]: r for r in table.read(o / "runs.csv")} for o in (tmp_path, undisturbed))
+    assert {r["stack_size"] for r in ours.values()} == {1, 2}
+    for name, row in ours.items():
+        assert row["accuracy"] == pytest.approx(theirs[name]["accuracy"], abs=0.01)
+        assert row["epsilon"] == theirs[name]["epsilon"]
+
+
+def test_stopping_in_time_costs_nothing(undisturbed, tmp_path):
+    outcomes = [run_study(PLAN, tmp_path, Settings(quiet=True, block=4, device="cpu", minutes=1e-9)) for _ in range(2)]
+    assert [o.finished for o in outcomes] == [0, 0]
+    assert "under way: stack 0000, 1 runs, 8 releases charged" in "\n".join(status_lines(tmp_path))
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    compare(tmp_path, undisturbed, exact=True)
+
+
+def test_an_interrupt_stops_at_a_block_and_costs_nothing(undisturbed, tmp_path, monkeypatch):
+    train, calls = Stack.train, []
+
+    def interrupting(self, steps):
+        for done in train(self, steps):
+            calls.append(done)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield done
+
+    monkeypatch.setattr(Stack, "train", interrupting)
+    assert run_study(PLAN, tmp_path, FAST).finished == 0
+    assert calls == [4, 8]
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    compare(tmp_path, undisturbed, exact=True)
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 9, 12])
+def test_a_crash_anywhere_charges_more_and_changes_nothing_else(undisturbed, tmp_path, monkeypatch, at):
+    launch, calls = Stack._launch, []
+
+    def failing(self):
+        calls.append(1)
+        if len(calls) == 3 * at:
+            raise RuntimeError("the machine died")
+        launch(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stack, "_launch", failing)
+        with pytest.raises(RuntimeError, match="died"):
+            run_study(PLAN, tmp_path, FAST)
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    compare(tmp_path, undisturbed, exact=False)
+    broken = [r for r in table.read(tmp_path / "runs.csv") if r["releases"] > r["steps"]]
+    assert len(broken) == 1
+    row = broken[0]
+    spent = budget(
+        dataset_size=1497,
+        batch_size=row["batch_size"],
+        steps=row["releases"],
+        delta=1e-4,
+        noise_multiplier=row["noise_multiplier"],
+    )
+    assert row["epsilon"] == spent.epsilon
+
+
+def test_killed_while_finishing_nothing_stands_twice(undisturbed, tmp_path, monkeypatch):
+    import dpivon.study.runner as runner
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.shutil, "rmtree", lambda folder: (_ for _ in ()).throw(RuntimeError("killed")))
+        with pytest.raises(RuntimeError, match="killed"):
+            run_study(PLAN, tmp_path, FAST)
+    assert len(table.read(tmp_path / "runs.csv")) == 1
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    compare(tmp_path, undisturbed, exact=True)
+
+
+BARE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"yaml", "pydantic", "rich", "typer", "matplotlib", "torchmetrics", "dp_accounting"}:
+            raise ImportError(name + " is not on this machine")
+sys.meta_path.insert(0, Absent())
+from dpivon.study.__main__ import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def test_killed_for_good_on_a_bare_machine_and_resumed(undisturbed, tmp_path):
+    PLAN.write(tmp_path / "plan.json")
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", BARE, "run", str(tmp_path / "plan.json"), "--out", str(out)]
+    command += ["--block", "2", "--checkpoint-seconds", "0.0001", "--device", "cpu"]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("stacks/*/state.safetensors")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert len(table.read(out / "runs.csv")) < 3
+    assert json.loads(next(out.glob("stacks/*/charged.json")).read_text())["charged"] >= 1
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 runs finished" in done.stdout
+    compare(out, undisturbed, exact=False)
+
+
+def test_results_of_two_plans_never_meet(undisturbed, tmp_path, capsys):
+    other = Plan(**{**vars(PLAN), "epochs": 2})
+    with pytest.raises(ArgumentError, match="another plan"):
+        run_study(other, undisturbed, FAST)
+    other.write(tmp_path / "other.json")
+    assert main(["run", str(tmp_path / "other.json"), "--out", str(undisturbed), "--quiet"]) == 2
+    assert "another plan" in capsys.readouterr().err
+
+
+def test_two_processes_never_run_one_study(tmp_path, monkeypatch):
+    inside, leave, errors = threading.Event(), threading.Event(), []
+
+    def waiting(self, steps):
+        inside.set()
+        leave.wait(30)
+        raise RuntimeError("enough")
+        yield
+
+    monkeypatch.setattr(Stack, "train", waiting)
+
+    def first():
+        try:
+            run_study(PLAN, tmp_path, FAST)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(60)
+    with pytest.raises(DpivonError, match="another process"):
+        run_study(PLAN, tmp_path, FAST)
+    leave.set()
+    thread.join()
+    assert errors == ["enough"]
+
+
+def test_stacks_under_way_stay_together_whatever_size_is_asked_for(tmp_path):
+    ids = [PLAN.runs[0].id, PLAN.runs[1].id]
+    folder = tmp_path / "stacks" / "0001"
+    folder.mkdir(parents=True)
+    (folder / "runs.json").write_text(json.dumps(ids))
+    found = group(PLAN, tmp_path, 1)
+    assert [(f.name, [r.id for r in runs]) for f, runs in found] == [("0001", ids), ("0000", [PLAN.runs[2].id])]
+    table.write(tmp_path / "runs.csv", [{"id": ids[0]}])  # one came in from elsewhere; the other's charges remain
+    assert [r.id for r in group(PLAN, tmp_path, 1)[0][1]] == ids
+
+
+def test_a_stack_that_does_not_fit_is_told_what_to_do(tmp_path, monkeypatch):
+    def full(self, steps):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setattr(Stack, "train", full)
+    with pytest.raises(
+        DpivonError, match=r"2 runs of b=64 do not fit.*stacks/0000.*at most 24 releases.*smaller --stack"
+    ):
+        run_study(PLAN, tmp_path, Settings(quiet=True, device="cpu", stack=2, only="-b64-"))
+
+
+def test_a_part_of_a_plan(undisturbed, tmp_path):
+    part = Settings(quiet=True, block=4, device="cpu", only="-b128-")
+    assert run_study(PLAN, tmp_path, part).finished == 1
+    assert [r["method"] for r in table.read(tmp_path / "runs.csv")] == ["dp-adam"]
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    compare(tmp_path, undisturbed, exact=True)
+
+
+def test_missing_data_and_bad_settings_are_named(tmp_path):
+    plan = Plan(**{**vars(PLAN), "dataset": "cifar10", "network": "paper"})
+    with pytest.raises(ArgumentError, match="dpivon data fetch cifar10"):
+        run_study(plan, tmp_path / "a", Settings(data=tmp_path / "none", quiet=True))
+    with pytest.raises(ArgumentError, match="32×32"):
+        run_study(Plan(**{**vars(PLAN), "network": "paper"}), tmp_path / "b", FAST)
+    for wrong, words in (({"stack": 0}, "stack=0"), ({"minutes": 0}, "minutes=0"), ({"precision": "int8"}, "int8")):
+        with pytest.raises(ArgumentError, match=words):
+            run_study(PLAN, tmp_path / "c", Settings(**({"quiet": True} | wrong)))
+    with pytest.raises(ArgumentError, match="holds no study"):
+        status_lines(tmp_path)
