@@ -60,7 +60,7 @@ METHODS = (
         "DP-IVON-Gradsq",
         "gradsq-corrected",
         "variational Newton, noise-corrected squared gradients",
-        "the paper's method: calibrated predictions at the cost of DP-Adam, for weak to moderate privacy",
+        "the paper's method: a posterior at the cost of DP-Adam, for weak to moderate privacy",
         "Jamoussi et al.; " + _REFERENCE,
     ),
     _method(
@@ -68,7 +68,7 @@ METHODS = (
         "DP-IVON-Gradsq (plain)",
         "gradsq",
         "the same with the noise's variance left in",
-        "ablation; under strong privacy its larger curvature is safer, and its posterior too narrow",
+        "ablation: the noise's variance, counted as curvature, narrows the posterior",
         _REFERENCE,
     ),
     _method(
