@@ -37,7 +37,7 @@ TUNING: dict[str, list[dict[str, int]]] = {
         {"BT": 128, "TAPS": 3, "num_warps": 4},
         {"BT": 64, "TAPS": 3, "num_warps": 8},
     ],
-    "pool_forward": [{"BP": 64, "num_warps": 4}, {"BP": 16, "num_warps": 2}, {"BP": 8, "num_warps": 1}],
+    "pool_forward": [{"BP": 64, "num_warps": 4}, {"BP": 16, "num_warps": 2}, {"BP": 4, "num_warps": 1}],
     "pool_backward": [{"BP": 32, "num_warps": 1}, {"BP": 16, "num_warps": 1}, {"BP": 8, "num_warps": 1}],
 }
 
