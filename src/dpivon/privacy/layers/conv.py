@@ -19,6 +19,9 @@ from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, o
 from dpivon.privacy.precision import product, wide
 
 
+_PATCHES = 2**20  # elements of unfolded input that are made at a time on a CPU
+
+
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, bf16=True)
 def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
     if g.dim() == 4 and layer.groups == 1:
@@ -50,19 +53,30 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
         (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
         view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
         d, order = kh * kw * c, Order(torch.Size((p, kh, kw, c)), (0, 3, 1, 2))
-        if materialises(out, d, p):  # then the patches are needed for this product only
-            patches = empty(tuple(view.shape), view).copy_(view).view(len(x), -1, d)
-            if g.dtype == torch.bfloat16:
-                gradients = product(out.mT, patches)
-            else:
-                gradients = torch.bmm(out.mT, patches, out=empty((len(x), p, d), out))
-            free(patches)
-            uses[layer.weight] = Dense(gradients, order)
+        if materialises(out, d, p):
+            uses[layer.weight] = Dense(_gradients(out, view, d), order)
         else:
             uses[layer.weight] = Outer(view.reshape(len(x), -1, d), out, layer.weight.shape, order=order)
     if layer.bias is not None and layer.bias.requires_grad:
         uses[layer.bias] = Dense(out.sum(1, dtype=wide(out[:0]).dtype))
     return uses
+
+
+def _gradients(out: Tensor, view: Tensor, d: int) -> Tensor:
+    """Σ_t G_it ⊗ patch_it for every example, [B, p, d]. The patches are needed for this product only: on a CPU they are made
+    for a few examples at a time, in memory that stays in the cache."""
+    if out.is_cuda or out.dtype == torch.bfloat16:
+        return product(out.mT, view.reshape(len(view), -1, d))
+    gradients = empty((len(view), out.shape[2], d), out)
+    each = view[0].numel() if len(view) else 1
+    rows = max(1, min(len(view), _PATCHES // each))
+    patches = empty((rows, *view.shape[1:]), view)
+    for i in range(0, len(view), rows):
+        part = view[i : i + rows]
+        made = patches[: len(part)].copy_(part).view(len(part), -1, d)
+        torch.bmm(out[i : i + rows].mT, made, out=gradients[i : i + rows])
+    free(patches)
+    return gradients
 
 
 def unfold(layer: _ConvNd, x: Tensor) -> Tensor:
