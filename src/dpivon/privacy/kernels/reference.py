@@ -24,6 +24,9 @@ class RowModel(Protocol):
         ...
 
 
+EXAMPLES_AT_ONCE = 64  # so that activations stay in the cache, and cost grows no faster than the batch
+
+
 class LoopedGradients:
     """Clipped sums, run by run."""
 
@@ -40,20 +43,32 @@ class LoopedGradients:
             if begin == end:
                 continue
             model = self.network.model(row)
-            keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
-            with torch.enable_grad():
-                with autocast(row.device, self.dtype):
-                    outputs = model(batch.inputs[begin:end])
-                self.network.loss(outputs.float(), batch.labels[begin:end]).sum().backward()
             params = [p for p in model.parameters() if p.requires_grad]
-            clipped = keeper.clipped_sums(params, FlatClipping(float(bound[k])))
-            keeper.detach_from_model()
+            clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])))
             model.double()  # the sums stay in double until the noise is in them
             with torch.no_grad():
                 for p, s in zip(params, clipped, strict=True):
                     p.copy_(s)
             sums[k] = self.network.pack(model)
         return sums
+
+    def _sums(
+        self, model: nn.Module, params: list[nn.Parameter], batch: Batch, rows: slice, clipping: FlatClipping
+    ) -> list[Tensor]:
+        keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+        total: list[Tensor] = []
+        for begin in range(rows.start, rows.stop, EXAMPLES_AT_ONCE):
+            part = slice(begin, min(begin + EXAMPLES_AT_ONCE, rows.stop))
+            with torch.enable_grad():
+                with autocast(params[0].device, self.dtype):
+                    outputs = model(batch.inputs[part])
+                self.network.loss(outputs.float(), batch.labels[part]).sum().backward()
+            sums = keeper.clipped_sums(params, clipping)
+            keeper.forget_passes()
+            keeper.clear(params)
+            total = [t + s for t, s in zip(total, sums, strict=True)] if total else sums
+        keeper.detach_from_model()
+        return total
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

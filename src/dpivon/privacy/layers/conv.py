@@ -18,7 +18,6 @@ from dpivon.privacy.layers.registry import register_rule
 from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense
 from dpivon.privacy.precision import product, wide
 
-
 _PATCHES = 2**20  # elements of unfolded input that are made at a time on a CPU
 
 
