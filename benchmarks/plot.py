@@ -71,7 +71,36 @@ def step(path):
     figure.savefig(path.with_suffix(".png"))
 
 
+def scaling(path):
+    facts = json.loads(path.read_text())
+    figure, axes = plt.subplots(1, len(facts["sweeps"]), figsize=(10.5, 3.6), dpi=150)
+    for axis, (name, sweep) in zip(axes, facts["sweeps"].items(), strict=True):
+        sizes, times = sweep["size"], sweep["ms"]
+        axis.plot(sizes, times, "o-", color=BLUE, label="measured")
+        last = [times[-1] * s / sizes[-1] for s in sizes]
+        axis.plot(sizes, last, ls="--", color=GREY, label="in proportion")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(
+            sizes, [f"{s / 1e6:.2g} M" if s >= 1e5 else f"{s / 1e3:.0f} k" if s >= 1e4 else str(s) for s in sizes]
+        )
+        axis.set_yticks(times, [f"{t:.0f}" for t in times])
+        axis.minorticks_off()
+        axis.set_xlabel({"batch": "batch", "parameters": "parameters", "runs": "stacked runs"}[name])
+        axis.set_title(f"cost ∝ size^{sweep['exponent']:.2f}", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("milliseconds a step")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"How the cost of a private step grows, {facts['hardware']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"))
+
+
+PLOTS = {"stacked": stacked, "scaling": scaling, "step": step}
+
 if __name__ == "__main__":
     for file in sorted(FOLDER.glob("*.json")):
-        (stacked if file.stem.startswith("stacked") else step)(file)
-        print(file.with_suffix(".png"))
+        plot = PLOTS.get(file.stem.split("-")[0])
+        if plot is not None:
+            plot(file)
+            print(file.with_suffix(".png"))
