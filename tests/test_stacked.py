@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpivon import budget
+from dpivon.models import StandardisedConv2d
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
@@ -217,6 +218,7 @@ class Words(nn.Module):
 NETWORKS = {
     "images": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4 * 196, 10)),
     "words": Words,
+    "standardised": lambda: nn.Sequential(StandardisedConv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 196, 10)),
 }
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpivon import PrivacyError
+from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
-from dpivon.privacy.layers import Dense, Outer, Rows, register_rule
+from dpivon.privacy.layers import Dense, Outer, Rows, register_rule, uses
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using padding=.same.")
 
@@ -619,3 +620,22 @@ def test_bf16_operands_are_added_up_in_fp32_and_weighted_in_parts():
     ours = Outer(a, g, torch.Size((4, 8))).weighted_sum(c)
     assert (one_part - exact).norm() > 1e-3 * exact.norm()  # the trap is real
     assert (ours - exact).norm() < 2e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("cap", [uses.MEMORY_CAP, 0])
+def test_standardised_convolutions(monkeypatch, cap):
+    """Materialised, and as outer products whose sum is pulled back once; one channel whose weights are almost equal."""
+    monkeypatch.setattr(uses, "MEMORY_CAP", cap)
+    torch.manual_seed(0)
+    first, second = StandardisedConv2d(3, 4, 3, stride=2, padding=1), StandardisedConv2d(4, 5, 1, bias=False)
+    with torch.no_grad():
+        first.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
+    model = nn.Sequential(first, nn.GroupNorm(2, 4), nn.ReLU(), second)
+    both_precisions(model, torch.randn(4, 3, 6, 6))
+
+
+def test_standardised_weights_have_mean_zero_and_norm_one():
+    layer = StandardisedConv2d(3, 8, 3)
+    rows = layer.standardised().flatten(1)
+    torch.testing.assert_close(rows.mean(1), torch.zeros(8), rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(8))

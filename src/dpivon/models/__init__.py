@@ -1,7 +1,8 @@
 """Small networks that are ready for private training: no layer mixes examples."""
 
 from dpivon.models.cnn import MLP, PaperCNN, SmallCNN
+from dpivon.models.standardised import StandardisedConv2d
 from dpivon.models.transformer import TextEncoder, VisionTransformer
 from dpivon.models.wrn import WideResNet
 
-__all__ = ["MLP", "PaperCNN", "SmallCNN", "TextEncoder", "VisionTransformer", "WideResNet"]
+__all__ = ["MLP", "PaperCNN", "SmallCNN", "StandardisedConv2d", "TextEncoder", "VisionTransformer", "WideResNet"]

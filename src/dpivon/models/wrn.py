@@ -1,26 +1,39 @@
-"""Wide residual networks with group normalisation (Zagoruyko and Komodakis, 2016; De et al., 2022, for private training)."""
+"""Wide residual networks with group normalisation and standardised weights (Zagoruyko and Komodakis, 2016; De et al., 2022, for
+private training)."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpivon.models.standardised import StandardisedConv2d
+
 
 class WideResNet(nn.Module):
-    """WRN-d-k: three groups of (d − 4)/6 pre-activation blocks, k times as wide as a ResNet; GroupNorm mixes no examples."""
+    """WRN-d-k: three groups of (d − 4)/6 pre-activation blocks, k times as wide as a ResNet; GroupNorm mixes no examples.
+
+    ``standardised=False`` makes it of ordinary convolutions.
+    """
 
     def __init__(
-        self, depth: int = 16, width: int = 4, classes: int = 10, in_channels: int = 3, groups: int = 16
+        self,
+        depth: int = 16,
+        width: int = 4,
+        classes: int = 10,
+        in_channels: int = 3,
+        groups: int = 16,
+        standardised: bool = True,
     ) -> None:
         super().__init__()
+        conv = StandardisedConv2d if standardised else nn.Conv2d
         blocks = (depth - 4) // 6
         channels = [16, 16 * width, 32 * width, 64 * width]
-        self.stem = nn.Conv2d(in_channels, channels[0], 3, padding=1)
+        self.stem = conv(in_channels, channels[0], 3, padding=1)
         layers: list[nn.Module] = []
         for i in range(3):
             for j in range(blocks):
                 into = channels[i] if j == 0 else channels[i + 1]
-                layers.append(Block(into, channels[i + 1], 2 if i and j == 0 else 1, groups))
+                layers.append(Block(into, channels[i + 1], 2 if i and j == 0 else 1, groups, conv))
         self.blocks = nn.Sequential(*layers)
         self.norm = nn.GroupNorm(groups, channels[3])
         self.head = nn.Linear(channels[3], classes)
@@ -31,12 +44,12 @@ class WideResNet(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, into: int, out: int, stride: int, groups: int) -> None:
+    def __init__(self, into: int, out: int, stride: int, groups: int, conv: type[nn.Conv2d]) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(min(groups, into), into), nn.GroupNorm(groups, out)
-        self.conv1 = nn.Conv2d(into, out, 3, stride, 1)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1)
-        self.skip = nn.Conv2d(into, out, 1, stride) if into != out or stride != 1 else None
+        self.conv1 = conv(into, out, 3, stride, 1)
+        self.conv2 = conv(out, out, 3, 1, 1)
+        self.skip = conv(into, out, 1, stride) if into != out or stride != 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm1(x))

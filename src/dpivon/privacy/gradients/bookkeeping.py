@@ -142,7 +142,7 @@ class BookKeeper:
                     value = module._parameters[name]  # p itself, or what a functional call put in its place
                     assert value is not None
                     copies = value.detach().expand(self.rows, *p.shape[1:])
-                    module.__dict__[name] = self._observe(copies, _whole(p), batch_major=True)
+                    module.__dict__[name] = self._observe(copies, _whole(value), batch_major=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             for name in bare:

@@ -35,10 +35,9 @@ class PaddedGradients:
     """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`."""
 
     def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
-        self.network, self.device, self.dtype = network, device, dtype
-        self.model = network.template().to(device)
-        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum")
+        self.device = device
+        self.step = _Step(network, device, dtype)
+        self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[float, Sums] = {}
         self._bounds: list[float] = []
 
@@ -67,16 +66,32 @@ class PaddedGradients:
         return self._program.get(bound, first)
 
     def _one(self, bound: float, row: Tensor, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+        parts = row.split([p.numel() for p in self.params.values()])
+        values = {n: v.view_as(p).detach() for (n, p), v in zip(self.params.items(), parts, strict=True)}
+        with torch.enable_grad():
+            leaves = {n: v.requires_grad_() for n, v in values.items()}
+            # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
+            sums: Tensor = functional_call(self.step, leaves, (bound, inputs, labels, places))
+        return sums
+
+
+class _Step(nn.Module):
+    """One run's clipped sum as a module, so that its parameters can be put in from outside."""
+
+    def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network, self.device, self.dtype = network, device, dtype
+        self.model = network.template().to(device)
+        self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum")
+
+    def forward(self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
         spare = places >= len(labels)
         places = places.clamp(max=len(labels) - 1)
-        params = list(self.params.values())
-        values = [v.view_as(p) for p, v in zip(params, row.split([p.numel() for p in params]), strict=True)]
+        params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.keeper.clear(params)
-        with torch.enable_grad():
-            leaves = {n: v.detach().requires_grad_() for n, v in zip(self.params, values, strict=True)}
-            with autocast(self.device, self.dtype):
-                outputs = functional_call(self.model, leaves, (inputs[places],))
-            self.network.loss(outputs.float(), labels[places]).masked_fill(spare, 0.0).sum().backward()
+        with autocast(self.device, self.dtype):
+            outputs = self.model(inputs[places])
+        self.network.loss(outputs.float(), labels[places]).masked_fill(spare, 0.0).sum().backward()
         sums = self.keeper.clipped_sums(params, FlatClipping(bound))
         self.keeper.forget_passes()
         return torch.cat([s.flatten() for s in sums])
