@@ -51,6 +51,11 @@ class Entry:
         return describe(self.key).title
 
     @property
+    def private(self) -> bool:
+        """Whether it is trained within the budget; the others are there to compare with, and have no ε."""
+        return self.key.startswith("dp")
+
+    @property
     def samples(self) -> int:
         """How many draws its prediction averages; 0 for a point estimate."""
         return describe(self.key).samples

@@ -58,7 +58,7 @@ class Report:
             "Hardware": f"{_cpu()}, one thread, torch {torch.__version__}. No GPU and no network are used.",
             "Data": f"scikit-learn's 8×8 scans: {n} to train on, {len(digits.validation)} that chose the learning rates, "
             f"{len(digits.test)} for the table below.",
-            "Guarantee": f"ε ≤ {epsilon:g} at δ = {delta:g} for each method by itself, against adding or removing one "
+            "Guarantee": f"ε ≤ {epsilon:g} at δ = {delta:g} for each private method by itself, against adding or removing one "
             f"training digit: {epochs} epochs of Poisson batches of {BATCH_SIZE} on average, C = {MAX_GRAD_NORM:g}, RDP "
             "accountant. It covers neither the choice of the learning rates nor the methods together.",
             "Seed": f"{seed}, for the privacy noise too, so that you get the same table again. Real secrets need noise "
@@ -101,7 +101,8 @@ class Report:
             table.add_column(name, justify="right")
         for r in results:
             scores = (f"{r.accuracy:.1%}", f"{r.nll:.3f}", f"{r.ece:.3f}", f"{r.brier:.3f}")
-            table.add_row(r.method, r.prediction, f"{r.epsilon:.3f}", *scores)
+            spent = "∞" if math.isinf(r.epsilon) else f"{r.epsilon:.3f}"
+            table.add_row(r.method, r.prediction, spent, *scores)
         self.console.print(table)
         best = max(r.accuracy for r in results)
         error = math.sqrt(best * (1 - best) / results[0].test_examples)

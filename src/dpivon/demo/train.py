@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def train(
     seed: int,
     on_epoch: Callable[[int, float], None] = lambda epoch, spent: None,
 ) -> Run:
-    """Train a :class:`SmallCNN` on ``data`` within (``epsilon``, ``delta``).
+    """Train a :class:`SmallCNN` on ``data`` within (``epsilon``, ``delta``); a method that is not private, without either.
 
     Every method gets the same first weights, the same Poisson batches and the same stream of privacy noise.
     ``on_epoch(epoch, ε)`` is called after each epoch with what has been spent.
@@ -67,6 +68,8 @@ def train(
         torch.manual_seed(stream(seed, "weights").initial_seed())
         model: nn.Module = SmallCNN()
         torch.manual_seed(stream(seed, "masks").initial_seed())
+        if not method.private:
+            return _train_openly(method, model, data, epochs, seed, on_epoch)
         return _train(method, model, data, epsilon, delta, epochs, seed, on_epoch)
 
 
@@ -113,6 +116,27 @@ def _train(
         diagnostics=diagnostics,
         initial_std=initial_std,
     )
+
+
+def _train_openly(
+    method: Entry, model: nn.Module, data: Split, epochs: int, seed: int, on_epoch: Callable[[int, float], None]
+) -> Run:
+    """The same loop without an engine: shuffled batches, raw gradients, ε = ∞."""
+    batches = stream(seed, "batches")
+    loader = DataLoader(TensorDataset(data.x, data.y), batch_size=BATCH_SIZE, shuffle=True, generator=batches)
+    theta = stream(seed, "theta")
+    learner = make(method.key, model, dataset_size=len(data), lr=method.lr, generator=theta, **method.options)
+    initial_std = _width(learner.posterior()) if learner.variational else 0.0
+    diagnostics = Diagnostics(learner.optimizer)
+    for epoch in range(1, epochs + 1):
+        for x, y in loader:
+            learner.optimizer.zero_grad()
+            with learner.sample():
+                nn.functional.cross_entropy(learner.model(x), y).backward()
+            learner.optimizer.step()
+            diagnostics.observe()
+        on_epoch(epoch, math.inf)
+    return Run(method, learner, math.inf, 0.0, epochs * len(loader), diagnostics, initial_std)
 
 
 @contextmanager
