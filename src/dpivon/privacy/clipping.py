@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import bad, check_number
+from dpivon.privacy.precision import capturing
 
 EPS_NUM = 1e-6
 _BLOCK = 256  # coordinates whose squares are added in fp32; a row of 10⁷ added so would be wrong by up to a percent
@@ -123,8 +124,17 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
 
 
 def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
-    """Σ_i c_i rows_i in double: fp32 products of a few examples at a time, added up in double."""
+    """Σ_i c_i rows_i in double: fp32 products of a few examples at a time, added up in double.
+
+    While a program is being recorded it is written as a masked sum, which a compiler reads the rows for only once: a row
+    with c_i = 0 counts for nothing there, whatever it holds.
+    """
     c = c.to(rows)
+    if capturing():
+        spare = -len(rows) % EXAMPLES_AT_ONCE
+        terms = torch.where(c.unsqueeze(1) > 0, rows * c.unsqueeze(1), 0.0)
+        terms = torch.nn.functional.pad(terms, (0, 0, 0, spare)).unflatten(0, (-1, EXAMPLES_AT_ONCE))
+        return terms.sum(1).sum(0, dtype=torch.float64)
     whole = len(rows) - len(rows) % EXAMPLES_AT_ONCE
     rest = (c[whole:] @ rows[whole:]).double()
     if not whole:

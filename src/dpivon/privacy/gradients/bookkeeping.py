@@ -257,7 +257,12 @@ class BookKeeper:
         )
         factors = clipping.factors(table)
         struck = (factors == 0.0).any(dim=0)
-        if capturing() or bool(struck.any()):
+        if capturing():  # then sums over materialised gradients pass over struck rows by themselves
+            blocks = [
+                (members, use if use is None or isinstance(use, Dense) else use.without(struck))
+                for members, use in blocks
+            ]
+        elif bool(struck.any()):
             blocks = [(members, use and use.without(struck)) for members, use in blocks]
         sums: dict[Tensor, Tensor] = {}
         for (members, use), c in zip(blocks, factors * scale, strict=True):
