@@ -18,7 +18,7 @@ class PrivacyError(DpivonError, ValueError):
     """Going on would have weakened the guarantee. Nothing was released."""
 
 
-class StorageError(DpivonError):
+class StorageError(DpivonError, OSError):
     """Something could not be written. What was on disk before is intact."""
 
 

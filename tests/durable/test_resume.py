@@ -52,12 +52,6 @@ def test_killed_at_every_step_lost_releases_are_repeated_to_the_bit_at_no_cost(w
     first = Run(tmp_path, method).train(stop_at=k, save_every=3)
     first.close()
     second = Run(tmp_path, method)
-    if k < 3:  # no checkpoint yet: what was made is charged, and nothing of it is drawn again
-        with pytest.warns(PrivacyWarning, match=rf"{k} releases were made and lost.*stay charged"):
-            second.train()
-        assert second.epsilon == spent(k + STEPS)
-        assert not set(map(float, torch.stack(second.released).flatten())) & set(map(float, whole.released[0]))
-        return
     second.train()
     assert second.kept._journal.replayed == k % 3
     assert torch.equal(second.weights, whole.weights)
@@ -127,8 +121,22 @@ def test_the_same_noise_never_meets_two_sums(tmp_path):
             warnings.simplefilter("ignore", PrivacyWarning)
             run.train(stop_at=4)
         run.close()
+        for path in tmp_path.glob("release-*"):
+            path.unlink()
         noises.append(torch.cat([d.flatten() for d in drawn]))
     assert not set(noises[0].tolist()) & set(noises[1].tolist())
+
+
+def test_without_a_checkpoint_all_is_charged_and_nothing_is_drawn_again(whole, method, tmp_path):
+    first = Run(tmp_path, method).train(stop_at=2)
+    first.close()
+    for path in tmp_path.glob("release-*"):
+        path.unlink()
+    second = Run(tmp_path, method)
+    with pytest.warns(PrivacyWarning, match=r"2 releases were made and lost.*stay charged"):
+        second.train()
+    assert second.epsilon == spent(2 + STEPS)
+    assert not set(map(float, torch.stack(second.released).flatten())) & set(map(float, whole.released[0]))
 
 
 def test_secure_noise_is_always_new_and_what_was_lost_stays_charged(tmp_path):

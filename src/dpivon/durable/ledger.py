@@ -5,7 +5,8 @@ A file of JSON lines, each sealed with a checksum of itself and of all lines bef
     {"dpivon_ledger": 1, "id": "…", "sum": "…"}                 which ledger this is
     {"terms": [{"noise_multiplier": σ, …}, …], "sum": "…"}      what a release of the following lines is, one entry a run
     {"to": 32, "n": 32, "sum": "…"}                             32 releases of each run, 32 so far
-    {"at": 7, "evidence": "…", "sum": "…"}                      a keyed digest of what release number 7 was made of
+    {"to": 33, "n": 1, "evidence": "…", "sum": "…"}             one, and a keyed digest of what it was made of
+    {"to": 30, "n": -3, "sum": "…"}                             three that were reserved were never launched
 
 A line is written and synced, then come its releases: a crash in between has paid for something that nobody saw. Equal
 lines are merged when there are thousands of them, so a ledger stays small however long the run. A last line that the
@@ -128,18 +129,21 @@ class Ledger:
             lines.append({"terms": [dict(t) for t in terms]})
             self._largest = 1
         lines.append({"to": at + n, "n": n} | ({"evidence": evidence} if evidence else {}))
-        self._append(lines, sync=True)
+        self._append(lines)
         self._terms, self._largest = terms, max(self._largest, n)
         self.record.add(terms, n)
         if evidence:
             self._keep(at, evidence)
         self._merge()
 
-    def note(self, at: int, evidence: str) -> None:
-        """Evidence for a release that is charged already. Not synced: without it a resume only costs more."""
-        self._append([{"at": at, "evidence": evidence}], sync=False)
-        self._keep(at, evidence)
-        self._merge()
+    def give_back(self, n: int) -> None:
+        """The last n were reserved and never launched, and this process knows it: it stops in good order."""
+        if n == 0:
+            return
+        if not self.record.rows or not 0 < n <= self.record.rows[-1][1]:
+            raise PrivacyError(f"{self.path}: {n} releases cannot be given back; so many were not reserved last.")
+        self._append([{"to": self.record.releases - n, "n": -n}])
+        self.record.add(self.record.rows[-1][0], -n)
 
     def close(self) -> None:
         """Let another process charge it. What was charged stays."""
@@ -157,7 +161,7 @@ class Ledger:
         while len(self.record.evidence) > KEPT_EVIDENCE:
             del self.record.evidence[next(iter(self.record.evidence))]
 
-    def _append(self, lines: Sequence[Mapping[str, Any]], *, sync: bool) -> None:
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         content, seal = _sealed(lines, self._seal)
         try:
             here, there = os.fstat(self._file), os.stat(self.path)
@@ -166,8 +170,7 @@ class Ledger:
             left = memoryview(content)
             while left:
                 left = left[os.write(self._file, left) :]
-            if sync:
-                os.fsync(self._file)
+            os.fsync(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._truncate()
@@ -254,7 +257,8 @@ def _take(line: Mapping[str, Any], parsed: _Parsed) -> None:
         record.evidence[int(line["at"])] = str(line["evidence"])
     else:
         n, at = int(line["n"]), record.releases
-        if parsed.terms is None or n < 0 or at + n != line["to"]:
+        last = record.rows[-1][1] if record.rows and record.rows[-1][0] == parsed.terms else 0
+        if parsed.terms is None or n < -last or at + n != line["to"]:
             raise ValueError("its count does not follow from the line before")
         if "evidence" in line:
             record.evidence[at] = str(line["evidence"])

@@ -110,6 +110,7 @@ class Checkpoints:
         self._before: dict[str, Tensor | None] = {}
         self._due: dict[str, Tensor | None] = {}
         self._signal: int | None = None
+        self._digest_of_data: tuple[bytes, str] | None = None
         sampler.before_draw = self._before_draw
 
     def _count(self, optimizer: DPOptimizer) -> None:
@@ -181,6 +182,7 @@ class Checkpoints:
         if state is None:
             if record.releases:
                 self._tell_lost(record.releases, "There is no checkpoint")
+            self.save()  # a crash before the first that is asked for shall lose nothing either
             return Resumed(0, 0, record.releases, {})
         self._check(state, record)
         optimizer, sampler, at = self._optimizer, self._sampler, int(state["ledger"]["position"])
@@ -268,12 +270,15 @@ class Checkpoints:
         }
 
     def _data_digest(self, key: bytes) -> str:
-        """Keyed, as everything that is a function of the data."""
+        """Keyed, as everything that is a function of the data; once, since it may be large."""
+        if self._digest_of_data is not None and self._digest_of_data[0] == key:
+            return self._digest_of_data[1]
         total = hmac.new(key, f"{len(self._dataset)} {self._dataset_digest}".encode(), hashlib.sha256)
         for value in _tensors(self._dataset):
             total.update(f"{value.dtype} {list(value.shape)}".encode())
             total.update(bytes_of(value))
-        return total.hexdigest()
+        self._digest_of_data = key, total.hexdigest()
+        return self._digest_of_data[1]
 
     # ---- signals
 
