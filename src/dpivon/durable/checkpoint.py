@@ -76,8 +76,14 @@ class Rotation:
             old.unlink()
         return path
 
-    def read(self) -> dict[str, Any] | None:
-        """The newest that is whole; those that are not are named in a warning and put aside. None if there is none."""
+    def read(self, *, tidy: bool = True) -> dict[str, Any] | None:
+        """The newest that is whole; those that are not are named in a warning and put aside. None if there is none.
+
+        ``tidy=False`` changes nothing in the folder, which another process may be using.
+        """
+        if tidy:
+            for left in self.folder.glob(".release-*.tmp"):  # by a process that was killed while it wrote
+                left.unlink()
         damaged: list[tuple[Path, str]] = []
         for path in self.files():
             try:
@@ -87,7 +93,8 @@ class Rotation:
                 continue
             for other, problem in damaged:
                 warnings.warn(f"{problem} Going on from the one before it, {path}.", stacklevel=3)
-                other.rename(other.with_suffix(".damaged"))
+                if tidy:
+                    other.rename(other.with_suffix(".damaged"))
             return state
         if damaged:
             problems = " ".join(problem for _, problem in damaged)

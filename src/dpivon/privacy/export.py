@@ -32,7 +32,7 @@ def export(run: Path, out: Path, delta: float = 1e-5) -> dict[str, float]:
     files = Rotation(run).files()
     if not files:
         raise bad("run", str(run), "holds no checkpoint", "Give the folder that was given to dpivon.Checkpoints")
-    state = Rotation(run).read()
+    state = Rotation(run).read(tidy=False)
     assert state is not None
     if "model" not in state:
         raise bad(
