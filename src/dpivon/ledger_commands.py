@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,11 @@ def show(
     paths = find(run)
     if not paths:
         raise bad("run", str(run), "holds no ledger", "Give the folder of a run or of a study, or the ledger itself")
-    found = [_described(path, delta) for path in paths]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        found = [_described(path, delta) for path in paths]
+    for message in dict.fromkeys(" ".join(str(w.message).split()) for w in caught):
+        typer.echo(f"warning: {message}", err=True)
     if as_json:
         typer.echo(json.dumps(found, allow_nan=False, ensure_ascii=False))
         return

@@ -40,7 +40,12 @@ class Run:
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=self.net,
             optimizer=inner,
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=8, num_workers=options.pop("workers", 0)),
+            data_loader=DataLoader(
+                TensorDataset(x, y),
+                batch_size=8,
+                num_workers=options.pop("workers", 0),
+                generator=torch.Generator().manual_seed(3) if options.pop("own_generator", False) else None,
+            ),
             noise_multiplier=options.pop("sigma", 1.0),
             max_grad_norm=1.0,
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from resumable import DELTA, STEPS, Run
 
-from dpivon import ArgumentError, PrivacyError, PrivacyWarning, budget
+from dpivon import ArgumentError, Checkpoints, PrivacyError, PrivacyWarning, budget
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError
 
@@ -57,6 +57,25 @@ def test_killed_at_every_step_lost_releases_are_repeated_to_the_bit_at_no_cost(w
     assert torch.equal(second.weights, whole.weights)
     assert second.epsilon == whole.epsilon
     assert read(tmp_path / "ledger.jsonl").releases == STEPS
+
+
+@pytest.mark.parametrize("k", [2, 5, 7])
+def test_a_loader_with_a_generator_of_its_own_goes_on_too(tmp_path, k):
+    """The loader seeds its workers from the generator that also draws the batches."""
+    whole = Run(tmp_path / "a", "adam", own_generator=True).train()
+    first = Run(tmp_path / "b", "adam", own_generator=True).train(stop_at=k)
+    first.kept.save()
+    first.close()
+    second = Run(tmp_path / "b", "adam", own_generator=True).train()
+    assert torch.equal(second.weights, whole.weights)
+
+
+def test_a_ledger_elsewhere_is_refused(tmp_path):
+    run = Run(tmp_path / "a", "adam")
+    with pytest.raises(ArgumentError, match="its ledger is not in the folder"):
+        Checkpoints(tmp_path / "b", engine=run.engine, optimizer=run.optimizer, data_loader=run.loader)
+    with pytest.raises(ArgumentError, match="make_private returned"):
+        Checkpoints(tmp_path / "b", engine=run.engine, optimizer=run.optimizer, data_loader=[])
 
 
 @pytest.mark.parametrize("calls", [1, 4, 7, 11, 16])

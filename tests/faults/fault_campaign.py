@@ -33,6 +33,9 @@ from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError, PrivacyError
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.recorded import history
+from dpivon.study import table
+from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.runner import Settings, run_study
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -158,6 +161,54 @@ def kills(work: Path, times: int, rng: random.Random) -> dict:
         "killed_in_the_middle_of_a_checkpoint": during_write,
         "epsilon": cost,
     }
+
+
+def study_kills(work: Path, times: int, rng: random.Random) -> dict:
+    """A study killed at random moments: no row twice, none missing, and the table of one that was never disturbed."""
+    run = {"method": "dp-sgd", "batch_size": 64, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "seed": 0, "lr": 0.5}
+    runs = (PlannedRun(**run), PlannedRun(**run | {"method": "dp-ivon-gradsq", "batch_size": 128}))
+    plan = Plan("kills", "digits", "small", "final", 1, 1e-4, 2, 0, runs)
+
+    def begin(out: Path) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 3
+            try:
+                warnings.simplefilter("error")
+                settings = Settings(quiet=True, block=4, device="cpu", checkpoint_seconds=0.1)
+                code = run_study(plan, out, settings).exit_code
+            except BaseException:
+                (work / "study-error").write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+        return pid
+
+    def rows(out: Path) -> list[dict]:
+        found = sorted(table.read(out / "runs.csv"), key=lambda r: r["id"])
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
+
+    began = time.monotonic()
+    os.waitpid(begin(work / "study"), 0)
+    took, whole = time.monotonic() - began, rows(work / "study")
+    killed, number, failures = 0, 0, []
+    while killed < times:
+        out = work / f"study-{number}"
+        number += 1
+        code = -1
+        while code != 0:
+            pid = begin(out)
+            if killed < times:
+                time.sleep(rng.uniform(0.0, 0.9 * took))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            killed += code == -signal.SIGKILL
+            if code > 0:
+                failures.append(f"exit {code}: {(work / 'study-error').read_text()[-300:]}")
+                break
+        if rows(out) != whole:
+            failures.append(f"{out.name}: another table")
+    return {"tried": killed, "survived": killed - len(failures), "failures": failures, "studies_ended_equal": number}
 
 
 def signals(work: Path) -> dict:
@@ -383,6 +434,7 @@ def main() -> int:
         rng = random.Random(given.seed)
         rows = {
             "SIGKILL at a random moment": kills(work, given.kills, rng),
+            "SIGKILL of a study": study_kills(work, given.kills // 3, rng),
             "SIGTERM and Ctrl-C": signals(work),
             "two processes on one folder": two_processes(work),
             "bit flipped or end cut off": damaged(work, given.flips, rng),

@@ -95,6 +95,9 @@ class Checkpoints:
             )
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        if engine.ledger is not None and engine.ledger.path.absolute() != (self.folder / LEDGER).absolute():
+            fix = f"Give PrivacyEngine(ledger={str(self.folder / LEDGER)!r}), or none: it is attached here"
+            raise bad("engine", str(engine.ledger.path), "its ledger is not in the folder of its checkpoints", fix)
         self._engine, self._optimizer = engine, optimizer
         assert isinstance(sampler, PoissonSampler)
         self._sampler = sampler
@@ -120,6 +123,10 @@ class Checkpoints:
 
     def save(self, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, whole or not at all. In the middle of a logical batch it is the one before that batch."""
+        return self._save(dict(extra or {}), inside=False)
+
+    def _save(self, extra: dict[str, Any], inside: bool) -> Path:
+        """``inside``: an iterator over the batches is known to exist, which has drawn from the global generator."""
         sampler, draws = self._sampler, self._sampler.draws
         pending = draws.redeemable and sampler.position > 0
         if self._ahead:
@@ -129,12 +136,11 @@ class Checkpoints:
             generators = self._before if pending else self._generators()
         if position >= sampler.steps:
             passes, position = passes + 1, 0
-        inside = pending or position > 0
         state = {
             "steps": self._steps,
             "passes": passes,
             "position": position,
-            "inside": inside,
+            "inside": inside or pending or position > 0,
             "ledger": {"id": self._ledger.record.id, "position": self._journal.position, "counts": self._counts()},
             "key": torch.frombuffer(bytearray(self._journal.key), dtype=torch.uint8),
             "config": self._fingerprint(),
@@ -147,7 +153,7 @@ class Checkpoints:
             "optimizer": self._optimizer.state_dict(),
             "also": {name: part.state_dict() for name, part in self._also.items()},
             "generators": generators,
-            "extra": dict(extra or {}),
+            "extra": extra,
         }
         return self._files.write(self._journal.position, state)
 
@@ -165,11 +171,11 @@ class Checkpoints:
         return {**states, "global": torch.get_rng_state()}
 
     def _before_draw(self) -> None:
-        if self._signal is not None:
-            self._stop()
         if self._due:  # making an iterator has drawn from the global generator; the run that never stopped had not
             self._set(self._due)
             self._due = {}
+        if self._signal is not None:
+            self._stop(inside=True)
         if not self._ahead:
             self._before = self._generators()
 
@@ -214,9 +220,10 @@ class Checkpoints:
             self._tell_lost(lost, "They cannot be repeated to the bit here")
 
     def _set(self, saved: Mapping[str, Any]) -> None:
-        """Into generators of our own: one that the caller holds must not be able to draw our noise."""
         noise: Any = self._optimizer.noise
-        noise.generator, self._sampler.generator = _generator(saved["noise"]), _generator(saved["sampler"])
+        noise.generator = torch.Generator()  # our own: one that the caller holds must not be able to draw our noise
+        noise.generator.set_state(saved["noise"])
+        self._sampler.generator.set_state(saved["sampler"])
         inner: Any = self._optimizer.original_optimizer
         if saved["posterior"] is not None and getattr(inner, "generator", None) is not None:
             inner.generator.set_state(saved["posterior"])
@@ -292,7 +299,7 @@ class Checkpoints:
         try:
             yield
             if self._signal is not None:
-                self._stop()
+                self._stop(inside=False)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -302,18 +309,12 @@ class Checkpoints:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait
         self._signal = number
 
-    def _stop(self) -> None:
+    def _stop(self, *, inside: bool) -> None:
         number = self._signal
         assert number is not None
         self._signal = None
-        self.save()
+        self._save({}, inside)
         raise SystemExit(128 + number)
-
-
-def _generator(state: Tensor) -> torch.Generator:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator
 
 
 def _names(optimizer: DPOptimizer) -> list[str]:

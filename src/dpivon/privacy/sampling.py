@@ -110,8 +110,8 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
 
     def refresh(self) -> None:
         """From here on batches that are independent of all before, whatever seed was set."""
-        if not self.secure:
-            self.generator = torch.Generator().manual_seed(secrets.randbits(63))
+        if not self.secure:  # in place: the data loader may draw from the same one
+            self.generator.manual_seed(secrets.randbits(63))
 
 
 def _nothing() -> None:
