@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
+import stat
 
 import pytest
 import torch
 from torch import nn
 
 from dpivon import budget
-from dpivon.errors import ArgumentError, PrivacyError
+from dpivon.durable.ledger import read
+from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
+from dpivon.privacy.stack import StackedMechanism
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.stacked.checkpoint import Ledger, charged, restore, save
+from dpivon.stacked.checkpoint import StackCheckpoints
 
 RUNS = [
     Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 8),
@@ -33,78 +36,183 @@ def go(s, steps):
     return s
 
 
-def test_a_restored_stack_goes_on_as_if_it_had_never_stopped(tmp_path):
+def kept(folder, **options):
+    s = stack(**options)
+    return s, StackCheckpoints(s, folder)
+
+
+def same(a, b):
+    return all(torch.equal(p.state[n], q.state[n]) for p, q in zip(a.parts, b.parts, strict=True) for n in p.state)
+
+
+def cost(releases):
+    return [
+        budget(dataset_size=60, batch_size=8, steps=releases, delta=1e-3, noise_multiplier=r.noise_multiplier).epsilon
+        for r in RUNS
+    ]
+
+
+def spent(s):
+    return [s.epsilon(i, 1e-3) for i in range(3)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 8])
+def test_a_restored_stack_goes_on_as_if_it_had_never_stopped(tmp_path, at):
     whole = go(stack(), 11)
-    first, ledger = go(stack(block=3), 5), Ledger(tmp_path / "charged.json")
-    save(first, tmp_path / "s", {"seconds": 2.5})
-    ledger.write(charged(first))
-    second = stack()
-    assert restore(second, tmp_path / "s", ledger) == {"seconds": 2.5}
-    assert second.steps_done == 5
-    go(second, 6)
-    for a, b in zip(whole.parts, second.parts, strict=True):
-        for name in a.state:
-            assert torch.equal(a.state[name], b.state[name]), name
-    for i in range(3):
-        assert second.epsilon(i, 1e-3) == whole.epsilon(i, 1e-3)
+    first, disk = kept(tmp_path, block=3)
+    assert disk.restore() == {}
+    go(first, at)
+    disk.save({"seconds": 2.5})
+    disk.settle()
+    disk.close()
+    second, disk = kept(tmp_path)
+    assert disk.restore() == {"seconds": 2.5}
+    assert second.steps_done == at
+    go(second, 11 - at)
+    assert same(whole, second)
+    assert spent(second) == spent(whole) == cost(11)
+    assert disk.ledger.record.releases == 11
 
 
-@pytest.mark.parametrize("with_checkpoint", [True, False])
-def test_what_was_reserved_and_lost_is_charged_again(tmp_path, with_checkpoint):
-    ledger = Ledger(tmp_path / "charged.json")
-    if with_checkpoint:
-        saved = go(stack(), 4)
-        save(saved, tmp_path / "s", {})
-    ledger.write(10)  # six more (or ten) were about to be made when the machine died
-    again = stack()
-    restore(again, tmp_path / "s", ledger)
-    done = 4 if with_checkpoint else 0
-    assert again.steps_done == done
-    go(again, 12 - done)
-    for i, run in enumerate(RUNS):
-        expected = budget(
-            dataset_size=60, batch_size=8, steps=10 + 12 - done, delta=1e-3, noise_multiplier=run.noise_multiplier
-        )
-        assert again.epsilon(i, 1e-3) == expected.epsilon
-    assert again.mechanism.reserved == 0  # what was lost covers no step to come
+@pytest.mark.parametrize("made", [1, 4, 6])
+def test_what_was_lost_is_repeated_to_the_bit_and_charged_once(tmp_path, made):
     whole = go(stack(), 12)
-    assert torch.equal(again.mean, whole.mean)
+    first, disk = kept(tmp_path)
+    disk.restore()
+    go(first, 4)
+    disk.save({})
+    go(first, made)
+    disk.close()
+    again, disk = kept(tmp_path)
+    disk.restore()
+    assert again.steps_done == 4
+    assert spent(again) == cost(4 + made)
+    go(again, 8)
+    assert same(whole, again)
+    assert spent(again) == cost(12)
+    assert again.mechanism.reserved == again.mechanism.covered == 0
+    assert disk.ledger.record.releases == 12
+
+
+def test_a_lost_step_that_comes_out_differently_gets_new_noise_and_a_new_batch(tmp_path):
+    first, disk = kept(tmp_path)
+    disk.restore()
+    go(first, 4)
+    disk.save({})
+    go(first, 4)
+    disk.close()
+    again, disk = kept(tmp_path)
+    disk.restore()
+    sums, drawn = again.gradients.clipped_sums, []
+    draw = again.sampler.draw
+    again.sampler.draw = lambda first_step, n: drawn.append(first_step) or draw(first_step, n)
+    again.gradients.clipped_sums = lambda *a: sums(*a) * (1 + 1e-12)  # another machine, another rounding
+    with pytest.warns(PrivacyWarning, match="not the one that was lost"):
+        go(again, 6)
+    assert again.steps_done == 10
+    assert drawn == [4, 8, 12]  # the lost ones, once, of which nothing was released; then only new places
+    assert spent(again) == cost(8 + 6)
+    assert disk.ledger.record.releases == 14
+
+
+def test_without_a_checkpoint_what_the_ledger_has_is_charged_and_nothing_is_drawn_again(tmp_path):
+    first, disk = kept(tmp_path)
+    disk.restore()
+    go(first, 6)
+    disk.close()
+    for path in tmp_path.glob("release-*"):
+        path.unlink()
+    again, disk = kept(tmp_path)
+    with pytest.warns(PrivacyWarning, match="6 releases were made"):
+        disk.restore()
+    go(again, 5)
+    assert spent(again) == cost(11)
+    assert not set(again.mean.flatten().tolist()) & set(go(stack(), 5).mean.flatten().tolist())
+
+
+def test_where_blocks_are_written_ahead_they_stay_charged_unless_it_stops_in_good_order(tmp_path, monkeypatch):
+    """As on a GPU, where steps run without Python."""
+    monkeypatch.setattr(StackedMechanism, "one_by_one", property(lambda self: False))
+    whole = go(stack(), 12)
+    first, disk = kept(tmp_path)
+    disk.restore()
+    first.mechanism.write_ahead(10)
+    assert read(disk.ledger.path).releases == 10
+    go(first, 4)
+    disk.save({})
+    disk.settle()
+    assert read(disk.ledger.path).releases == 4
+    go(first, 2)
+    disk.close()  # killed: two were reserved, on disk, and lost
+    again, disk = kept(tmp_path)
+    with pytest.warns(PrivacyWarning, match="2 releases were made, or reserved, and lost"):
+        disk.restore()
+    assert int(again._at) == 6
+    go(again, 8)
+    assert spent(again) == cost(4 + 2 + 8)
+    assert not same(whole, again)
+    disk.save({})
+    disk.settle()
+    disk.close()
+    third, disk = kept(tmp_path)
+    disk.restore()
+    assert same(third, again)
+    assert spent(third) == cost(14)
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
-    ledger = Ledger(tmp_path / "charged.json")
-    save(go(stack(), 2), tmp_path / "s", {})
-    ledger.write(2)
+    first, disk = kept(tmp_path)
+    disk.restore()
+    go(first, 2)
+    disk.save({})
+    disk.close()
     others = [
-        stack([*RUNS[:2], Run("dp-adam", 14, 2.0, 0.5, 0.01, 8)]),
-        stack(RUNS[:2]),
-        stack(size=61),
+        {"runs": [*RUNS[:2], Run("dp-adam", 14, 2.0, 0.5, 0.01, 8)]},
+        {"runs": RUNS[:2]},
+        {"runs": [*RUNS, Run("dp-sgd", 14, 0.5, 1.0, 0.1, 8)]},
+        {"size": 61},
     ]
-    for other in others:
+    for options in others:
+        _, disk = kept(tmp_path, **options)
         with pytest.raises(ArgumentError, match=r"other runs.*Delete"):
-            restore(other, tmp_path / "s", ledger)
-    whole = (tmp_path / "s").read_bytes()
-    (tmp_path / "s").write_bytes(whole[:100])
-    with pytest.raises(ArgumentError, match="cannot be read"):
-        restore(stack(), tmp_path / "s", ledger)
+            disk.restore()
+        disk.close()
+    for path in tmp_path.glob("release-*"):
+        path.write_bytes(path.read_bytes()[:100])
+    _, disk = kept(tmp_path)
+    with pytest.raises(DpivonError, match=r"not one of its .* is whole"):
+        disk.restore()
 
 
 def test_a_missing_or_unreadable_ledger_is_never_taken_for_an_empty_one(tmp_path):
-    ledger = Ledger(tmp_path / "charged.json")
-    assert ledger.read() == 0
-    save(go(stack(), 2), tmp_path / "s", {})
+    first, disk = kept(tmp_path)
+    disk.restore()
+    go(first, 2)
+    disk.save({})
+    disk.close()
+    path = disk.ledger.path
+    whole = path.read_bytes()
+    path.unlink()
+    _, disk = kept(tmp_path)
     with pytest.raises(PrivacyError, match="missing"):
-        restore(stack(), tmp_path / "s", ledger)
-    ledger.path.write_text("{")
-    with pytest.raises(PrivacyError, match="nobody knows what was charged"):
-        restore(stack(), tmp_path / "s", ledger)
+        disk.restore()
+    disk.close()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    _, disk = kept(tmp_path)
+    with pytest.raises(PrivacyError, match="cut short"):
+        disk.restore()
+    disk.close()
+    path.write_text("{")
+    with pytest.raises(PrivacyError, match="nobody knows what was released"):
+        kept(tmp_path)
 
 
-def test_seeds_are_not_written(tmp_path):
+def test_seeds_are_not_written_and_the_file_is_secret(tmp_path):
     secret = 0x1234_5678_9ABC_DEF
-    save(stack([Run("dp-sgd", secret, 1.0, 1.0, 0.1, 8)]), tmp_path / "s", {})
-    content = (tmp_path / "s").read_bytes()
+    _, disk = kept(tmp_path, runs=[Run("dp-sgd", secret, 1.0, 1.0, 0.1, 8)])
+    disk.restore()
+    path = disk.save({})
+    content = path.read_bytes() + disk.ledger.path.read_bytes()
     assert str(secret).encode() not in content
     assert secret.to_bytes(8, "little") not in content
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    assert set(json.loads(header["__metadata__"]["dpivon_stack"])) == {"step", "runs", "accounts", "extra"}
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600

@@ -2,7 +2,7 @@
 
 from dpivon._version import __version__
 from dpivon.diagnostics import Diagnostics
-from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
+from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning, StorageError
 from dpivon.fit import Fitted, fit
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
@@ -13,9 +13,11 @@ from dpivon.privacy import (
     Accountant,
     BatchMemoryManager,
     Budget,
+    Checkpoints,
     DPOptimizer,
     NoiseSpec,
     PrivacyEngine,
+    Resumed,
     budget,
 )
 from dpivon.release import Release
@@ -30,6 +32,7 @@ __all__ = [
     "BatchMemoryManager",
     "BayesByBackprop",
     "Budget",
+    "Checkpoints",
     "CurvatureEstimator",
     "DPOptimizer",
     "Diagnostics",
@@ -45,8 +48,10 @@ __all__ = [
     "PrivacyError",
     "PrivacyWarning",
     "Release",
+    "Resumed",
     "RuleOptimizer",
     "SampledPosterior",
+    "StorageError",
     "__version__",
     "budget",
     "fit",

@@ -1,4 +1,4 @@
-"""The command line: ``dpivon demo``, ``methods``, ``budget``, ``study``, ``data`` and ``version``."""
+"""The command line: ``dpivon demo``, ``methods``, ``budget``, ``study``, ``data``, ``ledger``, ``export`` and ``version``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dpivon import ledger_commands
 from dpivon._version import __version__
 from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
 from dpivon.errors import DpivonError
@@ -45,6 +46,8 @@ app = typer.Typer(
 )
 app.add_typer(commands.study, name="study")
 app.add_typer(commands.data, name="data")
+app.add_typer(ledger_commands.ledger, name="ledger")
+app.command()(ledger_commands.export)
 
 
 def main() -> None:

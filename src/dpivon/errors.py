@@ -18,6 +18,10 @@ class PrivacyError(DpivonError, ValueError):
     """Going on would have weakened the guarantee. Nothing was released."""
 
 
+class StorageError(DpivonError, OSError):
+    """Something could not be written. What was on disk before is intact."""
+
+
 class PrivacyWarning(UserWarning):
     """Training runs, but not under the guarantee the caller may expect."""
 

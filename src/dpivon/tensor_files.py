@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dpivon.durable.files import replacing
 from dpivon.errors import bad
 
 
-def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str], mode: int | None = None
+) -> None:
     """Write a safetensors file; a crash half-way leaves whatever was at ``path`` before."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     target = Path(path)
@@ -24,15 +27,11 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], m
         raise bad("path", str(target), "is a folder", "Pass the name of a file")
     # Cloned: safetensors refuses tensors that share memory, such as views of one flat vector.
     own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    # Not tempfile: its files are private to the user, and os.replace would keep them so.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        save_file(own, temporary, dict(metadata))
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target, mode) as temporary:
+        try:
+            save_file(own, temporary, dict(metadata))
+        except SafetensorError as error:  # as it calls a full disk
+            raise OSError(str(error)) from error
 
 
 def read_tensors(

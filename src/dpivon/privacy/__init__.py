@@ -1,6 +1,7 @@
 """The release boundary and everything to its left: the only code that sees data, per-example gradients or their sums."""
 
 from dpivon.privacy.accounting import Accountant, Budget, budget
+from dpivon.privacy.checkpoints import Checkpoints, Resumed
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.memory import BatchMemoryManager
 from dpivon.privacy.optimizer import DPOptimizer
@@ -10,8 +11,10 @@ __all__ = [
     "Accountant",
     "BatchMemoryManager",
     "Budget",
+    "Checkpoints",
     "DPOptimizer",
     "NoiseSpec",
     "PrivacyEngine",
+    "Resumed",
     "budget",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
+from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import make_clipping
 from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients, check_criterion
 from dpivon.privacy.gradients.modes import attach, choose
@@ -22,6 +26,7 @@ from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
 from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader
 from dpivon.privacy.spec import NoiseSpec
 
@@ -40,16 +45,27 @@ class PrivacyEngine(OpacusVerbs):
         accountant: ``"rdp"`` (the paper's), ``"prv"`` or ``"pld"`` (tighter).
         secure_mode: draw noise and batches from the operating system's cryptographic generator.
         orders: Rényi orders, ``"wide"`` or ``"opacus"``.
+        ledger: a file that records every release before it is made, as :meth:`attach_ledger`.
     """
 
     def __init__(
-        self, *, accountant: str = "rdp", secure_mode: bool = False, orders: str | Sequence[float] = "wide"
+        self,
+        *,
+        accountant: str = "rdp",
+        secure_mode: bool = False,
+        orders: str | Sequence[float] = "wide",
+        ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         self.accountant = Accountant(accountant, orders=orders)
         self.secure_mode = secure_mode
         self._dataset: Any = None
         self._dataset_size: int | None = None
         self._limit: Limit | None = None
+        self.ledger: Ledger | None = None
+        self._inherited = 0  # releases that the ledger held when it was attached
+        self._made: list[weakref.ref[DPOptimizer]] = []
+        if ledger is not None:
+            self.attach_ledger(ledger)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivacyEngine:
         return self  # there is one account; a copied optimizer goes on charging it
@@ -161,6 +177,9 @@ class PrivacyEngine(OpacusVerbs):
             prefetches=data_loader.num_workers > 0,
         )
         self._remember_dataset(data_loader.dataset, sampling.dataset_size)
+        self._made.append(weakref.ref(dp_optimizer))
+        if self._inherited:
+            refresh(dp_optimizer)
         if spec.unaccounted:
             warnings.warn(
                 f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
@@ -197,7 +216,7 @@ class PrivacyEngine(OpacusVerbs):
                 f"was given beside target_epsilon={target_epsilon!r}",
                 "Use make_private with a noise_multiplier, or this with a target_epsilon",
             )
-        if len(self.accountant):
+        if len(self.accountant) > self._inherited:
             raise PrivacyError(
                 f"This engine has already charged {len(self.accountant)} releases, which target_epsilon={target_epsilon!r} "
                 "does not cover. Use a new PrivacyEngine, or make_private with a noise_multiplier."
@@ -216,6 +235,11 @@ class PrivacyEngine(OpacusVerbs):
             accountant=self.accountant.mechanism(),
             orders=self.accountant.orders,
         )
+        if any(row[:2] != (sigma, sampling.sample_rate) for row in self.accountant.history):
+            raise PrivacyError(
+                f"The ledger holds {len(self.accountant)} releases of another plan, which target_epsilon={target_epsilon!r} "
+                "does not cover. Give the arguments that the run was begun with, or begin another ledger."
+            )
         made = self.make_private(
             module=module,
             optimizer=optimizer,
@@ -242,18 +266,41 @@ class PrivacyEngine(OpacusVerbs):
             )
         return self.accountant.get_epsilon(delta)
 
-    def _charge(self, spec: NoiseSpec) -> None:
-        """Charge one release, before it happens; refuse the one that would pass the budget."""
+    def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger:
+        """Record every release in a file, synced before it is made; what the file holds already is charged to this engine.
+
+        Nothing that was ever released under the file can be forgotten, whatever is loaded or restarted. If it holds any
+        release, noise and batches are drawn from new seeds of the operating system, also where yours are fixed:
+        the same noise must not meet two sums. See :class:`dpivon.Checkpoints` for going on where a run was.
+        """
+        if self.ledger is not None:
+            raise bad("ledger", str(path), f"this engine has {self.ledger.path} already", "Use one engine a ledger")
+        if len(self.accountant):
+            problem = f"this engine has made {len(self.accountant)} releases that would not be in it"
+            raise bad("ledger", str(path), problem, "Attach it before the first step")
+        ledger = Ledger(path)
+        replay(ledger.record, 0, self.accountant)
+        self.ledger, self._inherited = ledger, len(self.accountant)
+        if self._inherited:
+            for made in self._made:
+                if (optimizer := made()) is not None:
+                    refresh(optimizer)
+        return ledger
+
+    def _charge(self, spec: NoiseSpec, evidence: str = "") -> None:
+        """Charge one release, before it happens; refuse the one that would pass the budget. The disk first, then memory."""
         if spec.unaccounted and self._limit is not None:
             raise PrivacyError(
                 f"target_epsilon={self._limit.epsilon!r}: a release with {spec.unaccounted} would spend ε = inf, so nothing "
                 "was released. Use make_private to train without a guarantee."
             )
+        if self._limit is not None:
+            self._limit.check(self.accountant, spec.noise_multiplier, spec.sample_rate)
+        if self.ledger is not None:
+            self.ledger.charge((spec.terms,), 1, evidence)
         if spec.unaccounted:
             self.accountant.record_unaccounted(spec.unaccounted)
             return
-        if self._limit is not None:
-            self._limit.check(self.accountant, spec.noise_multiplier, spec.sample_rate)
         self.accountant.step(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate)
 
     # ---- checks

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from dpivon.errors import check_whole
+from dpivon.errors import PrivacyError, bad, check_whole
 from dpivon.privacy.optimizer import DPOptimizer
 
 
@@ -20,6 +20,13 @@ class BatchMemoryManager:
     >>> with BatchMemoryManager(data_loader=loader, max_physical_batch_size=64, optimizer=optimizer) as micro_batches:
     ...     for x, y in micro_batches:
     ...         ...  # the ordinary loop; step() releases when the logical batch is complete
+
+    One that does not fit after all is tried again in smaller parts, and charged once:
+
+    ...         try:
+    ...             ...  # the ordinary step
+    ...         except torch.OutOfMemoryError:
+    ...             micro_batches.retry()  # the same logical batch comes again, in micro-batches of half the size
 
     Use as Opacus's. Unlike it, each micro-batch carries its own flag, so that an error, a ``continue`` or a ``break``
     never lets the rest of one logical batch run into the next: leaving drops the partial sum.
@@ -51,10 +58,33 @@ class MicroBatches:
         self.size, self.optimizer = size, optimizer
         self.dataset = data_loader.dataset
         self._source = data_loader
+        self._split: _Split | None = None
+
+    def retry(self) -> None:
+        """The logical batch under way failed: drop what is summed of it, and hand it out again in half the size.
+
+        Nothing of it was released, so it is charged once, when it is. ``max_physical_batch_size`` stays halved.
+        """
+        if self._split is None or self._source.num_workers:
+            raise bad(
+                "num_workers",
+                self._source.num_workers,
+                "batches were fetched ahead, or none was handed out yet",
+                "Call retry() inside the loop over micro-batches, with num_workers=0",
+            )
+        if self.optimizer.draws is not None and not self.optimizer.draws.redeemable:
+            raise PrivacyError("retry() after its batch was released: it would be released twice. Go on to the next.")
+        if self.size == 1:
+            raise bad(
+                "max_physical_batch_size", 1, "not even one example fits", "Use a smaller model or another device"
+            )
+        self.size //= 2
+        self.optimizer.abandon_virtual_batch()
+        self._split.size, self._split.again = self.size, True
 
     def __iter__(self) -> Iterator[Any]:
         source = self._source
-        split = _Split(source.batch_sampler, self.size)  # type: ignore[arg-type]
+        split = self._split = _Split(source.batch_sampler, self.size)  # type: ignore[arg-type]
         loader = DataLoader(
             dataset=source.dataset,
             batch_sampler=split,
@@ -86,11 +116,16 @@ class _Split(Sampler[list[int]]):
     def __init__(self, sampler: Sampler[list[int]], size: int) -> None:
         self.sampler, self.size = sampler, size
         self.flags: deque[tuple[bool, bool]] = deque()
+        self.again = False
 
     def __iter__(self) -> Iterator[list[int]]:
         self.flags.clear()
         for indices in self.sampler:
-            starts = range(0, len(indices), self.size) if indices else range(1)
-            for start in starts:
-                self.flags.append((start == 0, start + self.size >= len(indices)))
+            start, last = 0, False
+            while not last:
+                last = start + self.size >= len(indices)
+                self.flags.append((start == 0, last))
                 yield indices[start : start + self.size]
+                start += self.size
+                if self.again:
+                    start, last, self.again = 0, False, False

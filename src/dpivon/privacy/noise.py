@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from typing import Protocol
 
 import torch
@@ -35,6 +36,11 @@ class TorchNoise:
             return torch.zeros_like(like)
         generator = self._on(like.device)
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator).mul_(std)
+
+    def refresh(self) -> None:
+        """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
+        self.generator = torch.Generator(self.generator.device).manual_seed(secrets.randbits(63))
+        self._elsewhere.clear()
 
     def _on(self, device: torch.device) -> torch.Generator:
         """The generator for a device: a child of ours if ours lives elsewhere."""

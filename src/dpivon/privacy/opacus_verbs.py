@@ -11,8 +11,10 @@ from opacus.validators.module_validator import ModuleValidator
 from torch import nn
 from torch.optim import Optimizer
 
+from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.accounting.history import merged
 from dpivon.privacy.optimizer import DPOptimizer
 
 
@@ -20,6 +22,7 @@ class OpacusVerbs:
     """Part of :class:`~dpivon.PrivacyEngine`."""
 
     accountant: Accountant
+    ledger: Ledger | None
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
@@ -69,13 +72,16 @@ class OpacusVerbs:
         parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
         checkpoint: dict[str, Any] = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
         saved = checkpoint["privacy_accountant_state_dict"]
-        if sum(row[2] for row in saved["history"]) < len(self.accountant):
+        if self.ledger is not None:
+            self._check_recorded(path, saved)
+        elif sum(row[2] for row in saved["history"]) < len(self.accountant):
             raise PrivacyError(
                 f"path={str(path)!r}: holds fewer releases than the {len(self.accountant)} that this engine has charged, "
                 "which cannot be taken back. Load it before training, into a new PrivacyEngine."
             )
         module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
-        self.accountant.load_state_dict(saved)
+        if self.ledger is None:  # which otherwise knows of every release, also of those after the checkpoint
+            self.accountant.load_state_dict(saved)
         for name, part in parts.items():
             state = checkpoint.pop(f"{name}_state_dict", None)
             if part is not None and state:
@@ -87,6 +93,14 @@ class OpacusVerbs:
                     stacklevel=2,
                 )
         return checkpoint
+
+    def _check_recorded(self, path: Any, saved: dict[str, Any]) -> None:
+        ours = merged(self.accountant.history)
+        if any(ours.get(row, 0) < steps for row, steps in merged(saved["history"]).items()):
+            raise PrivacyError(
+                f"path={str(path)!r}: holds releases that the ledger of this engine does not. Attach the ledger of the run "
+                "that wrote it."
+            )
 
 
 def _parts(optimizer: Any, noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from opacus.optimizers import DPOptimizer as OpacusDPOptimizer
@@ -28,6 +28,14 @@ from dpivon.privacy.precision import full_precision
 from dpivon.privacy.sampling import Draws
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
+
+
+class Journal(Protocol):
+    """Who decides, after a resume, what a release is: a new one, or one that was made before the crash."""
+
+    def admit(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Callable[[NoiseSpec], None] | None:
+        """How to charge this release; None to drop it unreleased."""
+        ...
 
 
 class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
@@ -57,6 +65,8 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self.original_optimizer = optimizer
         self._init_optimizer_protocol()
         self._spec, self._clipping = spec, clipping
+        self.first_spec = spec
+        self.journal: Journal | None = None
         self.source, self.noise, self.charge = source, noise, charge
         self.module, self.watch, self.draws = module, watch, draws
         self._prefetches = prefetches
@@ -247,8 +257,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             if isinstance(self.original_optimizer, IVON):
                 self.original_optimizer.rewind_samples()
             return False
-        self._release(spec)
-        return True
+        return self._release(spec)
 
     def clip_and_accumulate(self) -> None:
         # Without autocast, which would take the sum in bf16 if the caller's step() is inside one.
@@ -262,12 +271,17 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         for p, total in zip(self.params, new, strict=True):
             p.summed_grad = total
 
-    def _release(self, spec: NoiseSpec) -> None:
+    def _release(self, spec: NoiseSpec) -> bool:
         for p in self.params:
             _check_processed_flag(p.summed_grad)
         if self.draws is not None:
             self.draws.redeem()
-        self.last_release = release({p: p.summed_grad for p in self.params}, spec, self.noise, self.charge)
+        sums = {p: p.summed_grad for p in self.params}
+        charge = self.charge if self.journal is None else self.journal.admit(sums, spec)
+        if charge is None:  # a step that was to repeat a lost one, and does not
+            self.abandon_virtual_batch()
+            return False
+        self.last_release = release(sums, spec, self.noise, charge)
         self._open_spec = None
         self._is_last_step_skipped = False
         for group in self.original_optimizer.param_groups:
@@ -278,6 +292,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             p.grad = self.last_release.gradients[p].view_as(p).to(p.dtype, copy=True)
         for hook in self.step_hooks:
             hook(self)
+        return True
 
     def _check_micro_batch_is_new(self) -> None:
         announced = bool(self._step_skip_queue)

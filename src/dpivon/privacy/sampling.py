@@ -7,6 +7,7 @@ kept by construction: the loader draws so, and :class:`Draws` counts that no dra
 from __future__ import annotations
 
 import math
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,12 +33,15 @@ class Draws:
     """
 
     redeemable: bool = False
+    redeemed: int = 0  # in this pass
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
+    sampler: Callable[[], PoissonSampler | None] = lambda: None  # who draws
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
         return self  # a copied optimizer still shares the one stream of batches
 
     def begin_pass(self) -> None:
+        self.redeemed = 0
         self._tell("abandon_virtual_batch")
 
     def draw(self) -> None:
@@ -56,6 +60,7 @@ class Draws:
                 "afresh. Take the next batch from the data loader that make_private returned before every step()."
             )
         self.redeemable = False
+        self.redeemed += 1
 
     def _tell(self, event: str) -> None:
         for ref in self.listeners:
@@ -78,18 +83,39 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     ) -> None:
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
         self.secure = secure
-        self.draws = Draws()
+        self.draws = Draws(sampler=weakref.ref(self))
+
+        self.passes, self.position = 0, 0  # where the draws are: in which pass, and how many were made in it
+        self.begin_at = 0  # the first draw of the next pass, after a resume in the middle of one
+        self.began_at = 0  # that of the pass under way
+        self.before_draw: Callable[[], None] = _nothing  # for checkpoints: runs before every draw
 
     def __iter__(self) -> Iterator[list[int]]:
         self.draws.begin_pass()
-        for _ in range(self.steps):
+        if self.position:  # the last pass was broken off
+            self.passes, self.position = self.passes + 1, 0
+        self.began_at, self.begin_at = self.begin_at, 0
+        for position in range(self.began_at, self.steps):
+            self.position = position
+            self.before_draw()
             uniform = (
                 secure_uniform(self.num_samples)
                 if self.secure
                 else torch.rand(self.num_samples, generator=self.generator, dtype=torch.float64)
             )
+            self.position = position + 1
             self.draws.draw()
             yield (uniform < self.sample_rate).nonzero().flatten().tolist()
+        self.passes, self.position = self.passes + 1, 0
+
+    def refresh(self) -> None:
+        """From here on batches that are independent of all before, whatever seed was set."""
+        if not self.secure:  # in place: the data loader may draw from the same one
+            self.generator.manual_seed(secrets.randbits(63))
+
+
+def _nothing() -> None:
+    pass
 
 
 class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]

@@ -79,6 +79,18 @@ class NoiseSpec:
         return replace(self, **changes)
 
     @property
+    def terms(self) -> dict[str, Any]:
+        """What a ledger says of a release under this spec."""
+        return {
+            "mechanism": "gaussian, Poisson-sampled" if self.poisson else "gaussian, not Poisson-sampled",
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "sample_rate": self.sample_rate,
+            "unaccounted": self.unaccounted,
+            "spec": self.digest,
+        }
+
+    @property
     def digest(self) -> str:
         """A short fingerprint, the same for equal specs on every machine."""
         text = json.dumps({k: repr(v) for k, v in asdict(self).items()}, sort_keys=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -11,8 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpivon.durable.checkpoint import bytes_of
+from dpivon.durable.ledger import Ledger, Terms
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.spec import NoiseSpec
@@ -34,6 +39,9 @@ class StackedMechanism:
 
     Charging comes first and by the block: :meth:`reserve` charges every run for n releases before any of them is
     launched, since a captured step runs without Python. What a crash leaves unused stays charged.
+
+    With a ledger the block is on disk first. On a CPU, where steps are made one by one, every release is written by itself
+    beside the evidence of its sum (:meth:`record`), so that a lost one can be repeated to the bit.
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
@@ -45,17 +53,80 @@ class StackedMechanism:
         self.variance = torch.tensor([[s.variance] for s in specs], dtype=torch.float32, device=device)
         self.bound = torch.tensor([_down(s.max_grad_norm) for s in specs], dtype=torch.float32, device=device)
         self.reserved = 0
+        self.ledger: Ledger | None = None
+        self.key = b""
+        self.covered = 0  # releases to be repeated, that were charged before a crash
         self._noise: Tensor | None = None
         self._combine = compiled(_combine, device)
 
+    @property
+    def terms(self) -> Terms:
+        return tuple(spec.terms for spec in self.specs)
+
+    @property
+    def one_by_one(self) -> bool:
+        return self.noise_std.device.type == "cpu"
+
+    @property
+    def recording(self) -> bool:
+        """Whether every release is written by itself."""
+        return self.ledger is not None and self.one_by_one
+
+    def attach(self, ledger: Ledger, key: bytes) -> None:
+        """Take over all that a ledger holds, and record there from now on."""
+        if ledger.record.rows and ledger.record.runs != len(self.specs):
+            raise PrivacyError(
+                f"{ledger.path}: is of {ledger.record.runs} runs, not {len(self.specs)}. Give the right one."
+            )
+        self.ledger, self.key = ledger, key
+        self.accountants = [Accountant("rdp") for _ in self.specs]
+        for run, accountant in enumerate(self.accountants):
+            replay(ledger.record, run, accountant)
+
+    @property
+    def charged(self) -> int:
+        """Releases charged to every run."""
+        return len(self.accountants[0])
+
     def reserve(self, releases: int) -> None:
-        """Charge every run for so many releases."""
+        """Charge every run for so many releases, but for those that were charged before a crash and are repeated."""
+        repeated = min(releases, self.covered)
+        self.write_ahead(releases - repeated)
+        self._charge(releases - repeated)
+        self.covered -= repeated
+        self.reserved += releases
+
+    def write_ahead(self, releases: int) -> None:
+        """Have so many more releases than are charged on disk: one wait for it serves many blocks."""
+        if self.ledger is not None and not self.one_by_one:
+            short = self.charged + releases - self.ledger.record.releases
+            if short > 0:
+                self.ledger.charge(self.terms, short)
+
+    def _charge(self, releases: int) -> None:
         for spec, accountant in zip(self.specs, self.accountants, strict=True):
             if spec.unaccounted:
                 accountant.record_unaccounted(spec.unaccounted, releases)
             else:
                 accountant.charge(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate, steps=releases)
-        self.reserved += releases
+
+    def record(self, sums: Tensor, at: int) -> bool:
+        """On disk before its noise is drawn. False if it was to repeat a lost release, and is another: do not release it."""
+        assert self.ledger is not None
+        total = hmac.new(self.key, f"{at} {list(sums.shape)}".encode(), hashlib.sha256)
+        total.update(bytes_of(sums))
+        evidence, record = total.hexdigest()[:32], self.ledger.record
+        if at < record.releases:
+            return record.terms_at(at) == self.terms and hmac.compare_digest(record.evidence.get(at, ""), evidence)
+        self.ledger.charge(self.terms, 1, evidence)
+        return True
+
+    def forsake(self, releases: int) -> int:
+        """What was lost is not repeated after all: charge the so many still to come, and say where new draws begin."""
+        assert self.ledger is not None
+        self.covered, at = 0, self.ledger.record.releases
+        self._charge(max(0, at + releases - self.charged))
+        return at
 
     def spend(self) -> None:
         """One reserved release is about to be launched."""

@@ -7,6 +7,7 @@ own account.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.errors import bad, check_number, check_whole
+from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
@@ -108,6 +109,9 @@ class Stack:
         self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0
         self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
+        self._at = torch.zeros_like(
+            self._t
+        )  # where the streams are: releases ever charged, so that none is drawn twice
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)  # in the block of batches
         rows = [network.initial(runs[i].seed) if start is None else start[i] for i in self.order]
         mean = torch.stack(rows).to(self.device, torch.float32)
@@ -144,20 +148,35 @@ class Stack:
             # The device knows: a block that failed midway made some steps, and their batches must not be drawn again.
             self.steps_done = int(self._t)
             self.mechanism.reserve(n)
-            self._draw(n)
-            assert self._buffers is not None
-            for i in range(n):
-                self.mechanism.spend()
-                if i in self._buffers.overflows:
-                    self._step_in_parts()
-                else:
-                    self._launch()
+            self._make(n)
             self.steps_done += n
             steps -= n
             yield self.steps_done
 
+    def _make(self, n: int) -> None:
+        self._draw(n)
+        assert self._buffers is not None
+        for i in range(n):
+            self.mechanism.spend()
+            try:
+                if i in self._buffers.overflows:
+                    self._step_in_parts()
+                else:
+                    self._launch()
+            except _Another:
+                warnings.warn(
+                    "A resumed step is not the one that was lost, bit for bit: what was lost stays charged, and noise and "
+                    "batches are new from here.",
+                    PrivacyWarning,
+                    stacklevel=3,
+                )
+                self.mechanism.reserved += 1  # it was not made
+                self._at.fill_(self.mechanism.forsake(n - i))
+                self._make(n - i)
+                return
+
     def _draw(self, n: int) -> None:
-        fresh = self.sampler.draw(self.steps_done, n)
+        fresh = self.sampler.draw(int(self._at), n)
         if self._buffers is None:
             size = self.block
             index, model, start, places, seats = (t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh))
@@ -195,7 +214,7 @@ class Stack:
     def _step_in_parts(self) -> None:
         """A step whose batches do not fit: the same release, its sum added up over parts."""
         theta, total = self._theta(), None
-        for part in self.sampler.parts(int(self._t)):
+        for part in self.sampler.parts(int(self._at)):
             sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
             total = sums if total is None else total + sums
         assert total is not None
@@ -205,14 +224,17 @@ class Stack:
         return Batch(self.inputs[index], self.labels[index], *rest)
 
     def _theta(self) -> Tensor:
-        return self._sample(self.streams.normal(self._eps, self._t, POSTERIOR), [p.state for p in self.parts])
+        return self._sample(self.streams.normal(self._eps, self._at, POSTERIOR), [p.state for p in self.parts])
 
     def _thetas(self, eps: Tensor, states: list[Rows]) -> Tensor:
         return torch.cat([p.rule.theta(s, eps[p.rows], p.hyper) for p, s in zip(self.parts, states, strict=True)])
 
     def _update(self, sums: Tensor) -> None:
-        g = self.mechanism.release(sums, self._t)
+        if self.mechanism.recording and not self.mechanism.record(sums, int(self._at)):
+            raise _Another
+        g = self.mechanism.release(sums, self._at)
         self._t += 1
+        self._at += 1
         self._position += 1
         self._apply(g, self._eps, self._t, [p.state for p in self.parts])
 
@@ -261,6 +283,10 @@ class Stack:
         )
         method = self.runs[row].method
         return Posterior(mean=mean, variance={n: s.square() for n, s in std.items()}, metadata={"method": method})
+
+
+class _Another(Exception):
+    """A step that was to repeat a lost one, and does not."""
 
 
 def _check_seeds(runs: Sequence[Run]) -> None:

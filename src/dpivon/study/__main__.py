@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{outcome.finished} of {outcome.planned} runs finished, in {out / (plan.table if command == 'run' else HOOKS)}"
     )
-    return 0 if outcome.finished == outcome.planned else 75  # EX_TEMPFAIL: run it again to go on
+    return outcome.exit_code
 
 
 if __name__ == "__main__":

@@ -60,8 +60,7 @@ def run(
     settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet, only)
     outcome = run_study(plan, out, settings)
     typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / plan.table}")
-    if outcome.finished < outcome.planned:
-        raise typer.Exit(75)  # EX_TEMPFAIL: run it again to go on
+    raise typer.Exit(outcome.exit_code)
 
 
 @study.command()

@@ -3,19 +3,21 @@
 OUT/study.json           the plan that the results belong to
 OUT/runs.csv             a row a finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
-OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoint; gone when they are done
+OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints; gone when they are done
+OUT/ledgers/ID/          of finished ones: the ledger, and the ids of its runs in order
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from typing import Any
 import torch
 
 from dpivon._version import __version__
+from dpivon.durable.files import Lock, replace
+from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError, bad, check_number, check_whole
+from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.stacked import Stack
-from dpivon.stacked import checkpoint as disk
-from dpivon.stacked.checkpoint import Ledger
+from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
 from dpivon.study.datasets import StudyData, build_network, load_data
 from dpivon.study.evaluate import scores
@@ -34,7 +38,6 @@ from dpivon.study.plan import Plan, PlannedRun, changed, read_plan, sample_seed,
 from dpivon.study.progress import Progress
 from dpivon.study.watch import Watch, points
 
-LEDGER = "charged.json"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -67,10 +70,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many of the plan's runs are finished."""
+    """How many of the plan's runs are finished, and which signal stopped the others."""
 
     finished: int
     planned: int
+    signal: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal; otherwise 75 (EX_TEMPFAIL: run it again to go on) or 0."""
+        if self.finished == self.planned:
+            return 0
+        return 128 + self.signal if self.signal else 75
 
 
 def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
@@ -94,7 +105,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         left = float(sum(steps_of(r, plan.epochs, data.size) * r.batch_size for _, runs in stacks for r in runs))
 
         def stop() -> bool:
-            return stopped() or time.monotonic() > deadline
+            return bool(stopped()) or time.monotonic() > deadline
 
         with Progress(total, total - left, quiet=settings.quiet) as progress:
             for number, (folder, runs) in enumerate(stacks, 1):
@@ -103,18 +114,19 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                 title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
                 try:
                     work = _Work(plan, runs, folder, out, data, settings, device, progress, title)
-                    if not work.train(stop):
-                        break
-                    work.finish()
+                    with closing(work.kept):
+                        if not work.train(stop):
+                            break
+                        work.finish()
                 except torch.OutOfMemoryError:
                     raise DpivonError(
                         f"{len(runs)} runs of b={runs[0].batch_size} do not fit on the GPU at once. "
-                        f"Delete {folder}, which keeps them together (and at most {Ledger(folder / LEDGER).read()} releases "
+                        f"Delete {folder}, which keeps them together (and at most {read(folder / LEDGER).releases} releases "
                         "of each, which you then must count yourself), and give a smaller --stack."
                     ) from None
                 del work
                 _clear(device)
-    return Outcome(len(finished(out, plan)), len(plan.runs))
+    return Outcome(len(finished(out, plan)), len(plan.runs), stopped())
 
 
 def finished(out: Path, plan: Plan) -> set[str]:
@@ -147,7 +159,7 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
             stacks.append((folder, [known[i] for i in ids]))
             waiting = {i: run for i, run in waiting.items() if i not in ids}
         else:
-            shutil.rmtree(folder)  # its rows are in the table: it was killed between writing them and clearing up
+            retire(folder, out)  # its rows are in the table: it was killed between writing them and clearing up
     by_batch: dict[int, list[PlannedRun]] = {}
     for run in (run for run in waiting.values() if only in run.id):
         by_batch.setdefault(run.batch_size, []).append(run)
@@ -159,6 +171,17 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
             taken.add(number)
             stacks.append((folders / f"{number:04}", runs[start : start + size]))
     return stacks
+
+
+def retire(folder: Path, out: Path) -> None:
+    """A stack is finished: its ledger, which says what its ε came from, is kept; the rest goes."""
+    if (folder / LEDGER).exists():
+        kept = out / "ledgers" / read(folder / LEDGER).id
+        kept.mkdir(parents=True, exist_ok=True)
+        if (folder / "runs.json").exists():
+            shutil.copy(folder / "runs.json", kept / "runs.json")
+        os.replace(folder / LEDGER, kept / LEDGER)
+    shutil.rmtree(folder)
 
 
 class _Work:
@@ -192,9 +215,9 @@ class _Work:
             block=settings.block,
         )
         folder.mkdir(parents=True, exist_ok=True)
-        disk.replace(folder / "runs.json", json.dumps([run.id for run in runs]).encode())
-        self.ledger, self.checkpoint = Ledger(folder / LEDGER), folder / "state.safetensors"
-        extra = disk.restore(self.stack, self.checkpoint, self.ledger)
+        replace(folder / "runs.json", json.dumps([run.id for run in runs]).encode())
+        self.kept = StackCheckpoints(self.stack, folder)
+        extra = self.kept.restore()
         self.seconds = float(extra.get("seconds", 0.0))
         self.diagnostics: list[dict[str, Any]] = extra.get("diagnostics", [])
         self.watch = Watch(self.stack)
@@ -208,7 +231,7 @@ class _Work:
         while self.stack.steps_done < self.total:
             began, first = time.monotonic(), self.stack.steps_done
             end = min(self.total, first + self._blocks * self.stack.block)
-            self.ledger.write(disk.charged(self.stack) + end - first)  # on disk before any of it is made
+            self.stack.mechanism.write_ahead(end - first)  # on disk before any of it is made
             halted = False
             while self.stack.steps_done < end and not halted:
                 at = self.stack.steps_done
@@ -234,8 +257,8 @@ class _Work:
 
     def save(self) -> None:
         extra = {"seconds": self.seconds, "diagnostics": self.diagnostics}
-        disk.save(self.stack, self.checkpoint, extra)
-        self.ledger.write(disk.charged(self.stack))  # after the checkpoint: a crash in between charges more, not less
+        self.kept.save(extra)
+        self.kept.settle()  # after the checkpoint: a crash in between charges more, not less
 
     def finish(self) -> None:
         """Evaluate, write the rows, and forget the checkpoint."""
@@ -259,13 +282,14 @@ class _Work:
                 self.stack.posterior(i).save(target)
         table.add(self.out / "diagnostics.csv", self.diagnostics, table.DIAGNOSTIC_COLUMNS)
         table.add(self.out / self.plan.table, rows)
-        shutil.rmtree(self.folder)
+        self.kept.close()
+        retire(self.folder, self.out)
 
     def _facts(self, i: int, run: PlannedRun) -> dict[str, Any]:
         return facts(self.plan, run, self.data.size, self.device) | {
             "epsilon": self.stack.epsilon(i, self.plan.delta),
             "steps": self.stack.steps_done,
-            "releases": disk.charged(self.stack),
+            "releases": self.stack.mechanism.charged,
             "seconds": self.seconds / len(self.runs),
             "stack_size": len(self.runs),
             "stack_methods": len({r.method for r in self.runs}),
@@ -336,32 +360,29 @@ def _clear(device: torch.device) -> None:
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """Two processes on one folder would repeat each other's runs."""
-    import fcntl
-
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DpivonError(f"{out}: another process is running this study. Wait for it, or stop it.") from None
+    lock = Lock(out / ".lock", str(out))
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
+def _stop_signals() -> Iterator[Callable[[], int]]:
     """The first SIGINT or SIGTERM asks to stop at the next block; the second SIGINT interrupts as usual."""
-    asked = threading.Event()
+    asked = [0]
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield lambda: 0
         return
 
     def ask(number: int, frame: Any) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+        if asked[0] and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.set()
+        asked[0] = asked[0] or number
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked.is_set
+        yield lambda: asked[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from dpivon.durable.ledger import read
 from dpivon.errors import bad
+from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
 from dpivon.study.plan import read_plan
 
@@ -26,7 +28,6 @@ def status_lines(out: Path) -> list[str]:
         if not (folder / "runs.json").exists():
             continue
         runs = json.loads((folder / "runs.json").read_text())
-        path = folder / "charged.json"
-        charged = json.loads(path.read_text())["charged"] if path.exists() else 0
+        charged = read(folder / LEDGER).releases if (folder / LEDGER).exists() else 0
         lines.append(f"  under way: stack {folder.name}, {len(runs)} runs, {charged} releases charged to each")
     return lines

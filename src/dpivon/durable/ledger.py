@@ -1,0 +1,289 @@
+"""The ledger: an append-only record of what was released, on disk before it is released. ε is computed from it.
+
+A file of JSON lines, each sealed with a checksum of itself and of all lines before it:
+
+    {"dpivon_ledger": 1, "id": "…", "sum": "…"}                 which ledger this is
+    {"terms": [{"noise_multiplier": σ, …}, …], "sum": "…"}      what a release of the following lines is, one entry a run
+    {"to": 32, "n": 32, "sum": "…"}                             32 releases of each run, 32 so far
+    {"to": 33, "n": 1, "evidence": "…", "sum": "…"}             one, and a keyed digest of what it was made of
+    {"to": 30, "n": -3, "sum": "…"}                             three that were reserved were never launched
+
+A line is written and synced, then come its releases: a crash in between has paid for something that nobody saw. Equal
+lines are merged when there are thousands of them, so a ledger stays small however long the run. A last line that the
+crash tore is charged as if it had been the largest line of its kind. Anything else that does not fit is an error.
+
+The checksums find accidents, and edits that do not go to the trouble of recomputing them all; who owns the files and
+wants to lie about his own ε cannot be stopped by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpivon.durable.files import Lock, replace
+from dpivon.errors import PrivacyError, StorageError
+
+Terms = tuple[Mapping[str, Any], ...]
+MOST_LINES, KEPT_EVIDENCE = 4096, 1024
+_SEAL = b',"sum":"'
+
+
+@dataclass
+class Record:
+    """What a ledger says: releases by their terms, in order and run-length, and the evidence of the last of them."""
+
+    id: str
+    rows: list[tuple[Terms, int]] = field(default_factory=list)
+    evidence: dict[int, str] = field(default_factory=dict)
+    torn: bool = False
+    releases: int = 0  # of each run
+
+    @property
+    def runs(self) -> int:
+        return len(self.rows[-1][0]) if self.rows else 0
+
+    def counts(self) -> dict[str, int]:
+        """Releases by the digest of their terms."""
+        found: dict[str, int] = {}
+        for terms, n in self.rows:
+            key = digest(terms)
+            found[key] = found.get(key, 0) + n
+        return found
+
+    def terms_at(self, release: int) -> Terms | None:
+        """The terms of release number ``release``."""
+        for terms, n in self.rows:
+            if release < n:
+                return terms
+            release -= n
+        return None
+
+    def add(self, terms: Terms, n: int) -> None:
+        self.releases += n
+        if self.rows and self.rows[-1][0] == terms:
+            self.rows[-1] = (terms, self.rows[-1][1] + n)
+        else:
+            self.rows.append((terms, n))
+
+
+def digest(terms: Terms) -> str:
+    return hashlib.sha256(_json(list(map(dict, terms)))).hexdigest()[:16]
+
+
+class Ledger:
+    """A ledger open for charging. One process at a time: a second is refused.
+
+    >>> ledger = Ledger(folder / "ledger.jsonl")
+    >>> ledger.charge(({"noise_multiplier": 1.0, "sample_rate": 0.01, …},), 32)  # on disk when this returns
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self._file = Path(path), -1
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self.path.with_name(self.path.name + ".lock"), str(self.path))
+        try:
+            self._open()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self) -> None:
+        if not self.path.exists():
+            self.record, self._largest = Record(secrets.token_hex(8)), 1
+            content, _ = _sealed(self._lines_of_record(), "")
+            replace(self.path, content)
+        self._reopen()
+        if self.record.torn:
+            self._truncate()
+            if self._terms is not None:
+                self.charge(self._terms, self._largest)
+
+    def _reopen(self) -> None:
+        read = _parse(self.path)
+        self.record, self._terms, self._largest = read.record, read.terms, read.largest
+        self._seal, self._lines, self._end = read.seal, read.lines, read.end
+        self._merge_at = max(
+            MOST_LINES, 2 * self._lines
+        )  # terms that never repeat cannot be merged: not again and again
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+
+    def charge(self, terms: Terms, n: int = 1, evidence: str = "") -> None:
+        """Record n releases of every run; when this returns they are on disk and may be made."""
+        if self.record.rows and len(terms) != self.record.runs:
+            raise PrivacyError(
+                f"{self.path}: is of {self.record.runs} runs, not of {len(terms)}. Give each its own ledger."
+            )
+        at = self.record.releases
+        lines: list[dict[str, Any]] = []
+        if terms != self._terms:
+            lines.append({"terms": [dict(t) for t in terms]})
+            self._largest = 1
+        lines.append({"to": at + n, "n": n} | ({"evidence": evidence} if evidence else {}))
+        self._append(lines)
+        self._terms, self._largest = terms, max(self._largest, n)
+        self.record.add(terms, n)
+        if evidence:
+            self._keep(at, evidence)
+        self._merge()
+
+    def give_back(self, n: int) -> None:
+        """The last n were reserved and never launched, and this process knows it: it stops in good order."""
+        if n == 0:
+            return
+        if not self.record.rows or not 0 < n <= self.record.rows[-1][1]:
+            raise PrivacyError(f"{self.path}: {n} releases cannot be given back; so many were not reserved last.")
+        self._append([{"to": self.record.releases - n, "n": -n}])
+        self.record.add(self.record.rows[-1][0], -n)
+
+    def close(self) -> None:
+        """Let another process charge it. What was charged stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._lock.release()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self.close()
+
+    def _keep(self, at: int, evidence: str) -> None:
+        self.record.evidence[at] = evidence
+        while len(self.record.evidence) > KEPT_EVIDENCE:
+            del self.record.evidence[next(iter(self.record.evidence))]
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        content, seal = _sealed(lines, self._seal)
+        try:
+            here, there = os.fstat(self._file), os.stat(self.path)
+            if (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
+                raise OSError("it was replaced by another file")
+            left = memoryview(content)
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._truncate()
+            raise StorageError(
+                f"{self.path}: the charge cannot be written ({error}), so nothing was released. Make room and resume."
+            ) from error
+        self._seal, self._lines, self._end = seal, self._lines + len(lines), self._end + len(content)
+
+    def _truncate(self) -> None:
+        os.ftruncate(self._file, self._end)
+        os.fsync(self._file)
+
+    def _merge(self) -> None:
+        """Once in a few thousand lines: the same record in as few as it takes."""
+        if self._lines <= self._merge_at:
+            return
+        content, _ = _sealed(self._lines_of_record(), "")
+        with contextlib.suppress(StorageError):  # the long file is as good
+            replace(self.path, content)
+        self._reopen()
+
+    def _lines_of_record(self) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = [{"dpivon_ledger": 1, "id": self.record.id}]
+        to = 0
+        for terms, n in self.record.rows:
+            to += n
+            lines += [{"terms": [dict(t) for t in terms]}, {"to": to, "n": n, "block": self._largest}]
+        return lines + [{"at": at, "evidence": e} for at, e in self.record.evidence.items()]
+
+
+def read(path: Path) -> Record:
+    """What a ledger says, without opening it for charging. A torn last line is counted as it will be."""
+    found = _parse(path)
+    if found.record.torn and found.terms is not None:
+        found.record.add(found.terms, found.largest)
+    return found.record
+
+
+@dataclass
+class _Parsed:
+    record: Record
+    terms: Terms | None = None  # of the lines to come
+    seal: str = ""
+    lines: int = 0
+    end: int = 0  # of the last whole line
+    largest: int = 1  # releases that one line of these terms reserved at most
+
+
+def _parse(path: Path) -> _Parsed:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise PrivacyError(f"{path}: cannot be read ({error}), so nobody knows what was released. {_FIX}") from None
+    torn = lines.pop() != b""
+    parsed = _Parsed(Record("", torn=torn))
+    for line in lines:
+        parsed.lines += 1
+        parsed.end += len(line) + 1
+        try:
+            body, found = line.rsplit(_SEAL, 1)
+            body += b"}"
+            parsed.seal = _seal(parsed.seal, body)
+            if found != f'{parsed.seal}"}}'.encode():
+                raise ValueError("its checksum does not match")
+            _take(json.loads(body), parsed)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PrivacyError(f"{path}, line {parsed.lines}: was changed or damaged ({error}). {_FIX}") from None
+    if not lines:
+        raise PrivacyError(f"{path}: has not one whole line, so nobody knows what was released. {_FIX}")
+    return parsed
+
+
+def _take(line: Mapping[str, Any], parsed: _Parsed) -> None:
+    record = parsed.record
+    if parsed.lines == 1:
+        if line["dpivon_ledger"] != 1:
+            raise ValueError("it is of another version of dpivon")
+        record.id = str(line["id"])
+    elif "terms" in line:
+        parsed.terms, parsed.largest = tuple(line["terms"]), 1
+        if record.rows and len(parsed.terms) != record.runs:
+            raise ValueError("its number of runs changes")
+    elif "at" in line:
+        record.evidence[int(line["at"])] = str(line["evidence"])
+    else:
+        n, at = int(line["n"]), record.releases
+        last = record.rows[-1][1] if record.rows and record.rows[-1][0] == parsed.terms else 0
+        if parsed.terms is None or n < -last or at + n != line["to"]:
+            raise ValueError("its count does not follow from the line before")
+        if "evidence" in line:
+            record.evidence[at] = str(line["evidence"])
+        record.add(parsed.terms, n)
+        parsed.largest = max(parsed.largest, int(line.get("block", n)))
+
+
+_FIX = (
+    "Put back a copy of it that is newer than every release; without one, count by hand what was released, and begin "
+    "again in another folder."
+)
+
+
+def _sealed(lines: Sequence[Mapping[str, Any]], seal: str) -> tuple[bytes, str]:
+    parts = []
+    for line in lines:
+        body = _json(line)
+        seal = _seal(seal, body)
+        parts.append(body[:-1] + _SEAL + f'{seal}"}}\n'.encode())
+    return b"".join(parts), seal
+
+
+def _seal(before: str, body: bytes) -> str:
+    return hashlib.sha256(before.encode() + body).hexdigest()[:16]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()

@@ -1,0 +1,342 @@
+"""Checkpoints of a private run: on a CPU it goes on to the bit, at whatever step it was stopped or killed."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.durable.checkpoint import Rotation, bytes_of
+from dpivon.durable.ledger import Record
+from dpivon.errors import PrivacyError, PrivacyWarning, bad
+from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.resume import ReplayJournal, refresh, repeatable, sampler_of
+from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        steps: steps that the restored model has made; 0 for a run that begins.
+        epoch: the pass over the data that comes next, or goes on: ``for epoch in range(resumed.epoch, epochs)``.
+        lost: releases made after the checkpoint. They stay charged; on a CPU they are repeated to the bit at no cost.
+        extra: what was given to ``save``.
+    """
+
+    steps: int
+    epoch: int
+    lost: int
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """Keeps a private run in a folder: its ledger and its last checkpoints.
+
+    >>> model, optimizer, loader = engine.make_private(...)
+    >>> run = Checkpoints("run", engine=engine, optimizer=optimizer, data_loader=loader)
+    >>> for epoch in range(run.restore().epoch, 10):
+    ...     for x, y in loader:  # after a resume in the middle of a pass, what is left of it
+    ...         ...  # the ordinary step
+    ...         run.save()  # now and then
+
+    The ledger (``run/ledger.jsonl``) is the truth about ε: it is attached here, before the first step, and every release
+    is in it before it is made, whatever becomes of the checkpoints. The checkpoints hold the model, the optimizer with its
+    posterior and momentum, the place in the data, and the generators of batches, noise and samples. So they are secret:
+    mode 0600. ``dpivon export`` writes what may be published.
+
+    Args:
+        folder: made if it does not exist.
+        engine, optimizer, data_loader: the engine, and what its ``make_private`` returned.
+        also: more objects with ``state_dict`` and ``load_state_dict`` to keep, such as schedulers, by name.
+        config: anything JSON can hold that must be the same when the run goes on.
+        dataset_digest: a text that identifies the data. Tensors in memory are recognised without it.
+        keep: how many checkpoints to keep, at least 2.
+
+    A resume is exact with batches drawn in the process itself (``num_workers=0``), parameters on the CPU and
+    ``secure_mode=False``. Everywhere else it goes on with new noise, which is as private and costs no more, but for
+    the steps that were lost.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        engine: PrivacyEngine,
+        optimizer: DPOptimizer,
+        data_loader: PoissonDataLoader,
+        also: Mapping[str, Any] | None = None,
+        config: Any = None,
+        dataset_digest: str = "",
+        keep: int = 2,
+    ) -> None:
+        sampler = sampler_of(optimizer) if isinstance(optimizer, DPOptimizer) else None
+        if sampler is None or getattr(data_loader, "batch_sampler", None) is not sampler:
+            raise bad(
+                "data_loader",
+                type(data_loader).__name__,
+                "is not the loader whose Poisson batches the optimizer learns from",
+                "Give the optimizer and the loader that make_private returned",
+            )
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if engine.ledger is not None and engine.ledger.path.absolute() != (self.folder / LEDGER).absolute():
+            fix = f"Give PrivacyEngine(ledger={str(self.folder / LEDGER)!r}), or none: it is attached here"
+            raise bad("engine", str(engine.ledger.path), "its ledger is not in the folder of its checkpoints", fix)
+        self._engine, self._optimizer = engine, optimizer
+        assert isinstance(sampler, PoissonSampler)
+        self._sampler = sampler
+        self._also, self._config, self._dataset_digest = dict(also or {}), config, dataset_digest
+        self._dataset = data_loader.dataset
+        self._ahead = data_loader.num_workers > 0
+        self._files = Rotation(self.folder, keep)
+        self._ledger = engine.ledger or engine.attach_ledger(self.folder / LEDGER)
+        self._journal = ReplayJournal(optimizer, self._ledger, engine._charge)
+        optimizer.journal = self._journal
+        self._steps = 0
+        optimizer.attach_step_hook(self._count)
+        self._before: dict[str, Tensor | None] = {}
+        self._due: dict[str, Tensor | None] = {}
+        self._signal: int | None = None
+        self._digest_of_data: tuple[bytes, str] | None = None
+        sampler.before_draw = self._before_draw
+
+    def _count(self, optimizer: DPOptimizer) -> None:
+        self._steps += 1
+
+    # ---- saving
+
+    def save(self, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint, whole or not at all. In the middle of a logical batch it is the one before that batch."""
+        return self._save(dict(extra or {}), inside=False)
+
+    def _save(self, extra: dict[str, Any], inside: bool) -> Path:
+        """``inside``: an iterator over the batches is known to exist, which has drawn from the global generator."""
+        sampler, draws = self._sampler, self._sampler.draws
+        pending = draws.redeemable and sampler.position > 0
+        if self._ahead:
+            passes, position, generators = sampler.passes, sampler.began_at + draws.redeemed, {}
+        else:
+            passes, position = sampler.passes, sampler.position - pending
+            generators = self._before if pending else self._generators()
+        if position >= sampler.steps:
+            passes, position = passes + 1, 0
+        state = {
+            "steps": self._steps,
+            "passes": passes,
+            "position": position,
+            "inside": inside or pending or position > 0,
+            "ledger": {"id": self._ledger.record.id, "position": self._journal.position, "counts": self._counts()},
+            "key": torch.frombuffer(bytearray(self._journal.key), dtype=torch.uint8),
+            "config": self._fingerprint(),
+            "data": self._data_digest(self._journal.key),
+            "names": _names(self._optimizer),
+            "optimizer_class": type(self._optimizer.original_optimizer).__name__,
+            "noise_multiplier": self._optimizer.noise_multiplier,
+            "max_grad_norm": self._optimizer.max_grad_norm,
+            "model": dict(self._optimizer.module.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
+            "also": {name: part.state_dict() for name, part in self._also.items()},
+            "generators": generators,
+            "extra": extra,
+        }
+        return self._files.write(self._journal.position, state)
+
+    def _counts(self) -> dict[str, int]:
+        return self._ledger.record.counts()
+
+    def _generators(self) -> dict[str, Tensor | None]:
+        """The states of all that draws: batches, noise, posterior samples, and the global one (dropout)."""
+        own = {
+            "sampler": None if self._sampler.secure else self._sampler.generator,
+            "noise": self._optimizer.generator,
+            "posterior": getattr(self._optimizer.original_optimizer, "generator", None),
+        }
+        states = {name: g.get_state() if g is not None else None for name, g in own.items()}
+        return {**states, "global": torch.get_rng_state()}
+
+    def _before_draw(self) -> None:
+        if self._due:  # making an iterator has drawn from the global generator; the run that never stopped had not
+            self._set(self._due)
+            self._due = {}
+        if self._signal is not None:
+            self._stop(inside=True)
+        if not self._ahead:
+            self._before = self._generators()
+
+    # ---- restoring
+
+    def restore(self) -> Resumed:
+        """Go on from the newest whole checkpoint, or begin if there is none. Before the first step."""
+        state = self._files.read()
+        record = self._ledger.record
+        if state is None:
+            if record.releases:
+                self._tell_lost(record.releases, "There is no checkpoint")
+            self.save()  # a crash before the first that is asked for shall lose nothing either
+            return Resumed(0, 0, record.releases, {})
+        self._check(state, record)
+        optimizer, sampler, at = self._optimizer, self._sampler, int(state["ledger"]["position"])
+        optimizer.abandon_virtual_batch()
+        optimizer.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.noise_multiplier, optimizer.max_grad_norm = state["noise_multiplier"], state["max_grad_norm"]
+        for name, part in self._also.items():
+            part.load_state_dict(state["also"][name])
+        sampler.passes, sampler.position, sampler.begin_at = state["passes"], 0, state["position"]
+        sampler.draws.redeemable = False
+        self._steps = int(state["steps"])
+        self._journal.key = bytes(state["key"].tolist())
+        lost = record.releases - at
+        self._resume_generators(state, at, lost)
+        return Resumed(self._steps, state["passes"], lost, state["extra"])
+
+    def _resume_generators(self, state: Mapping[str, Any], at: int, lost: int) -> None:
+        saved = state["generators"]
+        exact = bool(saved) and not self._ahead and repeatable(self._optimizer.noise, self._optimizer.params)
+        exact = exact and saved["noise"] is not None and saved["sampler"] is not None and not self._sampler.secure
+        if exact and (not lost or at in self._ledger.record.evidence):
+            self._journal.repeat_from(at)
+            self._set(saved)
+            self._due = saved if state["inside"] else {}
+            return
+        refresh(self._optimizer)
+        if lost:
+            self._tell_lost(lost, "They cannot be repeated to the bit here")
+
+    def _set(self, saved: Mapping[str, Any]) -> None:
+        noise: Any = self._optimizer.noise
+        noise.generator = torch.Generator()  # our own: one that the caller holds must not be able to draw our noise
+        noise.generator.set_state(saved["noise"])
+        self._sampler.generator.set_state(saved["sampler"])
+        inner: Any = self._optimizer.original_optimizer
+        if saved["posterior"] is not None and getattr(inner, "generator", None) is not None:
+            inner.generator.set_state(saved["posterior"])
+        torch.set_rng_state(saved["global"])
+
+    def _tell_lost(self, lost: int, why: str) -> None:
+        warnings.warn(
+            f"{self.folder}: {lost} releases were made and lost. {why}: they stay charged, and noise and batches are new.",
+            PrivacyWarning,
+            stacklevel=3,
+        )
+
+    def _check(self, state: Mapping[str, Any], record: Record) -> None:
+        fix = "Go on with what the run was begun with, or begin another in another folder"
+        if state["ledger"]["id"] != record.id:
+            raise PrivacyError(
+                f"{self._ledger.path}: is not the ledger of this run's checkpoints. Put back the right one."
+            )
+        counts = record.counts()
+        for terms, n in state["ledger"]["counts"].items():
+            if counts.get(terms, 0) < n:
+                raise PrivacyError(
+                    f"{self._ledger.path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: "
+                    "it was cut short or replaced by an older copy. Put back the newest."
+                )
+        ours = self._fingerprint()
+        for name, value in state["config"].items():
+            if ours.get(name) != value:
+                raise bad(name, ours.get(name), f"but the run in {self.folder} was begun with {value!r}", fix)
+        if self._data_digest(bytes(state["key"].tolist())) != state["data"]:
+            raise bad("data_loader", str(self.folder), "the run was begun with other data", fix)
+        if set(state["also"]) != set(self._also):
+            raise bad("also", sorted(self._also), f"but {sorted(state['also'])} were saved", fix)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        optimizer, spec = self._optimizer, self._optimizer.first_spec
+        shapes = [
+            [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in optimizer.module.named_parameters()
+        ]
+        return {
+            "module": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+            "optimizer": type(optimizer.original_optimizer).__name__,
+            "noise_multiplier": spec.noise_multiplier,
+            "max_grad_norm": spec.max_grad_norm,
+            "sample_rate": spec.sample_rate,
+            "expected_batch_size": spec.expected_batch_size,
+            "loss_reduction": spec.loss_reduction,
+            "accountant": self._engine.accountant.mechanism(),
+            "config": json.loads(json.dumps(self._config)),
+        }
+
+    def _data_digest(self, key: bytes) -> str:
+        """Keyed, as everything that is a function of the data; once, since it may be large."""
+        if self._digest_of_data is not None and self._digest_of_data[0] == key:
+            return self._digest_of_data[1]
+        total = hmac.new(key, f"{len(self._dataset)} {self._dataset_digest}".encode(), hashlib.sha256)
+        for value in _tensors(self._dataset):
+            total.update(f"{value.dtype} {list(value.shape)}".encode())
+            total.update(bytes_of(value))
+        self._digest_of_data = key, total.hexdigest()
+        return self._digest_of_data[1]
+
+    # ---- signals
+
+    @contextmanager
+    def saving_on_signals(self) -> Iterator[None]:
+        """Inside, SIGTERM and Ctrl-C save before the next batch is drawn, and exit with 143 and 130."""
+        if threading.current_thread() is not threading.main_thread():
+            raise bad("saving_on_signals", threading.current_thread().name, "is not the main thread", "Enter it there")
+        wanted = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, self._ask) for number in wanted}
+        try:
+            yield
+            if self._signal is not None:
+                self._stop(inside=False)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self._signal == signal.SIGINT == number:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+        self._signal = number
+
+    def _stop(self, *, inside: bool) -> None:
+        number = self._signal
+        assert number is not None
+        self._signal = None
+        self._save({}, inside)
+        raise SystemExit(128 + number)
+
+
+def _names(optimizer: DPOptimizer) -> list[str]:
+    """The model's name of every parameter, in the optimizer's order."""
+    known: dict[Any, str] = {p: name for name, p in optimizer.module.named_parameters()}
+    return [known.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+
+
+def _tensors(dataset: Any) -> Iterator[Tensor]:
+    """The tensors of a data set that is held in memory; none if it is of another kind."""
+    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
+        if inner is not None:
+            yield from _tensors(inner)
+    held = [
+        *getattr(dataset, "tensors", ()),
+        *(getattr(dataset, name, None) for name in ("data", "targets", "indices")),
+    ]
+    for value in held:
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None and not callable(value):
+            try:
+                yield torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                continue

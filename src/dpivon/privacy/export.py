@@ -1,0 +1,78 @@
+"""What of a run may be published: the model, its posterior and what it cost; nothing that draws, seeds or remembers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon._version import __version__
+from dpivon.durable.checkpoint import Rotation
+from dpivon.durable.files import replace
+from dpivon.durable.ledger import read
+from dpivon.errors import bad
+from dpivon.optim.ivon_rule import variance
+from dpivon.posterior import Posterior
+from dpivon.privacy.accounting.recorded import LEDGER, epsilons, history
+from dpivon.tensor_files import write_tensors
+
+
+def export(run: Path, out: Path, delta: float = 1e-5) -> dict[str, float]:
+    """Write the newest checkpoint's model to the new folder ``out``; ε by every accountant.
+
+    ``model.safetensors`` is the model's ``state_dict``, ``posterior.safetensors`` its posterior if IVON trained it, and
+    ``privacy.json`` what was released. Built up from what is wanted, not cut down from the checkpoint: whatever is
+    added to checkpoints stays out of it.
+    """
+    files = Rotation(run).files()
+    if not files:
+        raise bad("run", str(run), "holds no checkpoint", "Give the folder that was given to dpivon.Checkpoints")
+    state = Rotation(run).read(tidy=False)
+    assert state is not None
+    if "model" not in state:
+        raise bad(
+            "run", str(run), "is a stack of a study", "Run the study with --keep; it writes the posteriors itself"
+        )
+    record = read(run / LEDGER)
+    rows = history(record, 0)
+    spent = epsilons(rows, delta)
+    if out.exists():
+        raise bad("out", str(out), "exists", "Give a new folder")
+    out.mkdir(parents=True)
+    write_tensors(out / "model.safetensors", state["model"], {"dpivon": __version__})
+    if (posterior := _posterior(state)) is not None:
+        posterior.save(out / "posterior.safetensors")
+    told = {
+        "delta": delta,
+        "epsilon": {name: value if math.isfinite(value) else "inf" for name, value in spent.items()},
+        "releases": [{"noise_multiplier": sigma, "sample_rate": q, "steps": n} for sigma, q, n in rows],
+        "steps": state["steps"],
+        "version": __version__,
+    }
+    replace(out / "privacy.json", (json.dumps(told, indent=1) + "\n").encode())
+    return spent
+
+
+def _posterior(state: Mapping[str, Any]) -> Posterior | None:
+    """N(m, 1/(N_ess (h + δ))), as :meth:`dpivon.IVON.posterior` has it."""
+    if state["optimizer_class"] != "IVON":
+        return None
+    mean: dict[str, Tensor] = {}
+    spread: dict[str, Tensor] = {}
+    for group in state["optimizer"]["param_groups"]:
+        for index in group["params"]:
+            own, name = state["optimizer"]["state"].get(index, {}), state["names"][index]
+            if not own:
+                continue
+            hess: Tensor = own["hess"]
+            mean[name] = own.get("mean", state["model"][name]).to(hess.dtype)
+            spread[name] = variance(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+    if not mean:
+        return None
+    with torch.no_grad():
+        return Posterior(mean=mean, variance=spread, metadata={"method": "ivon"})

@@ -1,0 +1,109 @@
+"""Noise and batches after a resume: either the very release that was made before, or nothing that was ever drawn before.
+
+A release that was made and lost is charged, and somebody may have seen it. To make it again costs nothing if it comes out
+the same to the bit: the same clipped sum, and noise from the same state. Anything else must be a new release, with noise
+and a batch that are independent of it: the same noise on two sums subtracts to their difference, and the same batch
+under two noises is no second Poisson sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.durable.checkpoint import bytes_of
+from dpivon.durable.ledger import Ledger
+from dpivon.errors import PrivacyWarning
+from dpivon.privacy.noise import NoiseSource, TorchNoise
+from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.sampling import PoissonSampler
+from dpivon.privacy.spec import NoiseSpec
+
+
+def refresh(optimizer: DPOptimizer) -> None:
+    """Noise and batches from new seeds."""
+    if isinstance(optimizer.noise, TorchNoise):
+        optimizer.noise.refresh()
+    if (sampler := sampler_of(optimizer)) is not None:
+        sampler.refresh()
+
+
+class ReplayJournal:
+    """Writes what a release was made of beside its charge, and lets a lost one be repeated only if it is the same.
+
+    The evidence is keyed, with a key that only the checkpoint has: a plain digest in the ledger would let anybody test a
+    guess of the sum, which is private.
+    """
+
+    def __init__(self, optimizer: DPOptimizer, ledger: Ledger, charge: Callable[..., None]) -> None:
+        self._optimizer, self._ledger, self._charge = optimizer, ledger, charge
+        self.key = secrets.token_bytes(32)
+        self.replayed = 0
+        self._lost: int | None = None  # the number of the next release to repeat; None when all there is is new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayJournal:
+        return self
+
+    @property
+    def position(self) -> int:
+        """How many of the ledger's releases the model has seen, or will never see."""
+        return self._ledger.record.releases if self._lost is None else self._lost
+
+    def repeat_from(self, release: int) -> None:
+        """Releases from here to the end of the ledger were made and lost."""
+        self._lost = release if release < self._ledger.record.releases else None
+
+    def admit(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Callable[[NoiseSpec], None] | None:
+        evidence = self.evidence(sums, spec)
+        if self._lost is None:
+            return lambda spec: self._charge(spec, evidence)
+        record = self._ledger.record
+        made = record.evidence.get(self._lost, "")
+        if made and hmac.compare_digest(made, evidence) and record.terms_at(self._lost) == (spec.terms,):
+            return self._again
+        lost = record.releases - self._lost
+        self._lost = None
+        refresh(self._optimizer)
+        warnings.warn(
+            f"A resumed step is not the one that was lost, bit for bit, so it was dropped and not released. The {lost} lost "
+            "releases stay charged; noise and batches are new from here.",
+            PrivacyWarning,
+            stacklevel=5,
+        )
+        return None
+
+    def _again(self, spec: NoiseSpec) -> None:
+        """Charged already, before the crash."""
+        assert self._lost is not None
+        self.replayed += 1
+        self.repeat_from(self._lost + 1)
+
+    def evidence(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> str:
+        """Of a clipped sum and the noise it is about to get; empty where that cannot be repeated."""
+        if not repeatable(self._optimizer.noise, self._optimizer.params):
+            return ""
+        generator = self._optimizer.generator
+        assert generator is not None
+        total = hmac.new(self.key, spec.digest.encode(), hashlib.sha256)
+        total.update(bytes_of(generator.get_state()))
+        for value in sums.values():
+            total.update(f"{value.dtype} {list(value.shape)}".encode())
+            total.update(bytes_of(value))
+        return total.hexdigest()[:32]
+
+
+def repeatable(noise: NoiseSource, params: list[Tensor]) -> bool:
+    """Whether a release can come out the same again: on a CPU, from a generator that has a state."""
+    cpu = torch.device("cpu")
+    return isinstance(noise, TorchNoise) and noise.generator.device == cpu and all(p.device == cpu for p in params)
+
+
+def sampler_of(optimizer: DPOptimizer) -> PoissonSampler | None:
+    return None if optimizer.draws is None else optimizer.draws.sampler()

@@ -1,0 +1,77 @@
+"""A real run for real processes: it trains, saves, tells what it released, and can be killed at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpivon
+from dpivon import BatchMemoryManager, Checkpoints, PrivacyEngine
+
+EXAMPLES, BATCH, EPOCHS = 64, 8, 5
+STEPS = EPOCHS * EXAMPLES // BATCH
+DELTA = 1e-3
+
+
+def train(
+    folder: Path, witness: Path, *, save_every: int = 3, width: int = 8, micro: int = 5, hold: bool = False
+) -> str:
+    """From wherever the folder's run was to its end; a digest of the final model and posterior.
+
+    ``witness`` gets a line after every release, as somebody would who sees them all.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # the same in every process: what must not repeat must not repeat in spite of it
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(EXAMPLES, 5, generator=generator), torch.randint(3, (EXAMPLES,), generator=generator)
+    net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 3))
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=dpivon.IVON(net.parameters(), lr=0.3, ess=EXAMPLES),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    run = Checkpoints(folder, engine=engine, optimizer=optimizer, data_loader=loader)
+    seen = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    optimizer.attach_step_hook(lambda o: os.write(seen, f"{_digest(o.last_release.gradients.values())}\n".encode()))
+    calls = 0
+    with run.saving_on_signals():
+        for _ in range(run.restore().epoch, EPOCHS):
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=micro, optimizer=optimizer
+            ) as micro_batches:
+                for batch, labels in micro_batches:
+                    optimizer.zero_grad()
+                    with optimizer.sampled_params(train=True):
+                        nn.functional.cross_entropy(model(batch), labels).backward()
+                    optimizer.step()
+                    calls += 1
+                    if hold and calls == 2 * EXAMPLES // BATCH:
+                        print("holding", flush=True)
+                        sys.stdin.readline()
+                    if calls % save_every == 0:
+                        run.save()
+    run.save()
+    states = [optimizer.state[p][name] for p in optimizer.params for name in ("momentum", "hess")]
+    return _digest([*(p.detach() for p in net.parameters()), *states])
+
+
+def _digest(tensors) -> str:
+    total = hashlib.sha256()
+    for value in tensors:
+        total.update(value.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()[:24]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    print(train(Path(sys.argv[1]), Path(sys.argv[2]), hold="--hold" in sys.argv), flush=True)
