@@ -111,7 +111,7 @@ def _rdp_per_step(sigma: float, q: float, orders: tuple[float, ...]) -> Array:
     return rho
 
 
-def _rdp(history: History, orders: tuple[float, ...]) -> Array | None:
+def curve(history: History, orders: tuple[float, ...]) -> Array | None:
     """ρ(α) of a whole history; nothing when nothing was released."""
     steps_of = merged(history)
     if not steps_of:
@@ -130,9 +130,14 @@ def _smallest(candidates: Array) -> float:
 def epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
     """The smallest ε over the orders, by the conversion that Opacus uses (theorem 21 above)."""
     alphas = check_orders(orders)
-    rho = _rdp(history, alphas)
+    rho = curve(history, alphas)
     if rho is None:
         return 0.0
+    return convert(rho, alphas, delta)
+
+
+def convert(rho: Array, alphas: tuple[float, ...], delta: float) -> float:
+    """(α, ρ(α))-RDP at every order given to the smallest ε at δ."""
     alpha = np.array(alphas)
     return _smallest(rho + np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
 
@@ -140,7 +145,7 @@ def epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
 def classic_epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
     """ε = min_α ρ(α) + log(1/δ)/(α − 1) (Mironov 2017, proposition 3): looser, as older papers report it."""
     alphas = check_orders(orders)
-    rho = _rdp(history, alphas)
+    rho = curve(history, alphas)
     if rho is None:
         return 0.0
     return _smallest(rho - math.log(delta) / (np.array(alphas) - 1))
