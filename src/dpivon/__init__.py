@@ -15,6 +15,7 @@ from dpivon.privacy import (
     Budget,
     DPOptimizer,
     NoiseSpec,
+    PerExampleLoss,
     PrivacyEngine,
     budget,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Learner",
     "Method",
     "NoiseSpec",
+    "PerExampleLoss",
     "Posterior",
     "PrivacyEngine",
     "PrivacyError",

@@ -2,6 +2,7 @@
 
 from dpivon.privacy.accounting import Accountant, Budget, budget
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.memory import BatchMemoryManager
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.spec import NoiseSpec
@@ -12,6 +13,7 @@ __all__ = [
     "Budget",
     "DPOptimizer",
     "NoiseSpec",
+    "PerExampleLoss",
     "PrivacyEngine",
     "budget",
 ]
