@@ -43,5 +43,5 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
         with ThreadPoolExecutor() as pool:
             return np.stack(list(pool.map(decode, range(len(labels))))), labels.astype(np.uint8)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise bad("data", str(path), f"is damaged ({error})", "Copy it again") from None
+    except Exception as error:  # zip, npy and WebP each fail in their own ways
+        raise bad("data", str(path), f"is damaged ({type(error).__name__}: {error})", "Copy it again") from None

@@ -93,6 +93,8 @@ class Stack:
             raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
         _check_seeds(runs)
         block = check_whole("block", block, "Use the number of steps to draw and charge at once", at_least=1)
+        if block > 100_000:
+            raise bad("block", block, "would draw more batches at once than fit", "Use about 32")
         n = len(inputs) if dataset_size is None else dataset_size
         check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
         if isinstance(network, AnyNetwork):

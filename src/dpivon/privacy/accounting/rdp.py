@@ -80,14 +80,15 @@ def _log_a_between(q: float, sigma: float, order: float) -> float:
 
 
 def _rdp_of_one_step(q: float, sigma: float, order: float) -> float:
-    if q < 1:
-        if order >= 64:
-            bound = _log_a_integer if order.is_integer() else _log_a_between
-            return bound(q, sigma, order) / (order - 1)
-        # Near q = 1/2 the series for fractional orders converges like a power and takes seconds at large σ.
-        if sigma > 10 and sigma * abs(math.log(1 / q - 1)) < 8 and not order.is_integer():
-            return _log_a_between(q, sigma, order) / (order - 1)
+    sigma = min(sigma, 1e100)  # less noise than there is; its square must not overflow
     try:
+        if q < 1:
+            if order >= 64:
+                bound = _log_a_integer if order.is_integer() else _log_a_between
+                return bound(q, sigma, order) / (order - 1)
+            # Near q = 1/2 the series for fractional orders converges like a power and takes seconds at large σ.
+            if sigma > 10 and sigma * abs(math.log(1 / q - 1)) < 8 and not order.is_integer():
+                return _log_a_between(q, sigma, order) / (order - 1)
         return float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
     except (ArithmeticError, ValueError):
         return math.nan  # the series for a fractional order broke down; the other orders still hold
