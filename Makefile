@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study test test-all lint conformance clean
+.PHONY: help demo study test test-all lint conformance fuzz bad-input clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
@@ -12,6 +12,8 @@ help:
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
+	@echo "make fuzz        damaged files and random configurations, by coverage too (about fifteen minutes)"
+	@echo "make bad-input   every bad argument that must be refused, counted into results/reliability/"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV) (once)"
@@ -47,6 +49,15 @@ test-all: lint
 conformance: $(READY)
 	@echo "== Opacus's own tests against dpivon.PrivacyEngine"
 	CONFORMANCE_EXAMPLES=20 $(BIN)/python -m pytest -q -s tests/conformance
+
+fuzz: $(READY)
+	@echo "== Damaged files and random configurations: success or one of our errors"
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[fuzz]'
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz --examples 3000 --seconds 30 --out results/reliability/fuzz.json
+
+bad-input: $(READY)
+	@echo "== Bad arguments, refused"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/count_bad_input.py --out results/reliability/bad-input.json
 
 clean:
 	rm -rf $(VENV) demo-output study-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,6 +18,7 @@ from dpivon.privacy import (
     PerExampleLoss,
     PrivacyEngine,
     budget,
+    preflight,
 )
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
@@ -54,4 +55,5 @@ __all__ = [
     "fit",
     "method",
     "predict",
+    "preflight",
 ]

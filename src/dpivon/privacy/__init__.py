@@ -5,6 +5,7 @@ from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.memory import BatchMemoryManager
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.preflight import preflight
 from dpivon.privacy.spec import NoiseSpec
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "PerExampleLoss",
     "PrivacyEngine",
     "budget",
+    "preflight",
 ]
