@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 
@@ -29,7 +30,7 @@ def bad(name: str, value: Any, problem: str, fix: str) -> ArgumentError:
 
 def _short(text: str, most: int = 200) -> str:
     """In one line, and not a whole tensor or file of it."""
-    line = " ".join(text.split()).rstrip(".")
+    line = re.sub(r"\s*[\n\r]\s*", " ", text).rstrip(".")
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 

@@ -62,12 +62,13 @@ def main() -> int:
         "configurations": {},
         "coverage_guided": {},
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as base:
         for name, reader in READERS.items():
-            valid = reader.valid()
+            valid, folder = reader.valid(), Path(base) / name
+            folder.mkdir()
 
-            def one(i: int, reader: Any = reader, valid: bytes = valid) -> str:
-                return attempt(reader, mutate(valid, random.Random(i), text=reader.text), Path(folder))
+            def one(i: int, reader: Any = reader, valid: bytes = valid, folder: Path = folder) -> str:
+                return attempt(reader, mutate(valid, random.Random(i), text=reader.text), folder)
 
             seeds = range(given.seed, given.seed + given.examples)
             found["files"][name] = _count((i, lambda i=i, one=one: one(i)) for i in seeds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,9 +107,11 @@ def _runs(study: Study, entry: Entry, chosen: dict[str, float]) -> list[PlannedR
     grid = entry.grid or study.grid
     rates: list[float] = [chosen[entry.method]] if entry.method in chosen else _listed(entry.lr)
     names = list(entry.options)
-    sizes = [len(_listed(value)) for value in entry.options.values()]
-    axes = (grid.batch_size, grid.noise_multiplier, grid.max_grad_norm, rates)
-    number = math.prod([*sizes, *map(len, axes), study.seeds])
+    axes = [_listed(value) for value in entry.options.values()]
+    axes += [list(grid.batch_size), grid.noise_multiplier, grid.max_grad_norm, rates]
+    number = study.seeds
+    for axis in axes:
+        number *= len(axis)
     if number > MOST_RUNS:
         raise bad("seeds", study.seeds, f"makes {number} runs of {entry.method!r}", f"Plan at most {MOST_RUNS}")
     out = []
