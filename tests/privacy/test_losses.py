@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import dpivon
 from dpivon import ArgumentError, PerExampleLoss, PrivacyError
+from dpivon.privacy.losses import _roots
 
 C = 0.3
 WEIGHT = torch.tensor([100.0, 1.0, 0.01])
@@ -154,6 +156,30 @@ def test_another_model_may_use_a_weighted_mean():
     F.cross_entropy(public(x), y, weight=WEIGHT).backward()
     run.step(x, y)
     assert all(p.grad is not None for p in public.parameters())
+
+
+def test_a_loss_beside_ours_may_be_weighted():
+    run = make("bookkeeping", optimizer=sgd)
+    x, y = next(iter(run.loader))
+    run.optimizer.zero_grad()
+    (run.criterion(run.model(x), y) + F.cross_entropy(mlp()(x), y, weight=WEIGHT)).backward()
+    run.optimizer.step()
+    assert len(run.engine.accountant) == 1
+
+
+def test_the_loss_is_found_from_another_thread_as_on_a_gpu():
+    found: list[Any] = []
+
+    def look(g: Tensor) -> None:
+        thread = threading.Thread(target=lambda: found.extend(_roots()))
+        thread.start()
+        thread.join()
+
+    z = torch.randn(4, CLASSES, requires_grad=True) * 2
+    z.register_hook(look)
+    loss = F.cross_entropy(z, torch.zeros(4, dtype=torch.long), weight=WEIGHT)
+    loss.backward()
+    assert any(root is loss for root in found)
 
 
 def test_watching_the_loss_keeps_no_graph_alive():

@@ -17,7 +17,6 @@ import copy
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -213,20 +212,33 @@ class LossWatch:
 
 class _Look:
     def __init__(self, z: Tensor) -> None:
-        self._output = weakref.ref(z)  # holding it would make a ring of the graph
+        self._end = _name(z.grad_fn)  # not the node itself, which would make a ring of the graph
 
     def __call__(self, g: Tensor) -> None:
-        z = self._output()
-        seen = set() if z is None else {z.grad_fn}  # what is below the output is the model
-        pending: list[Any] = [r.grad_fn for r in _roots() if isinstance(r, Tensor)]
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
+        for node in _below([r.grad_fn for r in _roots() if isinstance(r, Tensor)], self._end):
+            if not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
                 continue
-            seen.add(node)
-            if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
+            if any(_name(n) == self._end for n in _below([node], self._end)):  # else it is the loss of another model
                 _check_nll(node)
+
+
+def _name(node: Any) -> tuple[str, int]:
+    """What tells a node of the graph from all others: its number in the order of their making."""
+    return node.name(), node._sequence_nr()
+
+
+def _below(nodes: list[Any], end: tuple[str, int]) -> list[Any]:
+    """The nodes of a graph from these down to the model's output, which is the ``end``."""
+    seen: set[Any] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _name(node) != end:
             pending += [following for following, _ in node.next_functions]
+    return list(seen)
 
 
 def _check_nll(node: Any) -> None:
@@ -249,17 +261,16 @@ def _outputs(value: Any) -> list[Tensor]:
     return tensors_in(getattr(value, "logits", value))
 
 
-def _roots() -> Any:
+def _roots() -> list[Any]:
     """The losses of the backward under way, from the frame that started it: on a GPU that is another thread's."""
-    for frame in (sys._getframe(), *_other_threads()):
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_code.co_name == "_engine_run_backward" and "t_outputs" in at.f_locals:
-                return at.f_locals["t_outputs"]
-            at = at.f_back
-    return ()
-
-
-def _other_threads() -> list[FrameType]:
     here = threading.get_ident()
-    return [frame for ident, frame in sys._current_frames().items() if ident != here]
+    elsewhere = [frame for ident, frame in sys._current_frames().items() if ident != here]
+    return _started_by(sys._getframe()) or [loss for frame in elsewhere for loss in _started_by(frame)]
+
+
+def _started_by(frame: FrameType | None) -> list[Any]:
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward" and "t_outputs" in frame.f_locals:
+            return list(frame.f_locals["t_outputs"])
+        frame = frame.f_back
+    return []
