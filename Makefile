@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study test test-all lint conformance faults clean
+.PHONY: help demo study test test-all lint conformance faults fuzz bad-input clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
@@ -13,6 +13,8 @@ help:
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
 	@echo "make faults      kills, full disks and damaged files, counted into results/reliability/faults.json (about five minutes)"
+	@echo "make fuzz        damaged files and random configurations, by coverage too (about fifteen minutes)"
+	@echo "make bad-input   every bad argument that must be refused, counted into results/reliability/"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV) (once)"
@@ -52,6 +54,15 @@ conformance: $(READY)
 faults: $(READY)
 	@echo "== Faults: real processes killed fifty times, a full disk, damaged files"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --flips 200 --tests --out results/reliability/faults.json
+
+fuzz: $(READY)
+	@echo "== Damaged files and random configurations: success or one of our errors"
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[fuzz]'
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz --examples 3000 --seconds 30 --out results/reliability/fuzz.json
+
+bad-input: $(READY)
+	@echo "== Bad arguments, refused"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/count_bad_input.py --out results/reliability/bad-input.json
 
 clean:
 	rm -rf $(VENV) demo-output study-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,9 +16,11 @@ from dpivon.privacy import (
     Checkpoints,
     DPOptimizer,
     NoiseSpec,
+    PerExampleLoss,
     PrivacyEngine,
     Resumed,
     budget,
+    preflight,
 )
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
@@ -43,6 +45,7 @@ __all__ = [
     "Learner",
     "Method",
     "NoiseSpec",
+    "PerExampleLoss",
     "Posterior",
     "PrivacyEngine",
     "PrivacyError",
@@ -57,4 +60,5 @@ __all__ = [
     "fit",
     "method",
     "predict",
+    "preflight",
 ]

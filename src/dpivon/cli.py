@@ -19,8 +19,9 @@ from typer.core import TyperGroup
 from dpivon import ledger_commands
 from dpivon._version import __version__
 from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
-from dpivon.errors import DpivonError
+from dpivon.errors import DpivonError, bad
 from dpivon.privacy.accounting import budget as plan
+from dpivon.privacy.accounting import tuning_costs
 from dpivon.study import commands
 
 
@@ -146,14 +147,26 @@ def budget(
     noise_multiplier: Annotated[float | None, typer.Option(help="σ, to learn what the run costs …")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="… or ε, to learn the σ it needs.")] = None,
     accountant: Annotated[str, typer.Option(help="rdp, prv or pld.")] = "rdp",
+    tuning: Annotated[
+        float | None,
+        typer.Option(help="Also: what choosing the best of about so many runs on the private data costs."),
+    ] = None,
+    tuning_law: Annotated[
+        str | None, typer.Option(help="Law of the number of runs: geometric, logarithmic or poisson; by default each.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help='Print JSON. An infinite ε is the text "inf".')] = False,
 ) -> None:
     """What (ε, δ) a run will cost, or how much noise it needs, before it starts.
 
-    Give one of --epochs and --steps, and one of --noise-multiplier and --target-epsilon.
+    Give one of --epochs and --steps, and one of --noise-multiplier and --target-epsilon. With --tuning the number of
+    runs has to be random and to stay a secret, and nothing but the best run may be published: docs/threat-model.md.
 
-    Example: dpivon budget --dataset-size 50000 --batch-size 512 --epochs 30 --delta 1e-5 --target-epsilon 3
+    Example: dpivon budget --dataset-size 50000 --batch-size 512 --epochs 30 --delta 1e-5 --target-epsilon 3 --tuning 20
     """
+    if tuning is None and tuning_law is not None:
+        raise bad(
+            "tuning-law", tuning_law, "was given without --tuning", "Give --tuning and the expected number of runs"
+        )
     with _warnings_as_lines():
         planned = plan(
             dataset_size=dataset_size,
@@ -165,11 +178,14 @@ def budget(
             target_epsilon=target_epsilon,
             accountant=accountant,
         )
+        costs = [] if tuning is None else tuning_costs(planned, tuning, tuning_law, target_epsilon=target_epsilon)
     if as_json:
-        values = {key: _json_number(value) for key, value in asdict(planned).items()}
+        values: dict[str, Any] = {key: _json_number(value) for key, value in asdict(planned).items()}
+        if costs:
+            values["tuning"] = [{k: _json_number(v) for k, v in cost.as_dict().items()} for cost in costs]
         typer.echo(json.dumps(values, allow_nan=False))
     else:
-        typer.echo(str(planned))
+        typer.echo("\n".join(map(str, [planned, *costs])))
 
 
 def _json_number(value: Any) -> Any:

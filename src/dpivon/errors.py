@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 
@@ -28,7 +29,13 @@ class PrivacyWarning(UserWarning):
 
 def bad(name: str, value: Any, problem: str, fix: str) -> ArgumentError:
     """The one shape of an argument error: ``name=value: problem. fix.``"""
-    return ArgumentError(f"{name}={value!r}: {problem}. {fix}.")
+    return ArgumentError(f"{name}={_short(repr(value))}: {_short(problem, 500)}. {fix}.")
+
+
+def _short(text: str, most: int = 200) -> str:
+    """In one line, and not a whole tensor or file of it."""
+    line = re.sub(r"\s*[\n\r]\s*", " ", text).rstrip(".")
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def check_number(
@@ -45,7 +52,7 @@ def check_number(
     """``value`` as a float inside the stated bounds, or an :class:`ArgumentError` that ends in ``fix``."""
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last from a tensor of several elements
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # the third from a tensor of several elements
         raise bad(name, value, "is not a number", fix) from None
     if math.isnan(number):
         raise bad(name, value, "is not a number", fix)
@@ -64,10 +71,10 @@ def check_number(
 
 def check_whole(name: str, value: Any, fix: str, *, at_least: int = 0) -> int:
     """``value`` as an int, or an :class:`ArgumentError`: fractions are never rounded silently."""
-    number = check_number(name, value, fix, at_least=at_least)
+    number = check_number(name, value, fix, at_least=at_least, at_most=2.0**64)
     if number != int(number):
         raise bad(name, value, "must be a whole number", fix)
-    return int(number)
+    return value if type(value) is int else int(number)  # a float would round one above 2⁵³
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...], fix: str) -> str:

@@ -166,6 +166,10 @@ class _Draws:
         dropout: bool | None,
     ) -> None:
         params = dict(network.named_parameters())
+        given: Any = posterior
+        if not isinstance(given, Posterior | SampledPosterior):
+            fix = "Pass optimizer.posterior(), or Posterior.point(model) for the weights as they are"
+            raise bad("posterior", type(given).__name__, "is no posterior", fix)
         q = posterior.for_model(network)
         self.network = network
         self.device = torch.device(device) if device is not None else next(iter(params.values())).device

@@ -35,13 +35,13 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
             "data", str(path), "is WebP, which needs Pillow", "Install pillow, or use the official layout"
         ) from None
     try:
-        part = np.load(path, allow_pickle=False)
-        blob, offsets, labels = part["webp"], part["offsets"], part["labels"]
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as part:
+            blob, offsets, labels = part["webp"], part["offsets"], part["labels"]
 
         def decode(i: int) -> np.ndarray:
             return np.asarray(Image.open(io.BytesIO(blob[offsets[i] : offsets[i + 1]].tobytes())).convert("RGB"))
 
         with ThreadPoolExecutor() as pool:
             return np.stack(list(pool.map(decode, range(len(labels))))), labels.astype(np.uint8)
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise bad("data", str(path), f"is damaged ({error})", "Copy it again") from None
+    except Exception as error:  # zip, npy and WebP each fail in their own ways
+        raise bad("data", str(path), f"is damaged ({type(error).__name__}: {error})", "Copy it again") from None

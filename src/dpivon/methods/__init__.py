@@ -18,7 +18,7 @@ METHODS: dict[str, Method] = {
 
 def describe(name: str) -> Method:
     """The method of this name."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise bad("name", name, "is not a known method", f"Use one of {', '.join(map(repr, METHODS))}")
     return METHODS[name]
 

@@ -3,8 +3,10 @@
 from dpivon.privacy.accounting import Accountant, Budget, budget
 from dpivon.privacy.checkpoints import Checkpoints, Resumed
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.memory import BatchMemoryManager
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.preflight import preflight
 from dpivon.privacy.spec import NoiseSpec
 
 __all__ = [
@@ -14,7 +16,9 @@ __all__ = [
     "Checkpoints",
     "DPOptimizer",
     "NoiseSpec",
+    "PerExampleLoss",
     "PrivacyEngine",
     "Resumed",
     "budget",
+    "preflight",
 ]

@@ -20,9 +20,10 @@ from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import make_clipping
-from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients, check_criterion
+from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients
 from dpivon.privacy.gradients.modes import attach, choose
 from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
+from dpivon.privacy.losses import check_criterion
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
 from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
@@ -102,7 +103,8 @@ class PrivacyEngine(OpacusVerbs):
             data_loader: its dataset and batch size are kept, its sampler is replaced by Poisson sampling.
             noise_multiplier: σ. With 0 training runs, recorded as non-private.
             max_grad_norm: C; a list of bounds, one a parameter, with ``clipping="per_layer"``.
-            criterion: the loss, for ghost mode only (default ``nn.CrossEntropyLoss``).
+            criterion: the loss. Ghost mode needs it (default ``nn.CrossEntropyLoss``); in the others it is only checked: a
+                mean that divides by anything but the rows of the batch is refused.
             batch_first: whether the batch is dimension 0 (True) or 1.
             loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.
             poisson_sampling: with False your loader is used as it is, recorded as non-private.
@@ -137,8 +139,7 @@ class PrivacyEngine(OpacusVerbs):
         )
         augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
         self._check_mode(mode, clipping, optimizer, trainable, augmentations)
-        if mode == "ghost":
-            check_criterion(criterion, loss_reduction)
+        check_criterion(criterion, loss_reduction, mode)
         loader: DataLoader[Any] = data_loader
         if poisson_sampling:
             loader = poisson_loader(

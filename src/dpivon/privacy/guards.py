@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.gradients.collect import tensors_in
+from dpivon.privacy.losses import LossWatch
 
 
 def check_model(module: nn.Module, grad_sample_mode: str) -> None:
@@ -97,7 +98,8 @@ class UnsupportedModelError(ArgumentError, UnsupportedModuleError):  # type: ign
 
 
 class ForwardWatch:
-    """Looks at every training forward: which batch it saw, and whether it changed a buffer or a frozen parameter.
+    """Looks at every training forward: which batch it saw, whether it changed a buffer or a frozen parameter, and by which
+    loss its gradient comes back.
 
     These are neither clipped nor noised, so a forward that writes to one (running statistics, counters) would carry
     data around the mechanism. Writes through ``.data`` leave no trace in torch, so the first forward compares values as well.
@@ -110,6 +112,7 @@ class ForwardWatch:
         self._before_forward: dict[str, tuple[Tensor, int, Tensor | None]] = {}
         self._first = True
         self._changed: list[str] = []
+        self._losses = LossWatch()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -129,6 +132,8 @@ class ForwardWatch:
             if not same or (value is not None and not _bits_equal(value, tensor)):
                 self._changed.append(name)
         self._before_forward = {}
+        if module.training and torch.is_grad_enabled():
+            self._losses.watch(output)
 
     def check_buffers(self) -> None:
         changed, self._changed = self._changed, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from typing import IO, Any
@@ -12,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpivon.durable.ledger import Ledger
-from dpivon.errors import PrivacyError
+from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
-from dpivon.privacy.accounting.history import merged
+from dpivon.privacy.accounting.history import check_history, merged
 from dpivon.privacy.optimizer import DPOptimizer
 
 
@@ -70,16 +71,18 @@ class OpacusVerbs:
     ) -> dict[str, Any]:
         """Load what :meth:`save_checkpoint` wrote. Tensors and plain values only: nothing in the file is executed."""
         parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
-        checkpoint: dict[str, Any] = torch.load(path, **{**(torch_load_kwargs or {}), "weights_only": True})
+        checkpoint = _read(path, torch_load_kwargs or {})
         saved = checkpoint["privacy_accountant_state_dict"]
+        releases = sum(row[2] for row in check_history(saved["history"]))
         if self.ledger is not None:
             self._check_recorded(path, saved)
-        elif sum(row[2] for row in saved["history"]) < len(self.accountant):
+        elif releases < len(self.accountant):
             raise PrivacyError(
                 f"path={str(path)!r}: holds fewer releases than the {len(self.accountant)} that this engine has charged, "
                 "which cannot be taken back. Load it before training, into a new PrivacyEngine."
             )
-        module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
+        Accountant(self.accountant.mechanism()).load_state_dict(saved)  # all is checked before anything changes
+        _load(module, checkpoint["module_state_dict"], module_load_dict_kwargs or {})
         if self.ledger is None:  # which otherwise knows of every release, also of those after the checkpoint
             self.accountant.load_state_dict(saved)
         for name, part in parts.items():
@@ -101,6 +104,31 @@ class OpacusVerbs:
                 f"path={str(path)!r}: holds releases that the ledger of this engine does not. Attach the ledger of the run "
                 "that wrote it."
             )
+
+
+def _read(path: str | os.PathLike[str] | IO[bytes], options: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint as plain values, with the entries it must have."""
+    fix = "Give a file that save_checkpoint wrote; pickled objects are never loaded"
+    try:
+        checkpoint = torch.load(path, **{**options, "weights_only": True})
+    except Exception as error:  # zip, pickle and torch each fail in their own ways
+        raise bad("path", str(path), f"cannot be read as a checkpoint ({type(error).__name__}: {error})", fix) from None
+    for key, within in (("module_state_dict", ()), ("privacy_accountant_state_dict", ("history",))):
+        entry = checkpoint.get(key) if isinstance(checkpoint, dict) else None
+        if not isinstance(entry, dict) or any(k not in entry for k in within):
+            raise bad("path", str(path), f"holds no {key}", fix)
+    return checkpoint
+
+
+def _load(module: nn.Module, state: dict[str, Any], options: dict[str, Any]) -> None:
+    """The state into the module, whole or not at all."""
+    before = copy.deepcopy(module.state_dict())
+    try:
+        module.load_state_dict(state, **options)
+    except Exception as error:  # torch loads what fits before it says what does not
+        module.load_state_dict(before)
+        fix = "Make the model as it was when the checkpoint was written"
+        raise bad("module", type(module).__name__, f"is not the model of the checkpoint ({error})", fix) from None
 
 
 def _parts(optimizer: Any, noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:

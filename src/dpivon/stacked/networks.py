@@ -15,6 +15,7 @@ from dpivon.privacy.guards import check_model
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.losses import check_rows, one_each
 from dpivon.privacy.stack import StackedGradients
 
 
@@ -54,7 +55,8 @@ class AnyNetwork:
     def __init__(
         self, build: Callable[[], nn.Module], loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     ) -> None:
-        self.build, self.loss = build, loss
+        self.build, self.loss = build, one_each(loss)
+        self._given_loss = loss
         self._template = build()
         check_model(self._template, "bookkeeping")
 
@@ -78,6 +80,17 @@ class AnyNetwork:
     def template(self) -> nn.Module:
         """A model of this structure."""
         return copy.deepcopy(self._template)
+
+    def try_loss(self, inputs: Tensor, labels: Tensor) -> None:
+        """Refuse a loss that is not one an example, or that looks at several: on zeros of the data's shapes, not on data."""
+        if self._given_loss is cross_entropy:
+            return
+        device = trained(self._template)[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            outputs = self._template(torch.zeros((3, *inputs.shape[1:]), dtype=inputs.dtype, device=device)).float()
+        targets = torch.zeros((3, *labels.shape[1:]), dtype=labels.dtype, device=device)
+        self.loss(outputs, targets)
+        check_rows(self._given_loss, outputs, targets)
 
     def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
         if device.type == "cuda":

@@ -24,7 +24,7 @@ from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, Streams
-from dpivon.stacked.networks import Network
+from dpivon.stacked.networks import AnyNetwork, Network
 from dpivon.stacked.rules import DEFAULTS, RULES, AveragedRows, Rows, Rule
 
 
@@ -94,8 +94,12 @@ class Stack:
             raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
         _check_seeds(runs)
         block = check_whole("block", block, "Use the number of steps to draw and charge at once", at_least=1)
+        if block > 100_000:
+            raise bad("block", block, "would draw more batches at once than fit", "Use about 32")
         n = len(inputs) if dataset_size is None else dataset_size
         check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
+        if isinstance(network, AnyNetwork):
+            network.try_loss(inputs, labels)
         # Rows of one method stand together, so that each rule acts on a slice.
         self.order = sorted(range(len(runs)), key=lambda i: (list(RULES).index(runs[i].method), runs[i].kind))
         self.runs = [runs[i] for i in self.order]

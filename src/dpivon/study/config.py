@@ -13,7 +13,8 @@ from dpivon.errors import bad
 from dpivon.study.plan import Plan, PlannedRun
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Whole = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=1, le=10**9)]
+MOST_RUNS = 10**6
 _FIX = "Compare it with studies/paper.yaml"
 
 
@@ -47,7 +48,7 @@ class Study(_Strict):
     split: Literal["final", "tuning"] = "final"
     epochs: Whole
     seeds: Whole = 1
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     delta: Annotated[float, Field(gt=0, lt=1)]
     mc_samples: Whole = 32
     grid: Grid
@@ -79,7 +80,7 @@ def read_rates(path: Path) -> dict[str, float]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return {str(method): float(value) for method, value in raw["lr"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         fix = "Write it with `dpivon study pick`"
         raise bad("lr", str(path), f"is not a file of learning rates ({error})", fix) from None
 
@@ -91,7 +92,7 @@ def _parsed(path: Path) -> Study:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise bad("study", str(path), "does not exist", "Give one of studies/*.yaml") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise bad("study", str(path), f"is not YAML ({' '.join(str(error).split())})", _FIX) from None
     try:
         return Study.model_validate(raw)
@@ -106,6 +107,13 @@ def _runs(study: Study, entry: Entry, chosen: dict[str, float]) -> list[PlannedR
     grid = entry.grid or study.grid
     rates: list[float] = [chosen[entry.method]] if entry.method in chosen else _listed(entry.lr)
     names = list(entry.options)
+    axes = [_listed(value) for value in entry.options.values()]
+    axes += [list(grid.batch_size), grid.noise_multiplier, grid.max_grad_norm, rates]
+    number = study.seeds
+    for axis in axes:
+        number *= len(axis)
+    if number > MOST_RUNS:
+        raise bad("seeds", study.seeds, f"makes {number} runs of {entry.method!r}", f"Plan at most {MOST_RUNS}")
     out = []
     for options in itertools.product(*(_listed(entry.options[name]) for name in names)):
         cells = itertools.product(grid.batch_size, grid.noise_multiplier, grid.max_grad_norm, rates, range(study.seeds))

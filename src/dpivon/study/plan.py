@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpivon.errors import bad, check_choice, check_number, check_whole
+from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.stacked import Run
 
 FORMAT = "dpivon-study-1"
@@ -133,7 +133,7 @@ def read_plan(path: Path) -> Plan:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise bad("study", str(path), "does not exist", _FIX) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise bad("study", str(path), f"is not a plan ({error})", _FIX) from None
     if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
         raise bad("study", str(path), f"is not a plan of format {FORMAT}", _FIX)
@@ -141,8 +141,11 @@ def read_plan(path: Path) -> Plan:
         raw["runs"] = tuple(PlannedRun(**run) for run in raw["runs"])
         raw["assumptions"] = tuple(raw["assumptions"])
         return Plan(**raw)
-    except (TypeError, KeyError) as error:
-        raise bad("study", str(path), f"lacks or has a key it should not ({error})", _FIX) from None
+    except ArgumentError:
+        raise
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        problem = f"lacks or has a key or a kind of value it should not ({type(error).__name__}: {error})"
+        raise bad("study", str(path), problem, _FIX) from None
 
 
 def changed(values: Any) -> str:

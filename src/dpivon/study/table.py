@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dpivon.errors import bad
+
 SCORES = ("accuracy", "nll", "ece", "brier")
 QUANTILES = ("q05", "median", "q95")
 COLUMNS = (
@@ -42,8 +44,12 @@ def read(path: Path) -> list[Row]:
     """Rows with numbers as numbers; an empty cell is None, and a missing file is an empty table."""
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{k: _value(k, v) for k, v in row.items()} for row in csv.DictReader(file)]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [{k: _value(k, v) for k, v in row.items()} for row in csv.DictReader(file, strict=True)]
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        fix = "Restore it from a copy, or delete it and run `dpivon study run` again"
+        raise bad("table", str(path), f"is no table of results ({error})", fix) from None
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...] = COLUMNS) -> None:

@@ -8,5 +8,24 @@ from dpivon.privacy.accounting.accountant import Accountant, epsilon
 from dpivon.privacy.accounting.budget import Budget, budget
 from dpivon.privacy.accounting.calibrate import noise_multiplier
 from dpivon.privacy.accounting.limit import Limit
+from dpivon.privacy.accounting.tuning import (
+    RandomRuns,
+    TuningCost,
+    tuned_epsilon,
+    tuned_noise_multiplier,
+    tuning_costs,
+)
 
-__all__ = ["Accountant", "Budget", "Limit", "budget", "epsilon", "noise_multiplier"]
+__all__ = [
+    "Accountant",
+    "Budget",
+    "Limit",
+    "RandomRuns",
+    "TuningCost",
+    "budget",
+    "epsilon",
+    "noise_multiplier",
+    "tuned_epsilon",
+    "tuned_noise_multiplier",
+    "tuning_costs",
+]

@@ -30,6 +30,22 @@ def _least(fits: Callable[[float], bool], high: float, shrink: float) -> float:
     return high
 
 
+def calibrated(target: float, spent: Callable[[float], float]) -> float:
+    """The smallest σ, to ``TOLERANCE``, at which ``spent(σ)``, which falls in σ, is at most ``target``."""
+    least = spent(LARGEST)
+    if least > target:
+        raise bad(
+            "target_epsilon",
+            target,
+            f"no noise reaches it, the smallest ε that can be shown being {least:.6g}",
+            "Raise target_epsilon or delta, or use wider orders",
+        )
+    high = 1.0
+    while spent(high) > target:
+        high = min(2 * high, LARGEST)
+    return _least(lambda value: spent(value) <= target, high, 0.5)
+
+
 def noise_multiplier(
     target_epsilon: float,
     delta: float,
@@ -51,21 +67,10 @@ def noise_multiplier(
     def spent(sigma: float, by: str) -> float:
         return epsilon([(sigma, rate, number)], probability, by, alphas if by == "rdp" == name else "wide")
 
-    least = spent(LARGEST, "rdp")
-    if least > target:
-        raise bad(
-            "target_epsilon",
-            target_epsilon,
-            f"no noise reaches it, the smallest ε that can be shown being {least:.6g}",
-            "Raise target_epsilon or delta, or use wider orders",
-        )
-    high = 1.0
-    while spent(high, "rdp") > target:
-        high = min(2 * high, LARGEST)
     with warnings.catch_warnings():
         # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.
         warnings.simplefilter("ignore", PrivacyWarning)
-        sigma = _least(lambda value: spent(value, "rdp") <= target, high, 0.5)
+        sigma = calibrated(target, lambda value: spent(value, "rdp"))
         if name != "rdp":
             sigma = _least(lambda value: spent(value, name) <= target, sigma, 0.85)
     if name != "rdp":

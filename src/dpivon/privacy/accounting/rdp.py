@@ -80,14 +80,15 @@ def _log_a_between(q: float, sigma: float, order: float) -> float:
 
 
 def _rdp_of_one_step(q: float, sigma: float, order: float) -> float:
-    if q < 1:
-        if order >= 64:
-            bound = _log_a_integer if order.is_integer() else _log_a_between
-            return bound(q, sigma, order) / (order - 1)
-        # Near q = 1/2 the series for fractional orders converges like a power and takes seconds at large σ.
-        if sigma > 10 and sigma * abs(math.log(1 / q - 1)) < 8 and not order.is_integer():
-            return _log_a_between(q, sigma, order) / (order - 1)
+    sigma = min(sigma, 1e100)  # less noise than there is; its square must not overflow
     try:
+        if q < 1:
+            if order >= 64:
+                bound = _log_a_integer if order.is_integer() else _log_a_between
+                return bound(q, sigma, order) / (order - 1)
+            # Near q = 1/2 the series for fractional orders converges like a power and takes seconds at large σ.
+            if sigma > 10 and sigma * abs(math.log(1 / q - 1)) < 8 and not order.is_integer():
+                return _log_a_between(q, sigma, order) / (order - 1)
         return float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
     except (ArithmeticError, ValueError):
         return math.nan  # the series for a fractional order broke down; the other orders still hold
@@ -111,7 +112,7 @@ def _rdp_per_step(sigma: float, q: float, orders: tuple[float, ...]) -> Array:
     return rho
 
 
-def _rdp(history: History, orders: tuple[float, ...]) -> Array | None:
+def curve(history: History, orders: tuple[float, ...]) -> Array | None:
     """ρ(α) of a whole history; nothing when nothing was released."""
     steps_of = merged(history)
     if not steps_of:
@@ -130,9 +131,14 @@ def _smallest(candidates: Array) -> float:
 def epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
     """The smallest ε over the orders, by the conversion that Opacus uses (theorem 21 above)."""
     alphas = check_orders(orders)
-    rho = _rdp(history, alphas)
+    rho = curve(history, alphas)
     if rho is None:
         return 0.0
+    return convert(rho, alphas, delta)
+
+
+def convert(rho: Array, alphas: tuple[float, ...], delta: float) -> float:
+    """(α, ρ(α))-RDP at every order given to the smallest ε at δ."""
     alpha = np.array(alphas)
     return _smallest(rho + np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
 
@@ -140,7 +146,7 @@ def epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
 def classic_epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
     """ε = min_α ρ(α) + log(1/δ)/(α − 1) (Mironov 2017, proposition 3): looser, as older papers report it."""
     alphas = check_orders(orders)
-    rho = _rdp(history, alphas)
+    rho = curve(history, alphas)
     if rho is None:
         return 0.0
     return _smallest(rho - math.log(delta) / (np.array(alphas) - 1))

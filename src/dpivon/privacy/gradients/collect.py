@@ -22,7 +22,7 @@ from opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
-from dpivon.errors import bad
+from dpivon.errors import PrivacyError, bad
 
 
 class _ContiguousCapture:
@@ -36,7 +36,13 @@ class _ContiguousCapture:
         self, module: nn.Module, forward_input: Any, forward_output: Any, **options: Any
     ) -> None:
         grads = tuple(t.contiguous() if isinstance(t, Tensor) else t for t in forward_output)
-        super().capture_backprops_hook(module, forward_input, grads, **options)  # type: ignore[misc]
+        try:
+            super().capture_backprops_hook(module, forward_input, grads, **options)  # type: ignore[misc]
+        except RuntimeError as error:
+            raise PrivacyError(
+                f"The per-example gradients of a {type(module).__name__} could not be formed ({' '.join(str(error).split())}). "
+                "Let every layer's input have the batch where batch_first says, or use grad_sample_mode='bookkeeping'."
+            ) from error
 
 
 class _EmptyBatch:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.clipping import Clipping, FlatClipping
 from dpivon.privacy.gradients.collect import GhostHooks, GhostModule, clear_pass
+from dpivon.privacy.losses import check_criterion
 from dpivon.privacy.precision import full_precision
 
 
@@ -139,17 +140,6 @@ class _LayerUses:
                         "bound that part of its gradient. Use the optimizer's weight_decay for a penalty, and a layer for tied "
                         "weights."
                     )
-
-
-def check_criterion(criterion: Any, loss_reduction: str) -> None:
-    reduction = getattr(criterion, "reduction", loss_reduction)
-    if reduction != loss_reduction:
-        raise bad(
-            "criterion",
-            criterion,
-            f"has reduction={reduction!r} but loss_reduction={loss_reduction!r}",
-            "Make the two equal",
-        )
 
 
 class GhostCriterion(DPLossFastGradientClipping):  # type: ignore[misc]

@@ -1,0 +1,276 @@
+"""Losses of which every example has its own part, whatever the others are.
+
+The engine undoes a mean by multiplying with the rows of the batch, so the mean must divide by just these. torch's
+``weight=`` and ``ignore_index=`` divide by the weight of the labels that happen to be in the batch: then one example
+rescales the gradients of all others before they are clipped, and the sum may move by several C. Three lines of defence:
+
+- :class:`PerExampleLoss` makes any such loss safe: one loss an example, and the mean is ours.
+- A criterion that is handed to ``make_private`` is checked, by what it says of itself and by a probe on made-up numbers.
+- :class:`LossWatch` looks at the graph of every backward that reaches the model's output, and refuses torch's own
+  weighted means in it, also where the loss was never handed over. It reads the graph's structure and no value, so its
+  answer says nothing about the data. It cannot see through a division the caller wrote out by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.errors import PrivacyError, bad, check_choice
+from dpivon.privacy.gradients.collect import tensors_in
+
+_MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph
+_DEFAULT_IGNORE = -100
+_FIX = "Use dpivon.PerExampleLoss(loss), which takes the plain mean of weighted losses"
+
+
+class PerExampleLoss:
+    """``criterion`` with a mean (or sum) over examples in which none of them changes the part of another.
+
+    >>> loss_fn = dpivon.PerExampleLoss(nn.CrossEntropyLoss(weight=class_weights, ignore_index=-1))
+    >>> loss_fn(model(x), y).backward()
+
+    L = (1/B) Σ_i ℓ_i, where ℓ_i is the criterion's loss of example i alone (its weight in it, 0 if its label is ignored;
+    the mean over its own elements if it has several) and B the rows of the batch. ``criterion`` is a module or a function
+    with a ``reduction``, or one that returns one loss an example. Before its first use it is tried on made-up
+    numbers: one whose losses depend on other rows is refused.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], loss_reduction: str = "mean") -> None:
+        if not callable(criterion):
+            raise bad("criterion", criterion, "is not a loss", "Pass a loss such as nn.CrossEntropyLoss()")
+        self.loss_reduction = self.reduction = check_choice(
+            "loss_reduction", loss_reduction, ("mean", "sum"), "Use the one given to make_private"
+        )
+        self._losses = _each(criterion)
+        self._tried = False
+
+    def __call__(self, outputs: Tensor, *targets: Any) -> Tensor:
+        if not self._tried:
+            check_rows(self.per_example, outputs, *targets)
+            self._tried = True
+        losses = self.per_example(outputs, *targets)
+        if self.reduction == "none":  # as ghost mode asks of its criterion
+            return losses
+        return losses.sum() / max(len(losses), 1) if self.loss_reduction == "mean" else losses.sum()
+
+    def per_example(self, outputs: Tensor, *targets: Any) -> Tensor:
+        """[B], one loss an example: also the ``loss`` that :func:`dpivon.fit` takes."""
+        losses = self._losses(outputs, *targets)
+        if not isinstance(losses, Tensor) or losses.dim() == 0 or len(losses) != len(outputs):
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise bad("criterion", shape, f"is not one loss for each of {len(outputs)} rows", "Honour reduction='none'")
+        if losses.dim() == 1:
+            return losses
+        each = losses.flatten(1)
+        return each.mean(1) if self.loss_reduction == "mean" else each.sum(1)
+
+
+def _each(criterion: Any) -> Callable[..., Any]:
+    """The criterion without its reduction."""
+    if isinstance(getattr(criterion, "reduction", None), str):
+        alone = copy.copy(criterion)
+        alone.reduction = "none"
+        return alone
+    try:
+        known = inspect.signature(criterion).parameters
+    except (TypeError, ValueError):
+        known = {}  # type: ignore[assignment]
+    if "reduction" in known:
+        return lambda *args: criterion(*args, reduction="none")
+    return criterion
+
+
+def one_each(loss: Callable[..., Any]) -> Callable[..., Tensor]:
+    """``loss(outputs, labels)``, refused if it returns anything but one loss an example."""
+
+    def checked(outputs: Tensor, labels: Tensor) -> Tensor:
+        losses = loss(outputs, labels)
+        if not isinstance(losses, Tensor) or losses.shape != (len(outputs),):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            shape = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            fix = f"Use reduction='none', or dpivon.PerExampleLoss({name}).per_example"
+            raise bad("loss", name, f"returned {shape} where one loss an example is required", fix)
+        return losses
+
+    return checked
+
+
+def check_rows(losses: Callable[..., Any], outputs: Tensor, *targets: Any) -> None:
+    """Refuse losses of a row that depend on another row. Tried on random outputs and targets of zeros, never on data.
+
+    Only shapes and types of the arguments are used. Where made-up numbers make no sense to the loss, nothing is refused.
+    """
+    if not outputs.is_floating_point() or outputs.dim() == 0:
+        return
+    rows = len(outputs)
+    generator = torch.Generator().manual_seed(0)
+    made = torch.rand((3, *outputs.shape[1:]), generator=generator).to(outputs.device, outputs.dtype).requires_grad_()
+    others = [_made_up(t, rows) for t in targets]
+    with torch.enable_grad():
+        try:
+            found = losses(made, *others)
+            each = found.flatten(1).sum(1) if isinstance(found, Tensor) and found.dim() > 1 else found
+            usable = isinstance(each, Tensor) and each.dim() == 1 and len(each) == 3 and each.requires_grad
+            crossed = [_others_moved(each, made, i) for i in range(3)] if usable else []
+        except Exception:  # the loss wants targets of its own kind; what it does to real ones is checked by its shape
+            return
+    if any(crossed):
+        raise PrivacyError(
+            f"loss={getattr(losses, '__name__', type(losses).__name__)}: the loss of one row depends on other rows (found on "
+            "made-up numbers), so clipping would not bound an example. Use a loss that looks at one example at a time."
+        )
+
+
+def _others_moved(each: Tensor, made: Tensor, i: int) -> bool:
+    (slope,) = torch.autograd.grad(each[i], made, retain_graph=True)
+    slope[i] = 0.0
+    return bool((slope != 0).any())
+
+
+def _made_up(value: Any, rows: int) -> Any:
+    if isinstance(value, Tensor) and value.dim() and len(value) == rows:
+        return torch.zeros((3, *value.shape[1:]), dtype=value.dtype, device=value.device)
+    return value
+
+
+def check_criterion(criterion: Any, loss_reduction: str, mode: str = "ghost") -> None:
+    """A criterion that fits ``loss_reduction``; outside ghost mode, which takes the mean itself, one that is separable."""
+    if criterion is None:
+        return
+    reduction = getattr(criterion, "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise bad(
+            "criterion",
+            criterion,
+            f"has reduction={reduction!r} but loss_reduction={loss_reduction!r}",
+            "Make the two equal",
+        )
+    if mode == "ghost" or isinstance(criterion, PerExampleLoss) or loss_reduction != "mean":
+        return
+    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        if criterion.weight is not None:
+            raise bad("criterion", f"{criterion} with weight", _divides("the weights"), _FIX)
+        if criterion.ignore_index != _DEFAULT_IGNORE:
+            value = f"{type(criterion).__name__}(ignore_index={criterion.ignore_index})"
+            raise bad("criterion", value, _divides("the number"), _FIX)
+    elif moved := _companions_matter(criterion):
+        raise bad("criterion", criterion, f"scales an example's gradient by {moved:.3g} when others change", _FIX)
+
+
+def _divides(what: str) -> str:
+    return f"its mean divides by {what} of the labels in the batch, so one example rescales all others before clipping"
+
+
+def _companions_matter(criterion: Any) -> float | None:
+    """By how much the gradient of row 0 changes with the other rows' outputs and labels, on made-up numbers; None if not."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, values = ([torch.rand(6, 3, generator=generator) for _ in range(3)] for _ in range(2))
+    for worlds in (outputs, values):
+        for world in worlds:
+            world[0] = worlds[0][0]  # the example itself stays as it is
+    classes = [torch.tensor([0, *others]) for others in ((0, 0, 0, 0, 0), (1, 2, 1, 2, 1), (2, 2, 2, 2, 2))]
+    columns = [[t[:, 0] for t in worlds] for worlds in (outputs, values)]
+    for rows, targets in ((outputs, classes), (outputs, values), columns):
+        try:
+            found = [_slope(criterion, z, y) for z, y in zip(rows, targets, strict=True)]
+        except Exception:  # it wants other shapes; the next kind, or nothing
+            continue
+        base = found[0].norm()
+        changed = max(float((f - found[0]).norm()) for f in found)
+        if float(base) > 0 and changed > 1e-4 * float(base):
+            return 1.0 + changed / float(base)
+        return None
+    return None
+
+
+def _slope(criterion: Any, rows: Tensor, target: Tensor) -> Tensor:
+    leaf = rows.clone().requires_grad_()
+    with torch.enable_grad():
+        loss = criterion(leaf, target)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    return gradient[0]
+
+
+class LossWatch:
+    """Refuses a backward into a private model's output through one of torch's weighted means."""
+
+    def watch(self, output: Any) -> None:
+        """Look at the backward that will reach this output of the model."""
+        for z in _outputs(output):
+            if z.grad_fn is not None:
+                z.register_hook(_Look(z))
+
+
+class _Look:
+    def __init__(self, z: Tensor) -> None:
+        self._end = _name(z.grad_fn)  # not the node itself, which would make a ring of the graph
+
+    def __call__(self, g: Tensor) -> None:
+        for node in _below([r.grad_fn for r in _roots() if isinstance(r, Tensor)], self._end):
+            if not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
+                continue
+            if any(_name(n) == self._end for n in _below([node], self._end)):  # else it is the loss of another model
+                _check_nll(node)
+
+
+def _name(node: Any) -> tuple[str, int]:
+    """What tells a node of the graph from all others: its number in the order of their making."""
+    return node.name(), node._sequence_nr()
+
+
+def _below(nodes: list[Any], end: tuple[str, int]) -> list[Any]:
+    """The nodes of a graph from these down to the model's output, which is the ``end``."""
+    seen: set[Any] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _name(node) != end:
+            pending += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def _check_nll(node: Any) -> None:
+    ignored = int(node._saved_ignore_index)
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    try:
+        weighted = node._saved_weight is not None
+    except RuntimeError:  # it was there, and is freed by now
+        weighted = True
+    if not weighted and ignored == _DEFAULT_IGNORE:
+        return
+    what, value = ("weight", "given") if weighted else ("ignore_index", ignored)
+    raise PrivacyError(
+        f"loss with {what}={value} and reduction='mean': {_divides('the weights' if weighted else 'the number')}, so nothing "
+        f"was released. {_FIX}, or reduction='sum' with loss_reduction='sum'."
+    )
+
+
+def _outputs(value: Any) -> list[Tensor]:
+    return tensors_in(getattr(value, "logits", value))
+
+
+def _roots() -> list[Any]:
+    """The losses of the backward under way, from the frame that started it: on a GPU that is another thread's."""
+    here = threading.get_ident()
+    elsewhere = [frame for ident, frame in sys._current_frames().items() if ident != here]
+    return _started_by(sys._getframe()) or [loss for frame in elsewhere for loss in _started_by(frame)]
+
+
+def _started_by(frame: FrameType | None) -> list[Any]:
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward" and "t_outputs" in frame.f_locals:
+            return list(frame.f_locals["t_outputs"])
+        frame = frame.f_back
+    return []
