@@ -1,6 +1,7 @@
 """Private Bayesian deep learning for PyTorch."""
 
 from dpivon._version import __version__
+from dpivon.audit import Audit, audit
 from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
 from dpivon.fit import Fitted, fit
@@ -27,6 +28,7 @@ __all__ = [
     "IVON",
     "Accountant",
     "ArgumentError",
+    "Audit",
     "BatchMemoryManager",
     "BayesByBackprop",
     "Budget",
@@ -48,6 +50,7 @@ __all__ = [
     "RuleOptimizer",
     "SampledPosterior",
     "__version__",
+    "audit",
     "budget",
     "fit",
     "method",

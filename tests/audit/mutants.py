@@ -18,12 +18,9 @@ from torch import Tensor
 
 import dpivon.privacy.clipping as clipping
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
-import dpivon.privacy.gradients.ghost as ghost
-import dpivon.privacy.gradients.per_example as per_example
 import dpivon.privacy.optimizer as dp_optimizer
-import dpivon.privacy.stack as stack
 import dpivon.stacked.stack as stacked
-from dpivon.audit.subject import ENGINE_PATHS, PATHS, STACK_PATHS
+from dpivon.audit.subject import PATHS, STACK_PATHS
 from dpivon.optim.ivon import IVON
 from dpivon.posterior import Posterior
 from dpivon.privacy.accounting import Accountant, rdp
@@ -39,7 +36,7 @@ from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.sampling import PoissonSampler
 from dpivon.privacy.stack import StackedMechanism, StackedSampler
-from dpivon.privacy.streams import POSTERIOR, PRIVACY, SAMPLING, Streams
+from dpivon.privacy.streams import POSTERIOR, PRIVACY, Streams
 from dpivon.release import Release
 
 Patch = Callable[[], Any]  # makes a context manager
@@ -304,9 +301,7 @@ def noise_for_every_part() -> dict[str, Patch | str]:
 
         return step
 
-    return everywhere(
-        attr(DPOptimizer, "clip_and_accumulate", engine), attr(stacked.Stack, "_step_in_parts", parts)
-    )
+    return everywhere(attr(DPOptimizer, "clip_and_accumulate", engine), attr(stacked.Stack, "_step_in_parts", parts))
 
 
 def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
@@ -475,7 +470,18 @@ def stale_sum() -> dict[str, Patch | str]:
 
 
 def stale_parts() -> dict[str, Patch | str]:
-    patch = attr(DPOptimizer, "abandon_virtual_batch", lambda o: lambda self: setattr(self, "_micro_batch_is_last", None))
+    """A batch that was abandoned stays in the accumulator, and no guard asks."""
+
+    def abandon(original: Any) -> Any:
+        def keep(self: Any) -> None:
+            self._micro_batch_is_last = None
+            self._step_skip_queue.clear()
+            self._forget_pending_passes()
+
+        return keep
+
+    unasked = attr(DPOptimizer, "_check_micro_batch_is_new", lambda original: lambda self: None)
+    patch = both(attr(DPOptimizer, "abandon_virtual_batch", abandon), unasked)
     return everywhere(patch, "parts of a batch are summed in one call; nothing of them outlives it")
 
 
@@ -524,18 +530,18 @@ def theta_samples_clipped_apart() -> dict[str, Patch | str]:
         return collect
 
     def merged(original: Any) -> Any:
-        return lambda uses: original(uses) if len(uses) < 3 else Dense(torch.cat([u.materialise() for u in uses]))
+        def merge(uses: Any) -> Any:
+            if len(uses) < 3:
+                return original(uses)
+            each = len(uses) // 3  # uses in one of three θ-samples
+            samples = [original(uses[i : i + each]).materialise() for i in range(0, len(uses), each)]
+            return Dense(torch.cat(samples))
+
+        return merge
 
     rows = attr(PerExampleGradients, "end_of_sample", end)
-
-    def ends(original: Any) -> Any:
-        def sample(self: Any, params: Any, samples: int) -> None:
-            self.samples = 1  # nothing is averaged
-
-        return sample
-
     reason = "one θ-sample a step"
-    apart = both(attr(bookkeeping, "merge", merged))
+    apart = attr(bookkeeping, "merge", merged)
     return {
         "hooks": rows,
         "functorch": rows,
@@ -592,13 +598,16 @@ def raw_gradient(where: str) -> dict[str, Patch | str]:
         return stash
 
     def rows(original: Any) -> Any:
-        def apply(self: Any, g: Tensor, *rest: Any) -> None:
+        def apply(self: Any, g: Tensor, eps: Tensor, t: Tensor, states: Any) -> None:
             if where == "momentum":
-                original(self, self.raw, *rest)
-            else:
-                original(self, g, *rest)
-                for part in self.parts:
-                    part.state["hess"].add_(self.raw[part.rows].square())
+                return original(self, self.raw, eps, t, states)
+            before = [{k: v.clone() for k, v in part.state.items()} for part in self.parts]
+            original(self, g, eps, t, states)
+            for part, old in zip(self.parts, before, strict=True):
+                if "hess" in old:
+                    new = part.rule.step(old, self.raw[part.rows], eps[part.rows], t, part.hyper)
+                    part.state["hess"].copy_(new["hess"])
+            return None
 
         return apply
 
@@ -700,11 +709,23 @@ def in_pairs(generator: Any, n: int, q: float) -> Iterator[list[int]]:
 
 
 def empty_skipped() -> dict[str, Patch | str]:
+    class Skipped(Exception):
+        pass
+
+    def release(original: Any) -> Any:
+        def go(self: Any, spec: Any) -> None:
+            if not any(bool(p.summed_grad.any()) for p in self.params):
+                raise Skipped
+            original(self, spec)
+
+        return go
+
     def step(original: Any) -> Any:
         def go(self: Any, closure: Any = None) -> Any:
-            if any(len(t) == 0 for t in self.watch.batch):
+            try:
+                return original(self, closure)
+            except Skipped:
                 return None
-            return original(self, closure)
 
         return go
 
@@ -718,7 +739,8 @@ def empty_skipped() -> dict[str, Patch | str]:
 
         return update
 
-    return everywhere(attr(DPOptimizer, "step", step), attr(stacked.Stack, "_update", stacks))
+    engine = both(attr(DPOptimizer, "_release", release), attr(DPOptimizer, "step", step))
+    return everywhere(engine, attr(stacked.Stack, "_update", stacks))
 
 
 def truncated() -> dict[str, Patch | str]:
@@ -824,7 +846,9 @@ def too_small_epsilon() -> dict[str, Patch | str]:
 
 def roundings_dropped() -> dict[str, Patch | str]:
     return everywhere(
-        "nothing is compiled", "nothing is compiled on a CPU", captured="needs a GPU: tests/gpu holds the compiled program to C"
+        "nothing is compiled",
+        "nothing is compiled on a CPU",
+        captured="needs a GPU: tests/gpu holds the compiled program to C",
     )
 
 
@@ -834,36 +858,88 @@ def mutants() -> list[Mutant]:
     return [
         Mutant("no noise", "nothing is added to the sum", width, noise_scaled(lambda s: 0.0)),
         Mutant("half the noise", "σ/2 is added where σ is charged", width, noise_scaled(lambda s: 0.5)),
-        Mutant("noise divided by the batch", "std σC/b on the sum", width, noise_scaled(lambda s: 1 / s.expected_batch_size)),
-        Mutant("noise too small by 1.25", "what the canaries must notice", "canaries in single", noise_scaled(lambda s: 0.8)),
-        Mutant("noise not Gaussian", "uniform, of the right variance", width, drawn(lambda z: torch.erf(z / 2**0.5) * 3**0.5)),
+        Mutant(
+            "noise divided by the batch",
+            "std σC/b on the sum",
+            width,
+            noise_scaled(lambda s: 1 / s.expected_batch_size),
+        ),
+        Mutant(
+            "noise too small by 1.25",
+            "what the canaries must notice",
+            "canaries in single",
+            noise_scaled(lambda s: 0.8),
+        ),
+        Mutant(
+            "noise not Gaussian",
+            "uniform, of the right variance",
+            width,
+            drawn(lambda z: torch.erf(z / 2**0.5) * 3**0.5),
+        ),
         Mutant("noise with its tails cut", "|z| ≤ 2 only", width, drawn(lambda z: z.clamp(-2, 2))),
-        Mutant("noise reused across steps", "two releases subtract to the data", "across coordinates", same_noise_every_step()),
-        Mutant("noise reused across parameters", "one tensor for all", "across coordinates", one_tensor_for_all_parameters()),
+        Mutant(
+            "noise reused across steps",
+            "two releases subtract to the data",
+            "across coordinates",
+            same_noise_every_step(),
+        ),
+        Mutant(
+            "noise reused across parameters",
+            "one tensor for all",
+            "across coordinates",
+            one_tensor_for_all_parameters(),
+        ),
         Mutant("noise before clipping", "examples are noised, the sum is not", width, noise_before_clipping()),
-        Mutant("Langevin noise counted as privacy noise", "parameters are noised, not the release", width, langevin_noise_instead()),
+        Mutant(
+            "Langevin noise counted as privacy noise",
+            "parameters are noised, not the release",
+            width,
+            langevin_noise_instead(),
+        ),
         Mutant("privacy noise is θ's noise", "one draw for both", "posterior noise", noise_of_theta()),
         Mutant("runs share a seed", "two runs subtract to the data", "two runs", shared_seed()),
         Mutant("σ of another run of the stack", "the first run's for all", "two runs", noise_of_another_run()),
-        Mutant("noise for every part of a batch", "several noisy parts, one charge", "in parts", noise_for_every_part()),
-        Mutant("correction without the divisor", "told (σC)², not (σC/b)²", "sigma c over b", wrong_variance(lambda s: s.noise_std**2)),
+        Mutant(
+            "noise for every part of a batch", "several noisy parts, one charge", "in parts", noise_for_every_part()
+        ),
+        Mutant(
+            "correction without the divisor",
+            "told (σC)², not (σC/b)²",
+            "sigma c over b",
+            wrong_variance(lambda s: s.noise_std**2),
+        ),
         Mutant("correction of nothing", "told that there is no noise", "sigma c over b", wrong_variance(lambda s: 0.0)),
         Mutant("divided by the drawn batch", "its size is private", definition, divided_by_the_drawn_batch()),
         Mutant("no clipping", "every factor is 1", moves, no_clipping()),
         Mutant("clipping of the batch, not of examples", "‖Σg‖ ≤ C", definition, clip_the_batch()),
         Mutant("clipping of the share of the mean", "C on g/b: b·C in the sum", moves, clip_the_share_of_the_mean()),
-        Mutant("C for every tensor", "√L·C in all", moves, clipped_apart(lambda n: [slice(i, i + 1) for i in range(n)])),
-        Mutant("two halves clipped apart", "as a variational mean and its variance: √2·C", moves,
-               clipped_apart(lambda n: [slice(0, n // 2), slice(n // 2, n)] if n > 1 else [slice(0, n)])),
-        Mutant("norm over a part of the parameters", "the last layer is left out", moves, norms_without(lambda n: [n - 2, n - 1])),
+        Mutant(
+            "C for every tensor", "√L·C in all", moves, clipped_apart(lambda n: [slice(i, i + 1) for i in range(n)])
+        ),
+        Mutant(
+            "two halves clipped apart",
+            "as a variational mean and its variance: √2·C",
+            moves,
+            clipped_apart(lambda n: [slice(0, n // 2), slice(n // 2, n)] if n > 1 else [slice(0, n)]),
+        ),
+        Mutant(
+            "norm over a part of the parameters",
+            "the last layer is left out",
+            moves,
+            norms_without(lambda n: [n - 2, n - 1]),
+        ),
         Mutant("biases left out of the norm", "every second tensor", moves, biases_left_out()),
         Mutant("a bad example is kept", "NaN and Inf enter the sum", moves, not_finite()),
         Mutant("an example counted twice", "2C", moves, counted_twice()),
         Mutant("stale gradients", "the last batch is in the next sum", definition, stale_sum()),
         Mutant("a stale part after an exception", "an abandoned batch is in the next sum", "was left", stale_parts()),
-        Mutant("cross terms of shared weights dropped", "norms of the uses, not of their sum", moves, cross_terms_dropped()),
+        Mutant(
+            "cross terms of shared weights dropped", "norms of the uses, not of their sum", moves, cross_terms_dropped()
+        ),
         Mutant("θ-samples clipped apart", "K·C under one charge", "samples of theta", theta_samples_clipped_apart()),
-        Mutant("a scheduler's C not heard by clipping", "noise for the new, sums of the old", "changed bound", old_bound()),
+        Mutant(
+            "a scheduler's C not heard by clipping", "noise for the new, sums of the old", "changed bound", old_bound()
+        ),
         Mutant("sums in bf16", "rounded by more than an example", "coherent", sums(lambda call, args: rounded(call()))),
         Mutant("norms in bf16", "too small by up to 0.4 %", moves, rounded_norms()),
         Mutant("compiled roundings dropped", "norms of other numbers than are summed", "coherent", roundings_dropped()),
@@ -885,6 +961,3 @@ def mutants() -> list[Mutant]:
         Mutant("charged at 2σ", "wrong σ", first_once, charged_as(noise_multiplier=lambda s: 2 * s)),
         Mutant("an accountant that halves ε", "the claim is wrong", "account is no less", too_small_epsilon()),
     ]
-
-
-UNUSED = (ENGINE_PATHS, ghost, per_example, stack, SAMPLING)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Loss, Setting, Subject
+from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant
@@ -87,7 +88,11 @@ class EngineSession:
 
     def step(self, rows: Sequence[int], *, run: int = 0) -> Observed:
         next(iter(self.loader))  # one draw is spent; the batch is the auditor's
-        return self._step(*self._batch(rows))
+        before = self.optimizer.last_release
+        seen = self._step(*self._batch(rows))
+        if self.optimizer.last_release is before:
+            raise PrivacyError(f"A step on a batch of {len(rows)} released nothing.")
+        return seen
 
     def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
         next(iter(self.loader))
@@ -127,7 +132,9 @@ class EngineSession:
         return self.subject.inputs[index], self.subject.labels[index]
 
     def _step(self, x: Tensor, y: Tensor) -> Observed:
-        torch.manual_seed(self.setting.seed + 1000 + self._t)  # what a random forward pass draws is the same in two worlds
+        torch.manual_seed(
+            self.setting.seed + 1000 + self._t
+        )  # what a random forward pass draws is the same in two worlds
         self._t += 1
         self.optimizer.zero_grad()
         draws = self.inner.mc_samples if isinstance(self.inner, IVON) else 1

@@ -26,8 +26,8 @@ def one_std(like: Tensor, std: float) -> Tensor:
 
 
 def drowned(batch: float) -> Answer:
-    """Noise so large that in fp32 a few gradients clipped to 1e-4 vanish in it: every coordinate of g_dp is 2¹⁵."""
-    return lambda like, std: torch.full_like(like, batch * 2.0**15)
+    """Noise so large that in fp32 a few gradients of norm 8 vanish in it: every coordinate of g_dp is 2²⁶."""
+    return lambda like, std: torch.full_like(like, batch * 2.0**26)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def start(subject: Subject, setting: Setting, answer: Answer | None = None) -> S
     from dpivon.audit.stack_session import StackSession
 
     kind: Any = StackSession if subject.stacked else EngineSession
-    session: Session = kind(subject, setting, answer)
+    session: Session = kind(subject, setting.but(seed=setting.seed + subject.seed), answer)
     return session
 
 

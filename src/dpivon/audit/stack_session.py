@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Setting, Subject
+from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.spec import NoiseSpec
@@ -101,7 +102,10 @@ class StackSession:
     # ---- steps
 
     def step(self, rows: Sequence[int], *, run: int = 0) -> Observed:
-        return self._observe(rows)[-1]
+        seen = self._observe(rows)
+        if not seen:
+            raise PrivacyError(f"A step on a batch of {len(rows)} released nothing.")
+        return seen[-1]
 
     def all_runs(self, mask: Tensor) -> Tensor:
         """One step with run k on the rows of mask[k]; what every run released, [K, P]."""

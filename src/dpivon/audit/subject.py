@@ -61,13 +61,16 @@ class Subject:
     method: str | MakeOptimizer = "dp-ivon-gradsq"
     path: str = "bookkeeping"
     loss: Loss = cross_entropy
+    seed: int = 0  # of all randomness in its runs
 
     def __post_init__(self) -> None:
         check_choice("path", self.path, PATHS, "Choose a way to compute clipped sums")
         if isinstance(self.method, str) and self.method not in METHODS:
             raise bad("method", self.method, "is not a known method", f"Use one of {', '.join(map(repr, METHODS))}")
         if self.stacked and not isinstance(self.method, str):
-            raise bad("method", self.method, f"cannot be stacked on path={self.path!r}", "Name a method, or use another path")
+            raise bad(
+                "method", self.method, f"cannot be stacked on path={self.path!r}", "Name a method, or use another path"
+            )
         if len(self.inputs) != len(self.labels) or len(self.inputs) < 4:
             raise bad("data", (len(self.inputs), len(self.labels)), "is too small", "Give at least 4 labelled examples")
 
@@ -121,25 +124,25 @@ class Uses(nn.Module):
         return out
 
 
-def wide_probe(path: str, method: str | MakeOptimizer, width: int = 160) -> Subject:
-    """Two layers of width² coordinates each, on which statistics of the noise are sharp."""
+def wide_probe(subject: Subject, width: int = 160) -> Subject:
+    """In place of the subject, by its path and method: two layers of width² coordinates each, on which statistics of the noise are sharp."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(12)
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
     x = torch.ones(4, width)
-    return Subject(model, x, torch.zeros(4, dtype=torch.long), method, path).silent_loss()
+    labels = torch.zeros(4, dtype=torch.long)
+    return subject.but(model=model, inputs=x, labels=labels, loss=cross_entropy).silent_loss()
 
 
-def canary_probe(path: str, method: str | MakeOptimizer, canaries: int) -> Subject:
-    """One linear unit whose loss is its output: the gradient of an example is the example itself, at every θ.
+def canary_probe(subject: Subject, canaries: int) -> Subject:
+    """In place of the subject, by its path and method: one linear unit whose loss is its output: the gradient of an example is the example itself, at every θ.
 
     Example j is a multiple of the unit vector e_j, so that canaries are told apart and do not disturb each other.
     """
-    model = nn.Sequential(nn.Linear(canaries, 1, bias=False))
-    with torch.no_grad():
-        model[0].weight.zero_()
+    unit = nn.Linear(canaries, 1, bias=False)
+    nn.init.zeros_(unit.weight)
     labels = torch.zeros(canaries, dtype=torch.long)
-    return Subject(model, 10.0 * torch.eye(canaries), labels, method, path, loss=_output_itself)
+    return subject.but(model=nn.Sequential(unit), inputs=10.0 * torch.eye(canaries), labels=labels, loss=_output_itself)
 
 
 def _output_itself(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Every test is at about five standard deviations, so that one in a million fails 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from scipy import stats
@@ -23,7 +24,7 @@ Verdict = tuple[bool | None, str]
 def _noisy(subject: Subject) -> Subject:
     """The subject with a loss that has no gradient, or a wide network in its place where it has few parameters."""
     few = sum(p.numel() for p in subject.trained()) < COORDINATES // 4
-    return wide_probe(subject.path, subject.method) if few else subject.silent_loss()
+    return wide_probe(subject) if few else subject.silent_loss()
 
 
 def _setting(subject: Subject) -> Setting:
@@ -32,8 +33,9 @@ def _setting(subject: Subject) -> Setting:
 
 def _releases(subject: Subject, setting: Setting, least: int = 2) -> list[Tensor]:
     """Noise in units of σC, one vector a release, enough of them for the sharpness wanted."""
-    session, out = start(subject, setting), []
-    while len(out) < least or sum(map(len, out)) < COORDINATES:
+    session = start(subject, setting)
+    out: list[Tensor] = []
+    while len(out) < least or sum(len(noise) for noise in out) < COORDINATES:
         seen = session.step([0, 1])
         out.append(seen.released * (setting.batch / (setting.sigma * setting.bound)))
     return out
@@ -42,7 +44,8 @@ def _releases(subject: Subject, setting: Setting, least: int = 2) -> list[Tensor
 def _correlation(a: Tensor, b: Tensor) -> float:
     """In units of its standard deviation under independence."""
     pair = torch.stack([a.flatten().double(), b.flatten().double()])
-    return abs(float(torch.corrcoef(pair)[0, 1])) * math.sqrt(pair.shape[1])
+    found = abs(float(torch.corrcoef(pair)[0, 1])) * math.sqrt(pair.shape[1])
+    return math.inf if math.isnan(found) else found
 
 
 def the_noise_is_gaussian_of_the_stated_width(subject: Subject) -> Verdict:
@@ -65,8 +68,13 @@ def noise_is_independent_across_coordinates_parameters_and_steps(subject: Subjec
     shapes = [p.numel() for p in noisy.trained()]
     blocks = first.split(shapes)
     half = len(first) // 2
-    pairs = [(first, second), (first[:half], first[half : 2 * half]), (first[:-1], first[1:]), (first[:-1:2], first[1::2])]
-    pairs += [(a[: min(len(a), len(b))], b[: min(len(a), len(b))]) for a, b in zip(blocks, blocks[1:], strict=False)]
+    pairs = [
+        (first, second),
+        (first[:half], first[half : 2 * half]),
+        (first[:-1], first[1:]),
+        (first[:-1:2], first[1::2]),
+    ]
+    pairs += [(a[: min(len(a), len(b))], b[: min(len(a), len(b))]) for a, b in pairwise(blocks)]
     worst = max(_correlation(a, b) for a, b in pairs if len(a) > 1000)
     return worst < 5, f"correlations at most {worst:.1f} sd"
 
@@ -108,12 +116,18 @@ def two_runs_share_neither_noise_nor_batches(subject: Subject) -> Verdict:
     batches = [_inclusion(subject, seed, 200) for seed in (0, 1)]
     worst = max(worst, _correlation(*batches))
     allowed = 5 / math.sqrt(2 * len(one))
-    return worst < 5 and off < allowed, f"correlation {worst:.1f} sd; widths {widths[0]:.3f} and {widths[1]:.3f} of σ = {stated}"
+    return (
+        worst < 5 and off < allowed,
+        f"correlation {worst:.1f} sd; widths {widths[0]:.3f} and {widths[1]:.3f} of σ = {stated}",
+    )
 
 
 def _inclusion(subject: Subject, seed: int, steps: int) -> Tensor:
     """Who was in which batch, [steps, N], as drawn by the path; an example that came twice is a 2."""
-    data = {"inputs": subject.inputs[:1].repeat(EXAMPLES, *[1] * (subject.inputs.dim() - 1)), "labels": subject.labels[:1].repeat(EXAMPLES)}
+    data = {
+        "inputs": subject.inputs[:1].repeat(EXAMPLES, *[1] * (subject.inputs.dim() - 1)),
+        "labels": subject.labels[:1].repeat(EXAMPLES),
+    }
     setting = Setting(size=EXAMPLES, batch=EXAMPLES * RATE, seed=seed)
     out = torch.zeros(steps, EXAMPLES)
     for row, batch in zip(out, start(subject.but(**data), setting).sampled(steps), strict=True):
@@ -133,7 +147,8 @@ def batches_are_poisson_samples_at_the_charged_rate(subject: Subject) -> Verdict
     found = {
         "mean size": (float(sizes.mean()) - EXAMPLES * RATE) / math.sqrt(variance / STEPS),
         "its variance": (float(sizes.var()) / variance - 1) / math.sqrt(2 / STEPS),
-        "examples unseen in an epoch": (float(unseen.mean()) - chance) / math.sqrt(chance * (1 - chance) / unseen.numel()),
+        "examples unseen in an epoch": (float(unseen.mean()) - chance)
+        / math.sqrt(chance * (1 - chance) / unseen.numel()),
         "an example's rate": float((included.mean(0) - RATE).abs().max()) / math.sqrt(RATE * (1 - RATE) / STEPS) - 1,
         "step to step": _correlation(included[:-1], included[1:]),
         "neighbour to neighbour": _correlation(included[:, :-1], included[:, 1:]),
@@ -153,6 +168,10 @@ TIER_B = [
         (noise_is_independent_across_coordinates_parameters_and_steps, "Is noise never used twice?", _CORRELATED),
         (privacy_noise_is_independent_of_posterior_noise, "Is privacy noise independent of θ?", _CORRELATED),
         (two_runs_share_neither_noise_nor_batches, "Do runs have noise and batches of their own?", _CORRELATED),
-        (batches_are_poisson_samples_at_the_charged_rate, "Is every example drawn independently with probability q?", _RATE),
+        (
+            batches_are_poisson_samples_at_the_charged_rate,
+            "Is every example drawn independently with probability q?",
+            _RATE,
+        ),
     )
 ]

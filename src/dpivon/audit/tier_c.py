@@ -56,9 +56,9 @@ def _claim(session: Session, releases: int | None) -> float:
     return min(epsilon(history, DELTA, name) for name in ("rdp", "pld"))
 
 
-def single_releases(path: str, method: object, sigma: float, guesses: int = GUESSES) -> Audited:
+def single_releases(subject: Subject, sigma: float, guesses: int = GUESSES) -> Audited:
     """``guesses`` in all about canaries that are, or are not, in single releases."""
-    subject = canary_probe(path, method, CANARIES)  # type: ignore[arg-type]
+    subject = canary_probe(subject, CANARIES)
     setting = Setting(sigma=sigma, bound=1.0, size=CANARIES, batch=float(CANARIES), lr=1e-6)
     session = start(subject, setting)
     coins = torch.Generator().manual_seed(7)
@@ -68,7 +68,8 @@ def single_releases(path: str, method: object, sigma: float, guesses: int = GUES
         seen = session.step(inside.nonzero().flatten().tolist())
         said = seen.released * (setting.batch / setting.bound) > 0.5
         counts += torch.stack([(said & ~inside).sum(), (~inside).sum(), (~said & inside).sum(), inside.sum()])
-    bound = mu_lower_bound(*counts.tolist(), ALPHA)
+    false, negatives, misses, positives = (int(n) for n in counts)
+    bound = mu_lower_bound(false, negatives, misses, positives, ALPHA)
     claimed = _claim(session, 1)
     each = guesses // 2
     return Audited(
@@ -100,16 +101,16 @@ def own_model(subject: Subject, sigma: float, guesses: int) -> Audited:
         "own model",
         sigma,
         guesses,
-        gaussian_epsilon(mu_lower_bound(*counts, ALPHA), DELTA),
+        gaussian_epsilon(mu_lower_bound(counts[0], counts[1], counts[2], counts[3], ALPHA), DELTA),
         _claim(session, 1),
         expected_bound(sigma, guesses // 2, DELTA, ALPHA),
         noticed_deficit(sigma, guesses // 2, _claim(session, 1), DELTA, ALPHA),
     )
 
 
-def one_run(path: str, method: object, sigma: float, canaries: int = 1000, steps: int = 12, rate: float = 0.5) -> Audited:
+def one_run(subject: Subject, sigma: float, canaries: int = 1000, steps: int = 12, rate: float = 0.5) -> Audited:
     """A whole training run of dp-sgd, its own sampling and accounting included, attacked through its final weights."""
-    probe = canary_probe(path, method, canaries)  # type: ignore[arg-type]
+    probe = canary_probe(subject.but(method="dp-sgd"), canaries)
     inside = torch.rand(canaries, generator=torch.Generator().manual_seed(3)) < 0.5
     kept = inside.nonzero().flatten()
     subject = probe.but(inputs=probe.inputs[kept], labels=probe.labels[kept])
@@ -129,23 +130,32 @@ def _verdict(found: Audited) -> Verdict:
     text = f"audited ε ≥ {found.audited:.2f}, claimed {found.claimed:.2f} (σ = {found.sigma:g}, {found.guesses} guesses"
     text += f"; a correct engine gives {found.expected:.2f})" if not math.isnan(found.expected) else ")"
     weak = found.audited < 0.5 * found.expected
-    return found.holds and not weak, text + ("; far below what a correct engine gives: the canaries are lost" if weak else "")
+    return found.holds and not weak, text + (
+        "; far below what a correct engine gives: the canaries are lost" if weak else ""
+    )
 
 
 def canaries_in_single_releases(subject: Subject) -> Verdict:
-    return _verdict(single_releases(subject.path, subject.method, 1.0))
+    return _verdict(single_releases(subject, 1.0))
 
 
 def canaries_in_one_training_run(subject: Subject) -> Verdict:
-    return _verdict(one_run(subject.path, "dp-sgd", 1.0))
+    return _verdict(one_run(subject, 1.0))
 
 
+NOTICED = 1.12  # tests hold it to noticed_deficit(1, GUESSES / 2, …)
 _SINGLE = (
-    f"at σ = 1 sees noise too small by {noticed_deficit(1.0, GUESSES // 2, 4.38, DELTA, ALPHA):.2f}×; a bound above the claim is "
-    f"an error of the claim with confidence 1 − {ALPHA:g}; one below it proves nothing"
+    f"at σ = 1 sees noise too small by {NOTICED}× or more; a bound above the claim is an error of the claim with confidence "
+    f"1 − {ALPHA:g}; one below it proves nothing"
 )
 TIER_C = [
-    Check("canaries in single releases", "C", "Does an attacker learn no more than ε allows?", canaries_in_single_releases, _SINGLE),
+    Check(
+        "canaries in single releases",
+        "C",
+        "Does an attacker learn no more than ε allows?",
+        canaries_in_single_releases,
+        _SINGLE,
+    ),
     Check(
         "canaries in one training run",
         "C",
@@ -154,4 +164,3 @@ TIER_C = [
         "a smoke test of the whole: sees gross errors only (no noise, no clipping)",
     ),
 ]
-
