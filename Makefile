@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study test test-all lint conformance clean
+.PHONY: help demo study test test-all lint conformance audit clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
+	@echo "make audit       the privacy audit, and every seeded bug on every path, in results/reliability/ (about ten minutes)"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV) (once)"
@@ -47,6 +48,10 @@ test-all: lint
 conformance: $(READY)
 	@echo "== Opacus's own tests against dpivon.PrivacyEngine"
 	CONFORMANCE_EXAMPLES=20 $(BIN)/python -m pytest -q -s tests/conformance
+
+audit: $(READY)
+	@echo "== The audit of the library as it is, and with every bug sown into it"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/audit/make_matrix.py --out results/reliability
 
 clean:
 	rm -rf $(VENV) demo-output study-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

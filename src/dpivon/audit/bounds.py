@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
 
@@ -60,10 +61,8 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, alp
     def p_value(eps: float) -> float:
         success = 1 / (1 + math.exp(-eps))
         beta = float(stats.binom.sf(correct - 1, guesses, success))
-        total = slope = 0.0
-        for i in range(1, correct + 1):
-            total += float(stats.binom.pmf(correct - i, guesses, success))
-            slope = max(slope, total / i)
+        i = np.arange(1, correct + 1)
+        slope = float((np.cumsum(stats.binom.pmf(correct - i, guesses, success)) / i).max(initial=0.0))
         return min(1.0, beta + slope * delta * 2 * canaries)
 
     if p_value(0.0) > alpha:

@@ -10,7 +10,10 @@ from dpivon.audit.subject import Subject
 
 @dataclass(frozen=True)
 class Finding:
-    """``holds`` is None where the check does not apply; ``detail`` says why, or what was measured; ``power`` what it can see."""
+    """``holds`` is None where the check does not apply; ``detail`` says why, or what was measured.
+
+    ``power`` is what the check can see.
+    """
 
     check: str
     holds: bool | None

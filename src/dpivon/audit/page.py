@@ -65,7 +65,8 @@ def _html(audits: Sequence[Audit], picture: bytes, facts: dict[str, str]) -> str
     data = base64.b64encode(picture).decode()
     return f"""<!doctype html><html lang=en><meta charset=utf-8><title>dpivon audit</title><style>{_STYLE}</style>
 <h1>Privacy audit</h1><p>{escape(first.model)} ({first.parameters} parameters), trained by {escape(first.method)}, on
-{len(audits)} path{"s" if len(audits) > 1 else ""}; dpivon {facts["dpivon"]}, torch {facts["torch"]}, Python {facts["python"]}.</p>
+{len(audits)} path{"s" if len(audits) > 1 else ""};
+dpivon {facts["dpivon"]}, torch {facts["torch"]}, Python {facts["python"]}.</p>
 {verdict}<img alt="audited against claimed epsilon" src="data:image/png;base64,{data}">
 <h2>Checks</h2><table><tr><th>tier<th>question{"".join(f"<th>{a.path}" for a in audits)}<th>what it can see</tr>
 {"".join(_row(i, audits) for i in range(len(CHECKS)))}</table>

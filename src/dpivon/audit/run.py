@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpivon.audit.finding import Check, Finding
+from dpivon.audit.reference import is_random
 from dpivon.audit.subject import Loss, MakeOptimizer, Subject
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
-from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, single_releases
+from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, plain, single_releases
 from dpivon.errors import bad
 from dpivon.stacked.networks import cross_entropy
 
@@ -122,13 +123,14 @@ def _say(check: Check, subject: Subject, tell: Callable[[str], None]) -> Finding
 
 def _curve(subject: Subject, tell: Callable[[str], None]) -> list[Audited]:
     out: list[Audited] = []
-    for sigma in SIGMAS:
+    for sigma in SIGMAS if plain(subject) else ():
         tell(f"C: canaries in single releases, σ = {sigma:g}")
         out.append(single_releases(subject, sigma))
     tell("C: canaries in one training run")
     out.append(one_run(subject, 1.0))
-    tell("C: a canary in the model itself")
-    out.append(own_model(subject, 1.0, OWN_GUESSES))
+    if plain(subject) and not is_random(subject):
+        tell("C: a canary in the model itself")
+        out.append(own_model(subject, 1.0, OWN_GUESSES))
     return out
 
 

@@ -125,7 +125,7 @@ class Uses(nn.Module):
 
 
 def wide_probe(subject: Subject, width: int = 160) -> Subject:
-    """In place of the subject, by its path and method: two layers of width² coordinates each, on which statistics of the noise are sharp."""
+    """Two layers of width² coordinates each, on which statistics of the noise are sharp, by the subject's path and method."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(12)
         model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
@@ -135,7 +135,8 @@ def wide_probe(subject: Subject, width: int = 160) -> Subject:
 
 
 def canary_probe(subject: Subject, canaries: int) -> Subject:
-    """In place of the subject, by its path and method: one linear unit whose loss is its output: the gradient of an example is the example itself, at every θ.
+    """One linear unit, by the subject's path and method. Its loss is its output, so that the gradient of an example is the
+    example itself, at every θ.
 
     Example j is a multiple of the unit vector e_j, so that canaries are told apart and do not disturb each other.
     """
