@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study test test-all lint conformance faults fuzz bad-input clean
+.PHONY: help demo study test test-all lint conformance audit faults fuzz bad-input clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
@@ -15,6 +15,7 @@ help:
 	@echo "make faults      kills, full disks and damaged files, counted into results/reliability/faults.json (about five minutes)"
 	@echo "make fuzz        damaged files and random configurations, by coverage too (about fifteen minutes)"
 	@echo "make bad-input   every bad argument that must be refused, counted into results/reliability/"
+	@echo "make audit       the privacy audit, and every seeded bug on every path, in results/reliability/ (about ten minutes)"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV) (once)"
@@ -63,6 +64,10 @@ fuzz: $(READY)
 bad-input: $(READY)
 	@echo "== Bad arguments, refused"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/count_bad_input.py --out results/reliability/bad-input.json
+
+audit: $(READY)
+	@echo "== The audit of the library as it is, and with every bug sown into it"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/audit/make_matrix.py --out results/reliability
 
 clean:
 	rm -rf $(VENV) demo-output study-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """Private Bayesian deep learning for PyTorch."""
 
 from dpivon._version import __version__
+from dpivon.audit import Audit, audit
 from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning, StorageError
 from dpivon.fit import Fitted, fit
@@ -31,6 +32,7 @@ __all__ = [
     "IVON",
     "Accountant",
     "ArgumentError",
+    "Audit",
     "BatchMemoryManager",
     "BayesByBackprop",
     "Budget",
@@ -56,6 +58,7 @@ __all__ = [
     "SampledPosterior",
     "StorageError",
     "__version__",
+    "audit",
     "budget",
     "fit",
     "method",

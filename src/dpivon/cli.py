@@ -1,4 +1,4 @@
-"""The command line: ``dpivon demo``, ``methods``, ``budget``, ``study``, ``data``, ``ledger``, ``export`` and ``version``."""
+"""The command line: demo, methods, budget, audit, study, data, ledger, export and version."""
 
 from __future__ import annotations
 
@@ -186,6 +186,33 @@ def budget(
         typer.echo(json.dumps(values, allow_nan=False))
     else:
         typer.echo("\n".join(map(str, [planned, *costs])))
+
+
+@app.command()
+def audit(
+    out: Annotated[Path, typer.Option(help="Folder for the report: audit.html, audit.json, audit.png.")],
+    method: Annotated[str, typer.Option(help="What trains, by its name in `dpivon methods`.")] = "dp-ivon-gradsq",
+    model: Annotated[
+        str, typer.Option(help="digits, small, or package.module:function that returns (model, inputs, labels).")
+    ] = "digits",
+    path: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="bookkeeping, hooks, functorch, ghost, stacked or captured. Repeat it; by default all that can be."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One bound on ε a path instead of a curve.")] = False,
+) -> None:
+    """Look for signs that training is less private than it says. Exits 1 if there are any.
+
+    Neighbouring data sets, statistics of noise and batches, and attacks with canaries; run it on public or made-up data.
+
+    Example: dpivon audit --method dp-sgd --path ghost --quick --out audit-output
+    """
+    from dpivon.audit.command import run
+
+    if not run(out, model=model, method=method, paths=path or [], quick=quick, say=typer.echo):
+        raise typer.Exit(1)
 
 
 def _json_number(value: Any) -> Any:

@@ -1,0 +1,72 @@
+"""``dpivon audit``: which model, and the loop over paths."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.audit.page import write
+from dpivon.audit.run import Audit, audit
+from dpivon.audit.subject import PATHS, STACK_PATHS, probe
+from dpivon.errors import bad, check_choice
+from dpivon.stacked.rules import RULES
+
+
+def digits() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network and scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    return model, torch.tensor(x[:64], dtype=torch.float32) / 16.0, torch.tensor(y[:64])
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    """A few parameters, a layer of which is used twice."""
+    subject = probe("hooks", "dp-sgd")
+    return subject.model, subject.inputs, subject.labels
+
+
+MODELS = {"digits": digits, "small": small}
+
+
+def load(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """One of ours, or what a function of the user's own returns: (model, inputs, labels)."""
+    if name in MODELS:
+        return MODELS[name]()
+    module, _, function = name.partition(":")
+    fix = f"Use one of {', '.join(MODELS)}, or package.module:function that returns (model, inputs, labels)"
+    if not function:
+        raise bad("model", name, "is not known", fix)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made: Any = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise bad("model", name, f"could not be loaded ({error})", fix) from error
+    finally:
+        sys.path.pop(0)
+    if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
+        raise bad("model", name, "did not return (model, inputs, labels)", fix)
+    return made
+
+
+def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any) -> bool:
+    """Audit on every path, print what was found, write the report; whether everything holds."""
+    for path in paths:
+        check_choice("path", path, PATHS, "Choose a way to compute clipped sums")
+    network, inputs, labels = load(model)
+    possible = [p for p in PATHS if (p not in STACK_PATHS or method in RULES) and (p != "ghost" or model != "small")]
+    audits: list[Audit] = []
+    for path in paths or possible:
+        audits.append(audit(network, (inputs, labels), method=method, path=path, quick=quick))
+        say(str(audits[-1]))
+    write(audits, out)
+    say(f"report in {out / 'audit.html'}")
+    return all(a.holds for a in audits)

@@ -1,0 +1,149 @@
+"""The audit of a subject on one path, and all that came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from dpivon.audit.finding import Check, Finding
+from dpivon.audit.reference import is_random
+from dpivon.audit.subject import Loss, MakeOptimizer, Subject
+from dpivon.audit.tier_a import TIER_A
+from dpivon.audit.tier_b import TIER_B
+from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, plain, single_releases
+from dpivon.errors import bad
+from dpivon.stacked.networks import cross_entropy
+
+EXAMPLES = 64  # of a data set that are looked at
+OWN_GUESSES = 1000
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Findings of the checks and lower bounds on ε, for one path."""
+
+    path: str
+    method: str
+    model: str
+    parameters: int
+    findings: list[Finding]
+    audited: list[Audited] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        """What does not hold; empty for a sound path."""
+        checks = [f"{f.check}: {f.detail}" for f in self.findings if f.holds is False]
+        bounds = [
+            f"{a.attack} at σ = {a.sigma:g}: audited ε ≥ {a.audited:.2f} above the claimed {a.claimed:.2f}"
+            for a in self.audited
+            if not a.holds
+        ]
+        return checks + bounds
+
+    @property
+    def holds(self) -> bool:
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"holds": self.holds}
+
+    def write(self, out: Any) -> None:
+        """``audit.json``, ``audit.png`` and the one-page ``audit.html`` in the folder ``out``."""
+        from dpivon.audit.page import write
+
+        write([self], out)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}, {self.method}, {self.model} ({self.parameters} parameters): {'holds' if self.holds else 'FAILS'}"
+        ]
+        mark = {True: "ok", False: "FAILED", None: "n/a"}
+        lines += [f"  {mark[f.holds]:>6}  {f.check}: {f.detail}" for f in self.findings]
+        lines += [
+            f"          {a.attack}, σ = {a.sigma:g}: ε ≥ {a.audited:.2f}, claimed {a.claimed:.2f}" for a in self.audited
+        ]
+        return "\n".join(lines)
+
+
+def audit(
+    model: nn.Module,
+    data: tuple[Tensor, Tensor] | Dataset[Any],
+    *,
+    method: str | MakeOptimizer = "dp-ivon-gradsq",
+    path: str = "bookkeeping",
+    loss: Loss = cross_entropy,
+    quick: bool = False,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Audit:
+    """Look for signs that private training of this model, by this method on this path, is not as private as it says.
+
+    >>> report = dpivon.audit(model, (inputs, labels), method="dp-sgd", path="ghost")
+    >>> assert report.holds, report.failures
+    >>> report.write("audit-output")
+
+    An audit can refute a guarantee and cannot prove one. It reads some of the data and publishes nothing of them, but what
+    it prints about sums is not private: run it on public or made-up data.
+
+    Args:
+        model: the network; it is copied, and never trained itself.
+        data: inputs and labels, or a data set of such pairs, of which the first 64 are used.
+        method: a name of ``dpivon methods``, or a function that makes an optimizer for a model.
+        path: ``"bookkeeping"``, ``"hooks"``, ``"functorch"``, ``"ghost"``, ``"stacked"`` or ``"captured"``.
+        loss: ``loss(outputs, labels)`` gives one loss an example.
+        quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
+        seed: of all randomness in the audited runs.
+        progress: called with the name of each check before it runs.
+    """
+    inputs, labels = _take(data)
+    subject = Subject(model, inputs, labels, method, path, loss, seed)
+    begun, tell = time.perf_counter(), progress or (lambda name: None)
+    state = torch.random.get_rng_state()
+    try:
+        findings = [_say(check, subject, tell) for check in (*TIER_A, *TIER_B, *(() if not quick else TIER_C[:1]))]
+        audited = [] if quick else _curve(subject, tell)
+    finally:
+        torch.random.set_rng_state(state)
+    size = sum(p.numel() for p in subject.trained())
+    spent = round(time.perf_counter() - begun, 1)
+    return Audit(path, subject.name, type(model).__name__, size, findings, audited, spent)
+
+
+def _say(check: Check, subject: Subject, tell: Callable[[str], None]) -> Finding:
+    tell(f"{check.tier}: {check.name}")
+    return check(subject)
+
+
+def _curve(subject: Subject, tell: Callable[[str], None]) -> list[Audited]:
+    out: list[Audited] = []
+    for sigma in SIGMAS if plain(subject) else ():
+        tell(f"C: canaries in single releases, σ = {sigma:g}")
+        out.append(single_releases(subject, sigma))
+    tell("C: canaries in one training run")
+    out.append(one_run(subject, 1.0))
+    if plain(subject) and not is_random(subject):
+        tell("C: a canary in the model itself")
+        out.append(own_model(subject, 1.0, OWN_GUESSES))
+    return out
+
+
+def _take(data: tuple[Tensor, Tensor] | Dataset[Any]) -> tuple[Tensor, Tensor]:
+    """The first examples as two tensors."""
+    if isinstance(data, tuple | list):
+        if len(data) != 2 or not all(isinstance(t, Tensor) for t in data):
+            raise bad("data", type(data).__name__, "is not a pair of tensors", "Give (inputs, labels)")
+        return data[0][:EXAMPLES], data[1][:EXAMPLES]
+    try:
+        rows: Sequence[Any] = [data[i] for i in range(min(EXAMPLES, len(data)))]  # type: ignore[arg-type]
+        return torch.stack([torch.as_tensor(x) for x, _ in rows]), torch.stack([torch.as_tensor(y) for _, y in rows])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise bad(
+            "data", type(data).__name__, f"cannot be stacked ({error})", "Give (inputs, labels) as two tensors"
+        ) from error

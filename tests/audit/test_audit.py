@@ -1,0 +1,149 @@
+"""The audit passes the library as it is, on every path, and fails it with a bug in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from matrix import METHOD, judge, under
+from mutants import Mutant, mutants
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import dpivon
+from dpivon import ArgumentError
+from dpivon.audit.subject import PATHS, probe
+from dpivon.audit.tier_a import TIER_A
+from dpivon.audit.tier_b import TIER_B
+from dpivon.audit.tiers import CHECKS
+from dpivon.cli import app
+
+MUTANTS = mutants()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_library_as_it_is_passes(path: str) -> None:
+    findings = [check(probe(path, METHOD)) for check in (*TIER_A, *TIER_B)]
+    assert [f for f in findings if f.holds is False] == []
+    assert sum(f.holds is True for f in findings) >= 14
+
+
+def test_the_canaries_are_found_and_prove_no_more_than_is_claimed() -> None:
+    from dpivon.audit.tier_c import one_run, single_releases
+
+    found = single_releases(probe("bookkeeping", METHOD), 1.0)
+    assert 0.9 * found.expected < found.audited <= found.claimed
+    assert found.claimed == pytest.approx(4.38, abs=0.01)
+    whole = one_run(probe("stacked", METHOD), 1.0)
+    assert 1.0 < whole.audited <= whole.claimed
+
+
+def test_no_cell_of_the_matrix_is_empty() -> None:
+    assert len(MUTANTS) == len({m.name for m in MUTANTS}) > 45
+    for mutant in MUTANTS:
+        assert set(mutant.paths) == set(PATHS)
+        assert all(callable(cell) or len(cell) > 10 for cell in mutant.paths.values())
+        assert any(mutant.expect in check.name for check in CHECKS)
+
+
+@pytest.mark.parametrize("i", range(len(MUTANTS)), ids=[m.name for m in MUTANTS])
+def test_the_check_that_should_see_a_bug_sees_it(i: int) -> None:
+    """On one path each, by turns; `make audit` has all of them."""
+    mutant = MUTANTS[i]
+    possible = [p for p in PATHS if callable(mutant.paths[p]) and p != "captured"]
+    if not possible:
+        pytest.skip(str(mutant.paths["captured"]))
+    path = possible[i % len(possible)]
+    (check,) = [c for c in CHECKS if mutant.expect in c.name]
+    finding = under(mutant.paths[path], check, path)
+    assert finding.holds is False, finding.detail
+    assert probe_is_whole_again(path, check.name)
+
+
+def probe_is_whole_again(path: str, name: str) -> bool:
+    """A bug must not outlive its block, or the next cell would be caught by the wrong one."""
+    check = next(c for c in CHECKS if c.name == name)
+    return "canaries" in name or check(probe(path, METHOD)).holds is not False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[m.name for m in MUTANTS])
+def test_every_bug_is_caught_on_every_path(mutant: Mutant, path: str) -> None:
+    cell = judge(mutant, path)
+    assert cell.verdict != "missed"
+
+
+class Tokens(nn.Module):
+    """Inputs that are no real numbers, and a layer of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.embedding(x).mean(1))
+        return out
+
+
+def test_a_model_and_an_optimizer_of_ones_own(tmp_path) -> None:
+    torch.manual_seed(0)
+    model, x, y = Tokens(), torch.randint(9, (20, 5)), torch.randint(3, (20,))
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.random.get_rng_state()
+    report = dpivon.audit(
+        model, (x, y), method=lambda m: torch.optim.Adam(m.parameters(), lr=1e-3), path="hooks", quick=True
+    )
+    assert report.holds, report.failures
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert torch.equal(state, torch.random.get_rng_state())
+    report.write(tmp_path)
+    written = json.loads((tmp_path / "audit.json").read_text())
+    assert written["holds"]
+    assert "canaries in single releases" in {f["check"] for f in written["audits"][0]["findings"]}
+    page = (tmp_path / "audit.html").read_text()
+    assert "Nothing was found against the guarantee" in page
+    assert "http" not in page.replace("https://www.w3.org", "")
+
+
+def test_an_optimizer_that_looks_behind_the_boundary_is_found() -> None:
+    class Peeking(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.add_(1e-3 * p.summed_grad.to(p.dtype))
+            return super().step(closure)
+
+    subject = probe("hooks", lambda m: Peeking(m.parameters(), lr=2.0**-36))
+    (check,) = [c for c in TIER_A if "frozen" in c.name]
+    assert check(subject).holds is False
+    assert check(subject.but(method=lambda m: torch.optim.SGD(m.parameters(), lr=2.0**-36))).holds is True
+
+
+def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> None:
+    arguments = ["audit", "--model", "small", "--path", "stacked", "--quick", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "audit.png").stat().st_size > 10_000
+    half = next(m for m in MUTANTS if m.name == "half the noise")
+    with half.paths["stacked"]():
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "FAILED" in result.output
+    assert json.loads((tmp_path / "out" / "audit.json").read_text())["holds"] is False
+
+
+def test_bad_arguments_are_named() -> None:
+    model, x, y = nn.Linear(3, 2), torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(ArgumentError, match="path='gost'"):
+        dpivon.audit(model, (x, y), path="gost")
+    with pytest.raises(ArgumentError, match="method='sgd'"):
+        dpivon.audit(model, (x, y), method="sgd")
+    with pytest.raises(ArgumentError, match="stacked"):
+        dpivon.audit(model, (x, y), method=lambda m: torch.optim.SGD(m.parameters()), path="stacked")
+    with pytest.raises(ArgumentError, match="at least 4"):
+        dpivon.audit(model, (x[:2], y[:2]))
+    result = CliRunner().invoke(app, ["audit", "--model", "nothing", "--out", "x"])
+    assert result.exit_code == 2
