@@ -62,7 +62,20 @@ def test_ivon_methods_differ_in_their_curvature() -> None:
         "dp-ivon-reparam": "reparam",
         "ivon": "reparam",
     }
-    assert set(chosen.values()) == set(ESTIMATORS)
+
+
+@pytest.mark.parametrize("curvature", ESTIMATORS)
+def test_any_estimator_can_be_named(curvature: str) -> None:
+    """By name, and it reports that name; the calm step divides by a second moment, so it takes those that are one."""
+    optimizer = dpivon.method("dp-ivon-gradsq", nn.Linear(2, 2), dataset_size=5, curvature=curvature).optimizer
+    assert isinstance(optimizer, IVON)
+    assert optimizer.curvature.name == curvature
+    if "reparam" in curvature or "gradsq" in curvature:
+        with pytest.raises(ValueError, match=f"curvature='{curvature}': does not estimate a second moment"):
+            dpivon.method("dp-calm", nn.Linear(2, 2), dataset_size=5, curvature=curvature)
+    else:
+        q = dpivon.method("dp-calm", nn.Linear(2, 2), dataset_size=5, curvature=curvature).posterior()
+        assert q.metadata["curvature"] == curvature
 
 
 def test_dpagd_takes_any_phi_and_psi() -> None:

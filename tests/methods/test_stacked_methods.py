@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import dpivon
 from dpivon import EMA, Release
 from dpivon.methods import METHODS
+from dpivon.optim.curvature import ESTIMATORS
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.sampled_posterior import SampledPosterior
@@ -32,14 +33,34 @@ def data() -> tuple[Tensor, Tensor]:
 
 def options_of(name: str) -> dict[str, float]:
     """Away from the defaults where a default would hide a mistake."""
-    special = {"beta2": 0.9, "nesterov": 1.0, "cap": 1e-4, "floor": 1e-5, "weight_decay": 0.05, "momentum": 0.7}
+    special = {
+        "beta2": 0.9,
+        "curvature_decay": 0.6,
+        "temperature": 0.3,
+        "nesterov": 1.0,
+        "cap": 1e-4,
+        "floor": 1e-5,
+        "weight_decay": 0.05,
+        "momentum": 0.7,
+    }
     return {key: value for key, value in special.items() if key in DEFAULTS[name]}
 
 
 @pytest.mark.parametrize("ema", [None, 0.7])
 @pytest.mark.parametrize("name", RULES)
 def test_a_row_is_the_method_alone_on_the_same_releases(name: str, ema: float | None, data: Any) -> None:
-    options = options_of(name) | ({} if ema is None else {"ema": ema})
+    check_row(name, options_of(name) | ({} if ema is None else {"ema": ema}), data)
+
+
+@pytest.mark.parametrize("curvature", ESTIMATORS)
+def test_so_it_is_with_any_estimator(curvature: str, data: Any) -> None:
+    check_row("dp-ivon-gradsq", {**options_of("dp-ivon-gradsq"), "curvature": curvature}, data)
+    if not {"reparam", "gradsq"} & set(curvature.split("-")):
+        check_row("dp-calm", {**options_of("dp-calm"), "curvature": curvature, "ema": 0.7}, data)
+
+
+def check_row(name: str, options: dict[str, Any], data: Any) -> None:
+    ema = options.get("ema")
     run = Run(name, 21, 1.0, 1.0, 0.05, 8, options)
     others = [Run("dp-sgd", 1, 1.0, 1.0, 0.1, 4), Run(name, 2, 0.5, 2.0, 0.01, 16)]
     stack = Stack([others[0], run, others[1]], AnyNetwork(build), *data)
@@ -68,7 +89,7 @@ def test_a_row_is_the_method_alone_on_the_same_releases(name: str, ema: float | 
             with optimizer.sampled_params(train=True):
                 pass
         released = dict(zip(params, split(g), strict=True))
-        optimizer.step(release=Release(released, float(stack.mechanism.variance[row])))
+        optimizer.step(release=Release(released, float(stack.mechanism.variance[row]), batch_size=8.0))
         original(sums)
 
     stack._update = update  # type: ignore[method-assign]
@@ -106,6 +127,7 @@ def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> 
 def test_every_rule_can_be_compiled_whole(data: Any) -> None:
     """On a GPU a stack compiles its rules and captures them in a graph: nothing in them may need Python between kernels."""
     runs = [Run(name, i, 1.0, 1.0, 0.02, 8, {"ema": 0.5} if i % 2 else {}) for i, name in enumerate(RULES)]
+    runs += [Run("dp-ivon-gradsq", 50 + i, 1.0, 1.0, 0.02, 8, {"curvature": c}) for i, c in enumerate(ESTIMATORS)]
     stack = Stack(runs, AnyNetwork(build), *data)
     generator = torch.Generator().manual_seed(3)
     g, eps = (torch.randn(stack.mean.shape, generator=generator) for _ in range(2))
@@ -138,6 +160,20 @@ def test_a_run_without_an_average_has_none_to_give(data: Any) -> None:
 def test_options_of_a_run_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Run("dpagd", 1, 1.0, 1.0, 0.1, 4, options)
+
+
+@pytest.mark.parametrize(
+    ("method", "curvature", "message"),
+    [
+        ("dp-ivon-gradsq", "sined", "curvature='sined': is not a known estimator"),
+        ("dp-ivon-gradsq", 1.0, "curvature=1.0: is not a name"),
+        ("dp-calm", "reparam", "curvature='reparam': does not estimate a second moment"),
+        ("dp-adam", "signed", r"options=\['curvature'\]"),
+    ],
+)
+def test_an_estimator_that_a_run_cannot_have_is_named(method: str, curvature: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Run(method, 1, 1.0, 1.0, 0.1, 4, {"curvature": curvature})
 
 
 # ---- ensembles

@@ -74,6 +74,7 @@ CANDIDATES = {
     "dp-ivon-gradsq-plain": (0.3, 1.0, 3.0),
     "dp-ivon-reparam": (0.3, 1.0, 3.0),
     "ivon": (0.3, 1.0, 3.0),
+    "dp-calm": (0.003, 0.01, 0.03),
     "dp-sgld": (0.3, 1.0, 3.0),
     "dp-psgld": (0.003, 0.01, 0.03),
     "dp-bbp": (0.003, 0.01, 0.03),

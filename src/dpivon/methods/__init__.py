@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dpivon.errors import bad
-from dpivon.methods import adam, bbp, dpagd, dropout, ivon, langevin, sgd
+from dpivon.methods import adam, bbp, calm, dpagd, dropout, ivon, langevin, sgd
 from dpivon.methods.base import Learner, Method, Setup, learner
 
 METHODS: dict[str, Method] = {
-    m.name: m for family in (sgd, adam, dpagd, ivon, langevin, bbp, dropout) for m in family.METHODS
+    m.name: m for family in (sgd, adam, dpagd, ivon, calm, langevin, bbp, dropout) for m in family.METHODS
 }
 
 

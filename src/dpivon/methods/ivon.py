@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.methods.base import Build, Method, Setup
+from dpivon.methods.base import Method, Setup
 from dpivon.optim.ivon import IVON
 
 _REFERENCE = "Shen et al. 2024"
@@ -22,19 +22,15 @@ _DEFAULTS: dict[str, Any] = {
     "clip_radius": math.inf,
     "debias": True,
     "rescale_lr": True,
+    "curvature_decay": 0.99,
 }
 
 
-def _build(curvature: str) -> Build:
-    def build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
-        options = dict(setup.options)
-        ess = options.pop("ess")
-        ess = setup.dataset_size if ess is None else ess
-        return model, IVON(
-            model.parameters(), lr=setup.lr, ess=ess, curvature=curvature, generator=setup.generator, **options
-        )
-
-    return build
+def _build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    options = dict(setup.options)
+    ess = options.pop("ess")
+    ess = setup.dataset_size if ess is None else ess
+    return model, IVON(model.parameters(), lr=setup.lr, ess=ess, generator=setup.generator, **options)
 
 
 def _method(name: str, title: str, curvature: str, summary: str, choose: str, reference: str) -> Method:
@@ -48,8 +44,8 @@ def _method(name: str, title: str, curvature: str, summary: str, choose: str, re
         choose=choose,
         reference=reference,
         lr=1.0,
-        build=_build(curvature),
-        defaults=_DEFAULTS,
+        build=_build,
+        defaults={"curvature": curvature, **_DEFAULTS},
         samples=32,
     )
 

@@ -24,6 +24,8 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "relative_floor": (_NOT_NEGATIVE, "Use about 0.1, or 0 for none"),
     "floor": (_POSITIVE, "Use about 1e-8; it bounds the step by lr/√floor"),
     "ema": ({"at_least": 0.0, "below": 1.0}, "Use a number such as 0.99, below 1"),
+    "curvature_decay": ({"at_least": 0.0, "below": 1.0}, "Use about 0.99; 0 remembers nothing"),
+    "batch_size": (_POSITIVE, "Use the expected batch size"),
     "hess_init": (_POSITIVE, "Use about 1"),
     "ess": (_POSITIVE, "Use the number of training examples"),
     "temperature": (_NOT_NEGATIVE, "Use 1 for the posterior itself"),

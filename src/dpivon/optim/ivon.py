@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,17 @@ from torch.optim import Optimizer
 from dpivon.errors import DpivonError, PrivacyError, bad, check_number, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
+from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import IVONState, ivon_update, std, variance
+from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
 from dpivon.optim.rule import debias
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
-from dpivon.posterior import Posterior, unwrap
+from dpivon.posterior import Posterior
 from dpivon.release import Release
+
+_MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
 
 class IVON(Optimizer):
@@ -47,12 +52,14 @@ class IVON(Optimizer):
         beta2: momentum of the curvature.
         weight_decay: damping δ, the precision of the prior divided by N_ess.
         mc_samples: how many θ-samples a step uses. Enter ``sampled_params(train=True)`` as many times.
-        curvature: ``"reparam"`` (IVON's own), ``"gradsq"``, ``"gradsq-corrected"`` (the paper's), or an estimator.
+        curvature: ``"reparam"`` (IVON's own), ``"gradsq"``, ``"gradsq-corrected"`` (the paper's), any other of
+            ``dpivon.optim.curvature.ESTIMATORS``, or an estimator.
             None means ``"reparam"`` without privacy and ``"gradsq-corrected"`` under ``dpivon.PrivacyEngine``.
         clip_radius: bound on each coordinate of the preconditioned step.
         debias: divide the momentum by 1 − β₁ᵗ.
         rescale_lr: multiply α by h₀ + δ, so that the first step has size α·g whatever h₀; the paper's α is without.
         hess_approx: upstream's name for ``curvature`` (``"price"`` or ``"gradsq"``), for those who migrate.
+        curvature_decay: ρ of the averages over steps that some estimators keep (in the state, under ``curvature_…``).
         generator: source of the posterior samples; the device's default generator if None.
     """
 
@@ -72,6 +79,7 @@ class IVON(Optimizer):
         rescale_lr: bool = True,
         *,
         hess_approx: str | None = None,
+        curvature_decay: float = 0.99,
         generator: torch.Generator | None = None,
     ) -> None:
         if hess_approx is not None:
@@ -104,6 +112,7 @@ class IVON(Optimizer):
                 "clip_radius": clip_radius,
                 "debias": debias,
                 "rescale_lr": rescale_lr,
+                "curvature_decay": curvature_decay,
             },
         )
 
@@ -218,6 +227,9 @@ class IVON(Optimizer):
                 "curvature is left as it is. Take gradients inside `with optimizer.sampled_params(train=True):`.",
                 stacklevel=4,
             )
+        evidence = curvatures.remembered(
+            estimator, replace(evidence, t=[state["step"] for state in states], memory=self._memory(states))
+        )
         lr, beta1, weight_decay = group["lr"], group["beta1"], group["weight_decay"]
         new = ivon_update(
             IVONState(
@@ -240,6 +252,13 @@ class IVON(Optimizer):
             state["momentum"], state["hess"] = momentum, hess
             if "mean" in state:
                 state["mean"] = mean
+        for name, values in evidence.memory.items():
+            for state, value in zip(states, values, strict=True):
+                state[_MEMORY + name] = value
+
+    def _memory(self, states: list[dict[str, Any]]) -> dict[str, TensorList]:
+        names = curvatures.memory_of(self.curvature)
+        return {name: TensorList([state[_MEMORY + name] for state in states]) for name in names}
 
     def _evidence(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> Evidence[TensorList]:
         hess = TensorList([self._state(p, group)["hess"] for p in params])
@@ -250,7 +269,7 @@ class IVON(Optimizer):
                 TensorList([total[p] for p in params]) / average.count
                 for total in (average.g, average.g_squared, average.g_perturbation)
             )
-            return self._pack(group, hess, g, g_squared, g_perturbation, 0.0)
+            return self._pack(group, hess, g, g_squared, g_perturbation, 0.0, None)
         raw = release.gradients if release is not None else {p: p.grad for p in params}
         g = TensorList([dense(raw[p]).to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
         # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
@@ -266,6 +285,7 @@ class IVON(Optimizer):
             g.square(),
             None if shift is None else g * TensorList(shift),
             0.0 if release is None else release.variance,
+            None if release is None else release.batch_size,
         )
 
     @staticmethod
@@ -276,6 +296,7 @@ class IVON(Optimizer):
         g_squared: TensorList,
         g_perturbation: TensorList | None,
         noise_variance: float,
+        batch_size: float | None,
     ) -> Evidence[TensorList]:
         return Evidence(
             g=g,
@@ -285,6 +306,8 @@ class IVON(Optimizer):
             hess=hess,
             ess=group["ess"],
             weight_decay=group["weight_decay"],
+            batch_size=batch_size,
+            decay=group["curvature_decay"],
         )
 
     # ---- gradients of several θ-samples, without privacy
@@ -378,7 +401,7 @@ class IVON(Optimizer):
         """
         if self._inside is not None:
             raise DpivonError("posterior() inside sampled_params: call it after the `with` block.")
-        names = self._names(model)
+        names = parameter_names(self, model)
         mean, var = {}, {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -387,28 +410,6 @@ class IVON(Optimizer):
                     mean[names[p]] = self._mean(p).detach().clone()
                     var[names[p]] = variance(hess, ess=group["ess"], weight_decay=group["weight_decay"])
         return Posterior(mean=mean, variance=var, metadata={"method": "ivon", "curvature": self.curvature.name})
-
-    def _names(self, model: nn.Module | None) -> dict[Tensor, str]:
-        params = [p for group in self.param_groups for p in group["params"]]
-        if model is not None:
-            names: dict[Tensor, str] = {p: name for name, p in unwrap(model).named_parameters()}
-            missing = [i for i, p in enumerate(params) if p.requires_grad and p not in names]
-            if missing:
-                raise bad(
-                    "model",
-                    type(model).__name__,
-                    f"does not contain the optimizer's parameter number {missing[0]}",
-                    "Pass the model whose parameters the optimizer was given",
-                )
-            return names
-        if all("param_names" in group for group in self.param_groups):
-            return {
-                p: name
-                for group in self.param_groups
-                for p, name in zip(group["params"], group["param_names"], strict=True)
-            }
-        trained = [p for p in params if p.requires_grad]
-        return {p: str(i) for i, p in enumerate(trained)}
 
     # ---- state
 
@@ -419,6 +420,14 @@ class IVON(Optimizer):
             state["step"] = 0
             state["momentum"] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
             state["hess"] = torch.full_like(p, group["hess_init"], dtype=dtype, requires_grad=False)
+        for name in curvatures.memory_of(self.curvature):
+            if _MEMORY + name not in state:
+                if state["step"]:
+                    raise DpivonError(
+                        f"curvature={self.curvature.name!r}: the state has no {name!r} of its first {state['step']} steps; "
+                        "it was made with another estimator. Go on with that one, or begin anew."
+                    )
+                state[_MEMORY + name] = torch.zeros_like(p, dtype=full_dtype(p), requires_grad=False)
         follow(p, state)
         return state
 
@@ -436,6 +445,7 @@ class IVON(Optimizer):
         group["beta1"] = check_number("beta1", group["beta1"], "Use about 0.9", at_least=0.0, at_most=1.0)
         group["beta2"] = check_number("beta2", group["beta2"], "Use about 0.99999", at_least=0.0, at_most=1.0)
         group["weight_decay"] = check_number("weight_decay", group["weight_decay"], "Use about 1e-4", at_least=0.0)
+        group["curvature_decay"] = check_hyper("curvature_decay", group["curvature_decay"])
         group["clip_radius"] = check_number(
             "clip_radius", group["clip_radius"], "Use inf for no bound", above=0.0, finite=False
         )

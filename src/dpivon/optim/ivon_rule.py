@@ -40,6 +40,12 @@ def std(hess: Values, *, ess: Any, weight_decay: Any) -> Values:
     return ((hess + weight_decay) * ess).rsqrt()
 
 
+def curvature_update(hess: Values, h_hat: Values, *, beta2: Any, weight_decay: Any) -> Values:
+    """The recursion for h alone."""
+    d = (hess - h_hat) * (1.0 - beta2)  # in this form β₂ = 1 leaves h alone even where ĥ² would overflow
+    return hess - d + d.square() / (hess + weight_decay) * 0.5
+
+
 def ivon_update(
     state: IVONState[Values],
     g: Values,
@@ -56,8 +62,7 @@ def ivon_update(
     m, s, h = state.mean, state.momentum, state.hess
     s = s * beta1 + g * (1.0 - beta1)
     if h_hat is not None:
-        d = (h - h_hat) * (1.0 - beta2)  # in this form β₂ = 1 leaves h alone even where ĥ² would overflow
-        h = h - d + d.square() / (h + weight_decay) * 0.5
+        h = curvature_update(h, h_hat, beta2=beta2, weight_decay=weight_decay)
     step = (s / debias + m * weight_decay) / (h + weight_decay)
     if math.isfinite(clip_radius):
         step = step.clamp(min=-clip_radius, max=clip_radius)

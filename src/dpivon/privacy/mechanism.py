@@ -28,4 +28,8 @@ def release(
     charge(spec)
     noises = TensorList([noise.normal(total, spec.noise_std) for total in clipped_sums.values()])
     released = (noises + TensorList(list(clipped_sums.values()))) / spec.divisor
-    return Release(gradients=dict(zip(clipped_sums, released, strict=True)), variance=spec.variance)
+    return Release(
+        gradients=dict(zip(clipped_sums, released, strict=True)),
+        variance=spec.variance,
+        batch_size=spec.divisor if spec.loss_reduction == "mean" else None,
+    )

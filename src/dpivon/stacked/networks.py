@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpivon.models import PaperCNN
+from dpivon.optim.curvature import Matrices, matrix
 from dpivon.privacy.guards import check_model
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
@@ -24,6 +25,11 @@ class Network(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def matrices(self) -> Matrices:
+        """(rows, columns) of every tensor in a row of numbers, in their order."""
+        ...
 
     def initial(self, seed: int) -> Tensor:
         """A freshly initialised row."""
@@ -63,6 +69,10 @@ class AnyNetwork:
     @property
     def size(self) -> int:
         return sum(p.numel() for p in trained(self._template))
+
+    @property
+    def matrices(self) -> Matrices:
+        return [matrix(p.shape) for p in trained(self._template)]
 
     def initial(self, seed: int) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -107,6 +117,12 @@ class PaperNetwork(AnyNetwork):
         super().__init__(
             lambda: PaperCNN(widths=o.widths, hidden=o.hidden, classes=o.classes, groups=o.groups, image_size=o.image)
         )
+
+    @property
+    def matrices(self) -> Matrices:
+        # The kernels keep a tensor's outputs last; rows and columns change places, which no estimator minds.
+        turned = [matrix(shape[::-1]) for shape in self.layout.shapes.values()]
+        return [(columns, rows) if rows > 1 else (rows, columns) for rows, columns in turned]
 
     def pack(self, model: nn.Module) -> Tensor:
         assert isinstance(model, PaperCNN)

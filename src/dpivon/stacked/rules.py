@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dpivon.optim.adam_rule import Adam, AdamW
 from dpivon.optim.average import average_update
+from dpivon.optim.calm_rule import Calm
 from dpivon.optim.curvature import (
     CorrectedSquaredGradient,
     CurvatureEstimator,
     Evidence,
+    Matrices,
     Reparameterised,
     SquaredGradient,
+    estimate,
+    memory_of,
+    remembered,
+    resolve,
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, ivon_update, std
@@ -84,13 +90,16 @@ def _without_average(state: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class IVONRows:
-    """DP-IVON with any curvature estimator."""
+    """DP-IVON with any curvature estimator; ``matrices`` says where tensors are in a row, for those that pool over them."""
 
     estimator: CurvatureEstimator
+    matrices: Matrices = ()
     samples = True
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        return {"mean": mean, "momentum": torch.zeros_like(mean), "hess": hyper["hess_init"].expand_as(mean).clone()}
+        own = {name: torch.zeros_like(mean) for name in memory_of(self.estimator)}
+        hess = hyper["hess_init"].expand_as(mean).clone()
+        return {"mean": mean, "momentum": torch.zeros_like(mean), "hess": hess, **own}
 
     def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
         return state["mean"] + noise * std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
@@ -105,12 +114,16 @@ class IVONRows:
             hess=hess,
             ess=ess,
             weight_decay=weight_decay,
+            batch_size=hyper["batch_size"],
+            t=t,
+            decay=hyper["curvature_decay"],
+            memory={name: state[name] for name in memory_of(self.estimator)},
         )
-        h_hat: Any = self.estimator(evidence)
+        evidence = remembered(self.estimator, evidence)
         new = ivon_update(
-            IVONState(**state),
+            IVONState(mean=state["mean"], momentum=state["momentum"], hess=hess),
             g,
-            h_hat,
+            estimate(self.estimator, evidence, self.matrices),
             lr=hyper["lr"],
             beta1=hyper["beta1"],
             beta2=hyper["beta2"],
@@ -118,7 +131,7 @@ class IVONRows:
             debias=debias(hyper["beta1"], t),
         )
         # Not vars(new): torch.compile 2.13 makes an empty dictionary of it.
-        return {"mean": new.mean, "momentum": new.momentum, "hess": new.hess}
+        return {"mean": new.mean, "momentum": new.momentum, "hess": new.hess, **evidence.memory}
 
 
 POINT_RULES: dict[str, UpdateRule] = {
@@ -131,8 +144,9 @@ POINT_RULES: dict[str, UpdateRule] = {
     "dp-adambc": ADAMBC,
     "dp-sgld": SGLD(),
     "dp-psgld": PSGLD(),
+    "dp-calm": Calm(),
 }
-_IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0}
+_IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0, "curvature_decay": 0.99}
 
 RULES: dict[str, Rule] = {
     **{name: PointRows(rule) for name, rule in POINT_RULES.items()},
@@ -141,9 +155,29 @@ RULES: dict[str, Rule] = {
     "dp-ivon-reparam": IVONRows(Reparameterised()),
 }
 
-#: The hyperparameters of each besides ``lr`` and ``ess``, which is N unless an option says otherwise.
+
+def estimator_of(method: str) -> CurvatureEstimator | None:
+    """The curvature estimator of a method; None where it has none."""
+    rule = RULES[method]
+    if isinstance(rule, PointRows):
+        return rule.rule.estimator if isinstance(rule.rule, Calm) else None
+    return rule.estimator if isinstance(rule, IVONRows) else None
+
+
+def rows_of(method: str, curvature: str, matrices: Matrices) -> Rule:
+    """The rule of a method with another estimator, if one is named, on rows made of these tensors."""
+    rule, own = RULES[method], estimator_of(method)
+    if own is None:
+        return rule
+    estimator = resolve(curvature) if curvature else own
+    if isinstance(rule, IVONRows):
+        return replace(rule, estimator=estimator, matrices=matrices)
+    return PointRows(Calm(estimator, matrices))
+
+
+#: The hyperparameters of each besides ``lr``, the run's own b, and ``ess``, which is N unless an option says otherwise.
 DEFAULTS: dict[str, dict[str, float]] = {
-    name: {key: value for key, value in POINT_RULES[name].defaults.items() if key != "ess"}
+    name: {key: value for key, value in POINT_RULES[name].defaults.items() if key not in ("ess", "batch_size")}
     if name in POINT_RULES
     else _IVON_DEFAULTS
     for name in RULES

@@ -25,14 +25,15 @@ from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, Streams
 from dpivon.stacked.networks import AnyNetwork, Network
-from dpivon.stacked.rules import DEFAULTS, RULES, AveragedRows, Rows, Rule
+from dpivon.stacked.rules import DEFAULTS, RULES, AveragedRows, Rows, Rule, estimator_of, rows_of
 
 
 @dataclass(frozen=True)
 class Run:
     """One private training run. ``options`` override the method's defaults (``beta1``, ``ess``, ``hess_init``, …).
 
-    The option ``ema``, for every method, keeps an average of the iterates beside them: ``Stack.average``.
+    The option ``ema``, for every method, keeps an average of the iterates beside them: ``Stack.average``. The option
+    ``curvature`` names another estimator of :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
     """
 
     method: str
@@ -41,7 +42,7 @@ class Run:
     max_grad_norm: float
     lr: float
     batch_size: int
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.method not in RULES:
@@ -50,6 +51,8 @@ class Run:
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
         unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema"}
+        if estimator_of(self.method) is not None:
+            unknown -= {"curvature"}
         if unknown:
             raise bad(
                 "options",
@@ -58,12 +61,16 @@ class Run:
                 f"Use {sorted(DEFAULTS[self.method])}",
             )
         for name, value in self.options.items():
-            check_hyper(name, value)
+            if name != "curvature":
+                check_hyper(name, value)
+        if not isinstance(self.options.get("curvature", ""), str):
+            raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
+        rows_of(*self.kind[::2], ())  # an estimator that is unknown, or that the method cannot use, is named here
 
     @property
-    def kind(self) -> tuple[str, bool]:
-        """Rows of one kind are updated together."""
-        return self.method, "ema" in self.options
+    def kind(self) -> tuple[str, bool, str]:
+        """Rows of one kind are updated together: method, whether averaged, the estimator it names."""
+        return self.method, "ema" in self.options, str(self.options.get("curvature", ""))
 
 
 class Stack:
@@ -126,20 +133,22 @@ class Stack:
         self._warm_steps = 0
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
-    def _part(self, kind: tuple[str, bool], mean: Tensor, n: int) -> _Part:
-        method, averaged = kind
+    def _part(self, kind: tuple[str, bool, str], mean: Tensor, n: int) -> _Part:
+        method, averaged, curvature = kind
         rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
-        keys = ["lr", "ess", *DEFAULTS[method], *(["ema"] if averaged else [])]
+        keys = ["lr", "ess", "batch_size", *DEFAULTS[method], *(["ema"] if averaged else [])]
         columns = []
         for i in rows:
             run = self.runs[i]
-            values = {"lr": run.lr, "ess": float(n)} | DEFAULTS[method] | dict(run.options)
-            columns.append([values[key] for key in keys])
+            own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size)}
+            values = own | DEFAULTS[method] | dict(run.options)
+            columns.append([float(values[key]) for key in keys])
         table = torch.tensor(columns, dtype=torch.float32, device=self.device)
         hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
         place = slice(rows[0], rows[-1] + 1)
         hyper["noise_variance"] = self.mechanism.variance[place]
-        rule: Rule = AveragedRows(RULES[method]) if averaged else RULES[method]
+        rows_rule = rows_of(method, curvature, self.network.matrices)
+        rule: Rule = AveragedRows(rows_rule) if averaged else rows_rule
         return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
 
     # ---- training
@@ -321,4 +330,5 @@ def _std(part: _Part) -> Tensor:
     if "hess" not in part.state:
         return torch.zeros_like(part.state["mean"])
     h = part.hyper
-    return variance(part.state["hess"], ess=h["ess"], weight_decay=h["weight_decay"]).sqrt()
+    v = variance(part.state["hess"], ess=h["ess"], weight_decay=h["weight_decay"])
+    return (v * h["temperature"] if "temperature" in h else v).sqrt()

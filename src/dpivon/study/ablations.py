@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dpivon.study.cells import Cells, Value
 from dpivon.study.figures import IVON, TITLES
+from dpivon.study.plan import shown
 from dpivon.study.table import Row
 
 _COLUMNS = {
@@ -64,7 +65,7 @@ def ablations_page(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> 
 
 def _name(variant: Variant) -> str:
     method, options, lr = variant
-    changes = ", ".join(f"{k} = {v:g}" for k, v in json.loads(options).items()) if options else ""
+    changes = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
     return f"{TITLES.get(method, method)}{', ' + changes if changes else ''}, lr {lr:g}"
 
 

@@ -14,6 +14,7 @@ from dpivon.study.plan import Plan, PlannedRun
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=10**9)]
+Name = Annotated[str, Field(pattern=r"^[a-z]+(-[a-z]+)*$")]
 MOST_RUNS = 10**6
 _FIX = "Compare it with studies/paper.yaml"
 
@@ -35,7 +36,7 @@ class Entry(_Strict):
 
     method: str
     lr: Positive | list[Positive]
-    options: dict[str, float | list[float]] = {}
+    options: dict[str, float | Name | list[float | Name]] = {}
     grid: Grid | None = None
 
 
@@ -122,5 +123,5 @@ def _runs(study: Study, entry: Entry, chosen: dict[str, float]) -> list[PlannedR
     return out
 
 
-def _listed(value: Any) -> list[float]:
+def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]

@@ -30,12 +30,12 @@ class PlannedRun:
     max_grad_norm: float
     seed: int
     lr: float
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float | str] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
         """A name that says what the run is."""
-        extra = "".join(f"-{k}={v:g}" for k, v in sorted(self.options.items()))
+        extra = "".join(f"-{k}={shown(v)}" for k, v in sorted(self.options.items()))
         return (
             f"{self.method}-b{self.batch_size}-sigma{self.noise_multiplier:g}-C{self.max_grad_norm:g}"
             f"-lr{self.lr:g}{extra}-seed{self.seed}"
@@ -146,6 +146,11 @@ def read_plan(path: Path) -> Plan:
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         problem = f"lacks or has a key or a kind of value it should not ({type(error).__name__}: {error})"
         raise bad("study", str(path), problem, _FIX) from None
+
+
+def shown(value: float | str) -> str:
+    """An option's value in names and tables."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def changed(values: Any) -> str:

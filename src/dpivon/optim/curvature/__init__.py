@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from dpivon.errors import bad
+from dpivon.optim.curvature.apply import Matrices, estimate, matrix, memory_of, remembered
+from dpivon.optim.curvature.averaged import Averaged
 from dpivon.optim.curvature.base import CurvatureEstimator, Evidence
+from dpivon.optim.curvature.cross import CrossMoment
+from dpivon.optim.curvature.empirical_bayes import EmpiricalBayes
+from dpivon.optim.curvature.floored import Floored
 from dpivon.optim.curvature.gradsq import CorrectedSquaredGradient, SquaredGradient
+from dpivon.optim.curvature.pooled_reparam import PooledReparameterised
+from dpivon.optim.curvature.rank_one import RankOne
 from dpivon.optim.curvature.reparam import Reparameterised
-from dpivon.optim.tensors import TensorList
+from dpivon.optim.curvature.scale import SecondMoment
+from dpivon.optim.curvature.signed import Signed
 
-ESTIMATORS: dict[str, type[CurvatureEstimator]] = {
-    "reparam": Reparameterised,
-    "gradsq": SquaredGradient,
-    "gradsq-corrected": CorrectedSquaredGradient,
-}
+_SECOND_MOMENTS: tuple[type[SecondMoment], ...] = (Signed, Averaged, Floored, EmpiricalBayes, RankOne)
+_MADE: tuple[CurvatureEstimator, ...] = (
+    Reparameterised(),
+    SquaredGradient(),
+    CorrectedSquaredGradient(),
+    *(kind() for kind in _SECOND_MOMENTS),
+    *(kind(scale="batch") for kind in _SECOND_MOMENTS),
+    CrossMoment(),
+    PooledReparameterised(),
+)
+#: Every estimator by its name. They are immutable: what one remembers is kept by the optimizer.
+ESTIMATORS: dict[str, CurvatureEstimator] = {estimator.name: estimator for estimator in _MADE}
 _UPSTREAM_NAMES = {"price": "reparam"}
 
 
@@ -25,7 +38,7 @@ def resolve(curvature: str | CurvatureEstimator) -> CurvatureEstimator:
         if name not in ESTIMATORS:
             known = ", ".join(map(repr, ESTIMATORS))
             raise bad("curvature", curvature, "is not a known estimator", f"Use one of {known}, or an object")
-        return ESTIMATORS[name]()
+        return ESTIMATORS[name]
     if isinstance(curvature, type) or not isinstance(curvature, CurvatureEstimator):
         raise bad(
             "curvature",
@@ -36,36 +49,25 @@ def resolve(curvature: str | CurvatureEstimator) -> CurvatureEstimator:
     return curvature
 
 
-def estimate(estimator: CurvatureEstimator, evidence: Evidence[TensorList]) -> TensorList | None:
-    """ĥ for all parameters of a model: at once where the estimator allows it, tensor by tensor otherwise."""
-    if estimator.needs_sample and evidence.g_perturbation is None:
-        return None
-    if estimator.elementwise:
-        everywhere: TensorList | None = estimator(evidence)
-        return everywhere
-    return TensorList([estimator(_tensor(evidence, i)) for i in range(len(evidence.g))])
-
-
-def _tensor(evidence: Evidence[TensorList], i: int) -> Evidence[Tensor]:
-    perturbation = evidence.g_perturbation
-    return Evidence(
-        g=evidence.g[i],
-        g_squared=evidence.g_squared[i],
-        g_perturbation=None if perturbation is None else perturbation[i],
-        noise_variance=evidence.noise_variance,
-        hess=evidence.hess[i],
-        ess=evidence.ess,
-        weight_decay=evidence.weight_decay,
-    )
-
-
 __all__ = [
     "ESTIMATORS",
+    "Averaged",
     "CorrectedSquaredGradient",
+    "CrossMoment",
     "CurvatureEstimator",
+    "EmpiricalBayes",
     "Evidence",
+    "Floored",
+    "Matrices",
+    "PooledReparameterised",
+    "RankOne",
     "Reparameterised",
+    "SecondMoment",
+    "Signed",
     "SquaredGradient",
     "estimate",
+    "matrix",
+    "memory_of",
+    "remembered",
     "resolve",
 ]

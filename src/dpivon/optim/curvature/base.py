@@ -6,7 +6,8 @@ been released: an estimator is post-processing whatever it computes. Adding one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, runtime_checkable
 
 from dpivon.optim.tensors import Values
@@ -24,6 +25,10 @@ class Evidence(Generic[Values]):
             None when the step took no θ-sample, or the estimator did not ask for one.
         noise_variance: variance of the privacy noise in each coordinate of g; 0 without privacy.
         hess, ess, weight_decay: h, N_ess and δ before the update.
+        batch_size: the expected batch b that g is a mean over; None where nobody said.
+        t: the number of this step, from 1.
+        decay: ρ of the averages that an estimator keeps.
+        memory: what the estimator keeps between steps, by its own names, this step included.
     """
 
     g: Values
@@ -33,6 +38,10 @@ class Evidence(Generic[Values]):
     hess: Values
     ess: Any
     weight_decay: Any
+    batch_size: Any = None
+    t: Any = 1
+    decay: Any = 0.99
+    memory: Mapping[str, Values] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -42,10 +51,22 @@ class CurvatureEstimator(Protocol):
     ``name`` identifies it in reports. ``elementwise`` says that every coordinate is treated alike, so that it may be
     given all parameters at once; otherwise it is called tensor by tensor. ``needs_sample`` says that it reads
     ``g_perturbation``.
+
+    One that pools over a tensor and is to be used in stacks also has ``pools = True``: it is then given each tensor as K
+    matrices [K, rows, columns] (K = 1 outside a stack; a vector is one row), which it must not mix.
+
+    One that keeps something between steps also has ``remembers``, the names of its tensors, which have the shape of
+    the parameters and begin at zero, and ``remember(evidence)``, which returns them after this step given those
+    before it, coordinate by coordinate. ``__call__`` then finds the new ones in ``evidence.memory``.
     """
 
-    name: str
-    elementwise: bool
-    needs_sample: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def elementwise(self) -> bool: ...
+
+    @property
+    def needs_sample(self) -> bool: ...
 
     def __call__(self, evidence: Evidence[Any]) -> Any: ...
