@@ -25,8 +25,8 @@ QUICK: dict[str, Any] = {
     "epsilon": 8.0, "delta": 1e-3, "bounds": (-10, 10), "hidden": (), "epochs": 2, "samples": 4, "batch_size": 10_000,
 }  # fmt: skip
 # Round numbers at the ranges that the public description of this public data set states.
-CANCER_HIGH = np.array([30, 40, 200, 2600, 0.2, 0.4, 0.5, 0.25, 0.4, 0.1] + [3, 5, 25, 600, 0.04, 0.2, 0.4, 0.06, 0.1, 0.03]
-                       + [40, 50, 260, 4300, 0.25, 1.1, 1.3, 0.3, 0.7, 0.25])  # fmt: skip
+CANCER_HIGH = np.array([30, 40, 200, 2600, 0.2, 0.4, 0.5, 0.25, 0.4, 0.1, 3, 5, 25, 600, 0.04, 0.2, 0.4, 0.06, 0.1, 0.03,
+                        40, 50, 260, 4300, 0.25, 1.1, 1.3, 0.3, 0.7, 0.25])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_target_range_must_be_stated(cancer):
 
 def test_weights_of_examples_are_refused(cancer):
     x, y = cancer[:2]
-    with pytest.raises(ArgumentError, match="sample_weight=.*before it is clipped"):
+    with pytest.raises(ArgumentError, match=r"sample_weight=.*before it is clipped"):
         classifier().fit(x, y, sample_weight=np.ones(len(x)))
 
 
