@@ -2,5 +2,5 @@
 
 dpivon.integrations.sklearn    DPIVONClassifier, DPIVONRegressor
 dpivon.integrations.lightning  PrivateTraining, a callback               pip install 'dpivon[lightning]'
-dpivon.integrations.tracking   TensorBoardLog, MLflowLog                 pip install 'dpivon[tensorboard]', 'dpivon[mlflow]'
+dpivon.integrations.tracking   tensorboard_log, mlflow_log, PrivateLog  pip install 'dpivon[tensorboard]', 'dpivon[mlflow]'
 """
