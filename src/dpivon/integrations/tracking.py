@@ -1,7 +1,7 @@
-"""A private run in TensorBoard or MLflow: ε, σ and diagnostics, which are public, and the rest under a name that says it is not.
+"""A private run in TensorBoard or MLflow: ε, σ and diagnostics, which are public, and the rest under a name of its own.
 
-Tags: ``privacy/…`` (ε, σ, C, q) and ``diagnostics/…`` (functions of released gradients and the posterior) may be shown to anybody.
-``NOT_PRIVATE/…`` is what the caller logs of private data, such as a training loss: ε does not cover it.
+Tags: ``privacy/…`` (ε, σ, C) and ``diagnostics/…`` (functions of released gradients and the posterior) may be shown to
+anybody. ``NOT_PRIVATE/…`` is what the caller logs of private data, such as a training loss: ε does not cover it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class PrivateLog:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{NOT_PRIVATE}/{name}: is computed from private data without noise, so ε does not cover whoever sees this log. "
-                "Keep the log as secret as the data.",
+                f"{NOT_PRIVATE}/{name}: is computed from private data without noise, so ε does not cover whoever sees this "
+                "log. Keep the log as secret as the data.",
                 PrivacyWarning,
                 stacklevel=2,
             )
