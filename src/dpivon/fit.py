@@ -50,6 +50,7 @@ def fit(
     target_epsilon: float | None = None,
     noise_multiplier: float | None = None,
     max_grad_norm: float = 1.0,
+    dataset_size: int | None = None,
     method: str = "dp-ivon-gradsq",
     options: Mapping[str, float] | None = None,
     loss: Loss = cross_entropy,
@@ -67,10 +68,12 @@ def fit(
     example. ``dtype=torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
     ``seed`` decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
     unless the data is public.
+    ``dataset_size`` is the public N if it is not simply ``len(inputs)``; q = batch_size/N.
     ``on_progress(done, steps)`` is called after every block.
     """
+    n = len(inputs) if dataset_size is None else dataset_size
     plan = budget(
-        dataset_size=len(inputs),
+        dataset_size=n,
         batch_size=batch_size,
         epochs=epochs,
         delta=delta,
@@ -80,7 +83,8 @@ def fit(
     seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
     network = network_for(model, loss)
-    stack = Stack([run], network, inputs, labels, dtype=dtype, start=network.pack(model).unsqueeze(0))
+    start = network.pack(model).unsqueeze(0)
+    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, dataset_size=n)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)
     return Fitted(stack.model(0), stack.posterior(0), plan)

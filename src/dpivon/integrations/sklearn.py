@@ -1,0 +1,384 @@
+"""Private classifiers and regressors with scikit-learn's manners: fit, predict, predict_proba, score, clone, pipelines.
+
+What scikit-learn reads off the data has to be stated here, because it would be released without noise: the range of the
+features (``bounds``), the labels that exist (``classes``), the range of the target (``target_bounds``).
+
+Where a private method cannot behave as ``check_estimator`` expects, and why, is :data:`EXPECTED_FAILED_CHECKS`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
+from dpivon.fit import Fitted, Loss, fit
+from dpivon.integrations.bounds import Bounds
+from dpivon.methods import describe
+from dpivon.stacked.networks import cross_entropy
+
+Array = np.ndarray[Any, Any]
+
+#: Checks of scikit-learn that fail with stated classes, with the reason of each. With ``classes="public"`` none does. Three
+#: things are not checked at all, because the estimator says that it does not do them: a good score on a few dozen rows
+#: (``poor_score``: the noise is larger than the signal there), sample weights, and sparse input.
+EXPECTED_FAILED_CHECKS = {
+    "check_classifiers_classes": "expects the labels to be learnt from y, once as text; they are stated, and others refused",
+    "check_dtype_object": "the same: its labels are not the stated ones",
+    "check_classifiers_train": "expects a column a label that occurs in y; a stated class has one whether it occurs or not",
+}
+
+
+@dataclass
+class _Family:
+    """An estimator and its clones: how often they were fitted or cloned, which is how often the data was used."""
+
+    fits: int = 0
+    clones: int = 0
+
+
+class _Private(BaseEstimator):  # type: ignore[misc]
+    """What classifier and regressor share: public scaling, one call of :func:`dpivon.fit`, fixed posterior draws."""
+
+    def __init__(
+        self,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        bounds: Any = None,
+        dataset_size: int | None = None,
+        hidden: Any = (64,),
+        network: Callable[[int, int], nn.Module] | None = None,
+        batch_size: int = 256,
+        epochs: int = 20,
+        lr: float | None = None,
+        max_grad_norm: float = 1.0,
+        method: str = "dp-ivon-gradsq",
+        options: Any = None,
+        samples: int = 32,
+        device: Any = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        self.epsilon, self.delta, self.bounds, self.dataset_size = epsilon, delta, bounds, dataset_size
+        self.hidden, self.network = hidden, network
+        self.batch_size, self.epochs, self.lr, self.max_grad_norm = batch_size, epochs, lr, max_grad_norm
+        self.method, self.options, self.samples = method, options, samples
+        self.device, self.random_state = device, random_state
+
+    # ---- training
+
+    def _train(self, X: Array, target: Tensor, outputs: int, loss: Loss, not_supported: dict[str, Any]) -> None:
+        for name, value in not_supported.items():
+            if value is not None:
+                problem = "is not supported: a weight would scale an example's gradient before it is clipped"
+                given = type(value).__name__
+                raise bad(name, given, problem, "Leave it out; every example counts alike, clipped to max_grad_norm")
+        fix = "Pass the ε you may spend, such as epsilon=3.0"
+        epsilon = check_number("epsilon", self.epsilon, fix, above=0.0)
+        fix = "Pass a probability well below 1/N, such as 1e-5"
+        delta = check_number("delta", self.delta, fix, above=0.0, below=1.0)
+        fix = "Pass the public number of training examples, or None where their exact number is public"
+        n = check_whole("dataset_size", len(X) if self.dataset_size is None else self.dataset_size, fix, at_least=1)
+        b = check_whole("batch_size", self.batch_size, "Pass the expected number of examples in a batch", at_least=1)
+        bounds = Bounds.check("bounds", self.bounds, X.shape[1])
+        self._note_fit()
+        model_seed, noise_seed, predict_seed = self._seeds()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(model_seed)
+            model = self._network(X.shape[1], outputs)
+        inputs = torch.as_tensor(bounds.scale(X), dtype=torch.float32)
+        fitted = fit(
+            model.to(self.device),
+            inputs.to(self.device),
+            target.to(self.device),
+            lr=describe(self.method).lr if self.lr is None else self.lr,
+            batch_size=min(b, n),
+            epochs=self.epochs,
+            delta=delta,
+            target_epsilon=epsilon,
+            max_grad_norm=self.max_grad_norm,
+            dataset_size=n,
+            method=self.method,
+            options=self.options,
+            loss=loss,
+            seed=noise_seed,
+        )
+        self.bounds_, self.predict_seed_ = bounds, predict_seed
+        self.model_, self.posterior_, self.budget_ = fitted.model, fitted.posterior, fitted.budget
+        self.epsilon_, self.n_iter_ = fitted.epsilon, fitted.budget.steps
+
+    def _network(self, features: int, outputs: int) -> nn.Module:
+        if self.network is not None:
+            return self.network(features, outputs)
+        layers: list[nn.Module] = []
+        for width in self.hidden:
+            width = check_whole("hidden", width, "Pass the widths of the hidden layers, such as (64,)", at_least=1)
+            layers += [nn.Linear(features, width), nn.Tanh()]
+            features = width
+        return nn.Sequential(*layers, nn.Linear(features, outputs))
+
+    def _seeds(self) -> tuple[int, int | None, int]:
+        """Of the first weights, of batches and noise, of the posterior draws in predictions."""
+        if self.random_state is None:  # numpy's global state is no secret; the operating system's is
+            return secrets.randbits(62), None, secrets.randbits(62)
+        warnings.warn(
+            f"random_state={self.random_state!r}: decides the privacy noise, so whoever knows it can take the noise away, and "
+            "two fits that share it share their noise. Leave it out unless the data is public.",
+            PrivacyWarning,
+            stacklevel=4,
+        )
+        draw = check_random_state(self.random_state)
+        first, noise, last = (int(s) for s in draw.randint(2**62, size=3, dtype=np.int64))
+        return first, noise, last
+
+    # ---- how often the data was used
+
+    def _family(self) -> _Family:
+        return self.__dict__.setdefault("_relatives", _Family())
+
+    def __sklearn_clone__(self) -> Any:
+        new = BaseEstimator.__sklearn_clone__(self)
+        self._family().clones += 1
+        new._relatives = self._family()
+        return new
+
+    def _note_fit(self) -> None:
+        family = self._family()
+        family.fits += 1
+        times = max(family.fits, family.clones)
+        if times > 1:
+            warnings.warn(
+                f"epsilon={self.epsilon!r}: is the cost of one fit, and this estimator and its clones are at fit {times}. "
+                f"Together they spend up to ε = {times} × {self.epsilon!r} and {times} × δ on data they share, and scores on "
+                "held-out rows of it are not covered at all. `dpivon budget --tuning` gives the cost of choosing the best; "
+                "choose on public data where you can.",
+                PrivacyWarning,
+                stacklevel=4,
+            )
+
+    # ---- predicting
+
+    def _predict(self, X: Any, **options: Any) -> Any:
+        check_is_fitted(self, "posterior_")
+        X = validate_data(self, X, reset=False)
+        inputs = torch.as_tensor(self.bounds_.scale(X), dtype=torch.float32)
+        # The same draws every time: a row's prediction does not depend on its company or on the call.
+        generator = torch.Generator().manual_seed(self.predict_seed_)
+        fitted = Fitted(self.model_, self.posterior_, self.budget_)
+        return fitted.predict(inputs, samples=self.samples, generator=generator, **options)
+
+    def __getstate__(self) -> Any:
+        """What was released, and the parameters, without the seed of the noise: a fitted estimator is made to be shared."""
+        state = dict(super().__getstate__())
+        if "posterior_" in state:
+            state["random_state"] = None
+        return state
+
+
+class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
+    """A Bayesian neural network trained under (ε, δ)-differential privacy, as a scikit-learn classifier.
+
+    >>> classifier = DPIVONClassifier(epsilon=3.0, delta=1e-5, classes=[0, 1], bounds=(0.0, 100.0))
+    >>> classifier.fit(X, y).predict_proba(X_test)
+
+    Args:
+        epsilon, delta: the budget of one ``fit``, for adding or removing one row. Both must be given.
+        classes: the labels that exist; stated, because which labels occur in ``y`` is private. ``"public"`` says that it is
+            not, and takes them from ``y``.
+        bounds: (low, high) of the features, numbers or one a feature, known without the data. Values are clamped to
+            them and mapped to [−1, 1]. Must be given. Do not put a StandardScaler before this: it learns from private rows.
+        dataset_size: the public N; None if ``len(X)`` is public.
+        hidden: widths of the hidden layers; () is logistic regression.
+        network: ``network(features, outputs)`` makes a model of your own instead.
+        batch_size: the expected batch, at most N.
+        epochs, lr, max_grad_norm, method, options: as in :func:`dpivon.fit`; ``lr=None`` takes the method's.
+        samples: posterior draws that a prediction averages.
+        device: where to train.
+        random_state: decides first weights, batches, noise and posterior draws. It is a secret, and using one is warned of:
+            leave it None unless the data is public.
+
+    After ``fit``: ``classes_``, ``posterior_``, ``model_``, ``budget_``, ``epsilon_`` (spent), ``n_iter_`` (steps).
+
+    Every fit spends ε anew. GridSearchCV, cross_val_score and the like fit many times: a warning says what that adds up to,
+    and `dpivon budget --tuning` what choosing the best costs. ``score`` is not private: use it on public or test rows.
+    ``sample_weight`` is refused. A pickle holds parameters and released values, never rows, and of a fitted estimator not
+    the seed; like every pickle, load it only from where you trust. ``posterior_.save`` writes a file that cannot hold code.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        classes: Any = None,
+        bounds: Any = None,
+        dataset_size: int | None = None,
+        hidden: Any = (64,),
+        network: Callable[[int, int], nn.Module] | None = None,
+        batch_size: int = 256,
+        epochs: int = 20,
+        lr: float | None = None,
+        max_grad_norm: float = 1.0,
+        method: str = "dp-ivon-gradsq",
+        options: Any = None,
+        samples: int = 32,
+        device: Any = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            epsilon=epsilon,
+            delta=delta,
+            bounds=bounds,
+            dataset_size=dataset_size,
+            hidden=hidden,
+            network=network,
+            batch_size=batch_size,
+            epochs=epochs,
+            lr=lr,
+            max_grad_norm=max_grad_norm,
+            method=method,
+            options=options,
+            samples=samples,
+            device=device,
+            random_state=random_state,
+        )
+        self.classes = classes
+
+    def fit(self, X: Any, y: Any, **not_supported: Any) -> DPIVONClassifier:
+        """Train within (ε, δ)."""
+        X, y = validate_data(self, X, y)
+        check_classification_targets(y)
+        classes = self._classes(y)
+        index = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
+        if not (classes[index] == y).all():
+            raise bad(
+                "classes", self.classes, "y has labels that are not among them", "Name every label that may occur"
+            )
+        self._train(X, torch.as_tensor(index), len(classes), cross_entropy, not_supported)
+        self.classes_ = classes
+        return self
+
+    def _classes(self, y: Array) -> Array:
+        if self.classes is None:
+            problem = "which labels occur is private unless you state them"
+            raise bad("classes", None, problem, "Pass the labels that exist, or classes='public' if that is no secret")
+        public = isinstance(self.classes, str) and self.classes == "public"
+        classes = np.unique(y if public else np.asarray(self.classes))
+        if len(classes) < 2:
+            raise bad("classes", self.classes, "there is only one class", "Name at least two classes")
+        return classes
+
+    def predict_proba(self, X: Any) -> Array:
+        """Class probabilities averaged over the posterior, by the order of ``classes_``."""
+        probs = self._predict(X).probs.double().cpu().numpy()
+        return probs / probs.sum(axis=1, keepdims=True)
+
+    def predict(self, X: Any) -> Array:
+        """The most probable class."""
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(axis=1)]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.poor_score = True  # on a hundred rows the noise is larger than the signal
+        return tags
+
+
+class _SquaredError:
+    """−log N(y; f(x), s²) up to a constant: one loss an example, s² a public constant."""
+
+    def __init__(self, variance: float) -> None:
+        self.variance = variance
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.squeeze(1) - targets).square() / (2 * self.variance)
+
+
+class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
+    """A Bayesian neural network trained under (ε, δ)-differential privacy, as a scikit-learn regressor.
+
+    >>> regressor = DPIVONRegressor(epsilon=3.0, delta=1e-5, bounds=(0.0, 1.0), target_bounds=(0.0, 500.0))
+    >>> mean, std = regressor.fit(X, y).predict(X_test, return_std=True)
+
+    The likelihood is Gaussian of a known width. Args, besides those of :class:`DPIVONClassifier`:
+        target_bounds: (low, high) of the target, known without the data; values are clamped to them. Must be given.
+        noise_std: the width of the likelihood as a share of half that range; a public constant.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        bounds: Any = None,
+        target_bounds: Any = None,
+        noise_std: float = 0.25,
+        dataset_size: int | None = None,
+        hidden: Any = (64,),
+        network: Callable[[int, int], nn.Module] | None = None,
+        batch_size: int = 256,
+        epochs: int = 20,
+        lr: float | None = None,
+        max_grad_norm: float = 1.0,
+        method: str = "dp-ivon-gradsq",
+        options: Any = None,
+        samples: int = 32,
+        device: Any = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            epsilon=epsilon,
+            delta=delta,
+            bounds=bounds,
+            dataset_size=dataset_size,
+            hidden=hidden,
+            network=network,
+            batch_size=batch_size,
+            epochs=epochs,
+            lr=lr,
+            max_grad_norm=max_grad_norm,
+            method=method,
+            options=options,
+            samples=samples,
+            device=device,
+            random_state=random_state,
+        )
+        self.target_bounds, self.noise_std = target_bounds, noise_std
+
+    def fit(self, X: Any, y: Any, **not_supported: Any) -> DPIVONRegressor:
+        """Train within (ε, δ)."""
+        X, y = validate_data(self, X, y, y_numeric=True)
+        target_bounds = Bounds.check("target_bounds", self.target_bounds, 1)
+        width = check_number("noise_std", self.noise_std, "Pass a width such as 0.25", above=0.0)
+        scaled = torch.as_tensor(target_bounds.scale(y), dtype=torch.float32)
+        self._train(X, scaled, 1, _SquaredError(width**2), not_supported)
+        self.target_bounds_, self.noise_variance_ = target_bounds, width**2
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The mean of the posterior predictive; with ``return_std`` its standard deviation too, noise included."""
+        check_is_fitted(self, "posterior_")
+        found = self._predict(X, likelihood="gaussian", noise_variance=self.noise_variance_)
+        mean = self.target_bounds_.unscale(found.mean.squeeze(1).double().cpu().numpy())
+        if not return_std:
+            return mean
+        return mean, found.variance.squeeze(1).double().sqrt().cpu().numpy() * self.target_bounds_.unit
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True  # on a hundred rows the noise is larger than the signal
+        return tags
+
+
+__all__ = ["EXPECTED_FAILED_CHECKS", "DPIVONClassifier", "DPIVONRegressor"]
