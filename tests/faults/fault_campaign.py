@@ -105,16 +105,19 @@ def kills(work: Path, times: int, rng: random.Random) -> dict:
     """SIGKILL at random moments, again and again, until so many processes have died; every run must end as if nothing was."""
     final, all_seen, cost, took = undisturbed(work)
     assert len(all_seen) == STEPS
-    killed, failures, lost_total, ended, during_write = 0, [], 0, 0, 0
+    killed, failures, lost_total, ended, during_write, in_training = 0, [], 0, 0, 0, 0
     number = 0
     while killed < times:
         folder, last = work / f"killed-{number}", 0.0
         number += 1
         while True:
             child = Child(folder)
+            before = child.witness.stat().st_size if child.witness.exists() else 0
             time.sleep(rng.uniform(0.0, 0.9 * took))
             child.kill()
             code = child.wait()
+            made = child.witness.exists() and child.witness.stat().st_size > before
+            in_training += code == -signal.SIGKILL and made
             if not (folder / "ledger.jsonl").exists():
                 killed += code == -signal.SIGKILL
                 if seen(child):
@@ -156,6 +159,7 @@ def kills(work: Path, times: int, rng: random.Random) -> dict:
         "tried": killed,
         "survived": killed - min(killed, len(failures)),
         "failures": failures,
+        "killed_after_it_had_released_something": in_training,
         "runs_ended_bit_equal": ended,
         "releases_lost_and_repeated": lost_total,
         "killed_in_the_middle_of_a_checkpoint": during_write,
@@ -190,25 +194,39 @@ def study_kills(work: Path, times: int, rng: random.Random) -> dict:
     began = time.monotonic()
     os.waitpid(begin(work / "study"), 0)
     took, whole = time.monotonic() - began, rows(work / "study")
-    killed, number, failures = 0, 0, []
+    killed, number, equal, in_training, failures = 0, 0, 0, 0, []
+
+    def made(out: Path) -> int:
+        return sum(read(path).releases for path in out.rglob("ledger.jsonl"))
+
     while killed < times:
         out = work / f"study-{number}"
         number += 1
         code = -1
         while code != 0:
-            pid = begin(out)
+            before, pid = made(out), begin(out)
             if killed < times:
                 time.sleep(rng.uniform(0.0, 0.9 * took))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             killed += code == -signal.SIGKILL
+            in_training += code == -signal.SIGKILL and made(out) > before
             if code > 0:
                 failures.append(f"exit {code}: {(work / 'study-error').read_text()[-300:]}")
                 break
-        if rows(out) != whole:
+        if rows(out) == whole:
+            equal += 1
+        else:
             failures.append(f"{out.name}: another table")
-    return {"tried": killed, "survived": killed - len(failures), "failures": failures, "studies_ended_equal": number}
+    return {
+        "tried": killed,
+        "survived": killed - min(killed, len(failures)),
+        "failures": failures,
+        "killed_after_it_had_released_something": in_training,
+        "studies": number,
+        "studies_ended_equal": equal,
+    }
 
 
 def signals(work: Path) -> dict:
