@@ -23,6 +23,7 @@ from dpivon.optim.curvature import (
     Floored,
     PooledReparameterised,
     RankOne,
+    ShrunkRankOne,
     Signed,
     memory_of,
     remembered,
@@ -244,6 +245,27 @@ def test_rank_one_recovers_what_is_of_rank_one_exactly() -> None:
     torch.testing.assert_close(RankOne()(evidence), Averaged()(evidence))
 
 
+def test_shrunk_rank_one_is_exact_without_noise_and_nearly_the_mean_without_a_signal() -> None:
+    rows, columns = normals(1, 6, 1, seed=1).exp(), normals(1, 1, 9, seed=2).exp()
+    g = (rows * columns).sqrt().expand(4, 1, 6, 9)
+    torch.testing.assert_close(ShrunkRankOne()(after(ShrunkRankOne(), g, noise_variance=0.0)), rows * columns)
+    # Equal curvature, known well on the whole and badly by row: the variance is between the mean's and rank one's.
+    n, k, e = 8, 20, 0.05
+    evidence = after(ShrunkRankOne(), normals(20, 1, 2, 2), noise_variance=e / math.sqrt(2 * squared_weights(RHO, 20)))
+    assert ShrunkRankOne().standard_error(evidence) == pytest.approx(e)
+    a = 1.0 + e * normals(4000, n, k, seed=2)
+    got = ShrunkRankOne()(replace(evidence, memory={"second": a * (1 - RHO**20)}))
+    variance = float(got.var(0).mean())
+    assert e**2 / (n * k) < variance < 0.5 * e**2 * (1 / n + 1 / k - 1 / (n * k))
+    assert float(got.mean()) == pytest.approx(1.0, abs=4 * e / math.sqrt(a.numel()))
+
+
+def test_shrunk_rank_one_is_empirical_bayes_on_a_vector() -> None:
+    g = 3.0 + normals(8, 1, 1, 40)
+    evidence = after(ShrunkRankOne(), g, noise_variance=0.5)
+    torch.testing.assert_close(ShrunkRankOne()(evidence), EmpiricalBayes()(evidence))
+
+
 def test_pooled_price_is_the_mean_hessian_under_privacy_noise() -> None:
     """A quadratic with Hessian d: E = mean d; the variance that the noise adds is s² N_ess (h + δ)/n."""
     k, n, ess, h = 4000, 25, 50.0, 2.0
@@ -270,7 +292,7 @@ def released(optimizer: IVON, gradients: dict[Tensor, Tensor], batch: float | No
     optimizer.step(release=Release(gradients, S2, batch))
 
 
-@pytest.mark.parametrize("name", ["signed", "averaged", "floored", "empirical-bayes", "rank-one"])
+@pytest.mark.parametrize("name", ["signed", "averaged", "floored", "empirical-bayes", "rank-one", "rank-one-shrunk"])
 def test_the_fisher_scale_is_the_batch_instead_of_the_data_set(name: str) -> None:
     g = normals(3, 1, 4, 5)
     evidence = after(resolve(name), g, ess=1000.0, batch_size=16.0)

@@ -21,7 +21,7 @@ METHODS = (
     Method(
         name="dp-calm",
         title="DP-Calm",
-        summary="a step scaled by signal and noise, and a Gaussian whose width is estimated beside it",
+        summary="a step scaled by signal and noise; width of its own",
         optimises="weights, and the variance of a Gaussian",
         posterior="diagonal Gaussian over all weights",
         predicts="average over weight draws",

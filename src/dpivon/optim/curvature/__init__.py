@@ -12,11 +12,12 @@ from dpivon.optim.curvature.floored import Floored
 from dpivon.optim.curvature.gradsq import CorrectedSquaredGradient, SquaredGradient
 from dpivon.optim.curvature.pooled_reparam import PooledReparameterised
 from dpivon.optim.curvature.rank_one import RankOne
+from dpivon.optim.curvature.rank_one_shrunk import ShrunkRankOne
 from dpivon.optim.curvature.reparam import Reparameterised
 from dpivon.optim.curvature.scale import SecondMoment
 from dpivon.optim.curvature.signed import Signed
 
-_SECOND_MOMENTS: tuple[type[SecondMoment], ...] = (Signed, Averaged, Floored, EmpiricalBayes, RankOne)
+_SECOND_MOMENTS: tuple[type[SecondMoment], ...] = (Signed, Averaged, Floored, EmpiricalBayes, RankOne, ShrunkRankOne)
 _MADE: tuple[CurvatureEstimator, ...] = (
     Reparameterised(),
     SquaredGradient(),
@@ -63,6 +64,7 @@ __all__ = [
     "RankOne",
     "Reparameterised",
     "SecondMoment",
+    "ShrunkRankOne",
     "Signed",
     "SquaredGradient",
     "estimate",

@@ -1,0 +1,45 @@
+"""Rows times columns, each shrunk to the mean by as much as the noise calls for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from dpivon.optim.curvature.averages import SquareAverage
+from dpivon.optim.curvature.base import Evidence
+
+
+@dataclass(frozen=True)
+class ShrunkRankOne(SquareAverage):
+    """v̂_ij = r'_i c'_j / max(M, e/√(RC)), with r'_i = max(M + λ_r (r_i − M), 0), c' likewise, and the rest as in
+    rank-one pooling.
+
+    The mean r_i of a row has noise of variance e²/C, so λ_r = τ_r²/(τ_r² + e²/C) with τ_r² = max(Var_i r_i − e²/C, 0), and λ_c
+    with e²/R: empirical Bayes on R + C numbers that are better known than the RC they stand for.
+
+    Bias: that of rank one, and of shrinkage, (1 − λ_r)(M − r_i) relative to M for a row; none of either as s → 0 where v is of
+    rank one. Variance for equal v_ij = v ≫ e/√min(R, C), where λ_r and λ_c are the estimates' own error: between that of M,
+    e²/(RC), and rank one's e² (1/R + 1/C − 1/(RC)). Without a signal v̂ = max(M, 0) up to that error. A vector has one row:
+    then v̂ is its shrinkage to the mean, projected.
+    """
+
+    base: ClassVar[str] = "rank-one-shrunk"
+    elementwise: ClassVar[bool] = False
+    pools: ClassVar[bool] = True
+
+    def moment(self, evidence: Evidence[Any]) -> Any:
+        a, error = self.average(evidence), self.standard_error(evidence)
+        rows, columns = a.shape[1], a.shape[2]
+        mean = a.mean((1, 2), keepdim=True)
+        r = _shrunk(a.mean(2, keepdim=True), mean, error / math.sqrt(columns))
+        c = _shrunk(a.mean(1, keepdim=True), mean, error / math.sqrt(rows))
+        return r * (c / mean.clamp(min=error / math.sqrt(rows * columns) + 1e-38))
+
+
+def _shrunk(x: Tensor, mean: Tensor, error: Any) -> Tensor:
+    noise, off = error**2, x - mean
+    spread = (off.square().mean((1, 2), keepdim=True) - noise).clamp(min=0.0)
+    return (mean + off * (spread / (spread + noise).clamp(min=1e-38))).clamp(min=0.0)
