@@ -142,8 +142,8 @@ apply): {len(SEEDS)} seeds on every path, and five other methods.
 
 ε is audited / claimed, at σ = 1 and δ = 1e-5; the network has 64-32-10 units and the method is dp-ivon-gradsq. The bounds are
 lower bounds with confidence 1 − 1e-6 (one training run: 0.99). One below the claim proves nothing by itself: that of single
-releases is close to what a correct engine gives (3.74 at σ = 1), that of one training run is weak, since its
-attacker guesses from the final weights alone. At σ = 1 the single releases notice noise that is too small by 1.14×;
+releases is close to what a correct engine gives (3.74 at σ = 1), that of one training run is weak, since its attacker
+guesses from the final weights alone. At σ = 1 the single releases notice noise that is too small by 1.14×;
 tier B notices 1.1 %. Claimed ε is the smallest of the library's accountants.
 
 *captured* is the traced and padded program on a CPU. What needs a GPU (the CUDA graph itself, and the compiler's roundings)
