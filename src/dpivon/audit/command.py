@@ -64,8 +64,8 @@ def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, sa
     network, inputs, labels = load(model)
     possible = [p for p in PATHS if (p not in STACK_PATHS or method in RULES) and (p != "ghost" or model != "small")]
     audits: list[Audit] = []
-    for path in paths or possible:
-        audits.append(audit(network, (inputs, labels), method=method, path=path, quick=quick))
+    for i, path in enumerate(paths or possible):  # each with noise of its own, so that they are so many trials
+        audits.append(audit(network, (inputs, labels), method=method, path=path, quick=quick, seed=100 * i))
         say(str(audits[-1]))
     write(audits, out)
     say(f"report in {out / 'audit.html'}")

@@ -29,7 +29,7 @@ def plot(audits: Sequence[Audit], path: Path, broken: Sequence[tuple[str, Audite
     low = 0.6 * min([a.claimed for a in points if a.claimed > 0] + [1.0])
     axes.fill_between([low, top], [low, top], [3 * top, 3 * top], color=RED, alpha=0.08, lw=0)
     axes.plot([low, top], [low, top], color="#666666", lw=1.2)
-    axes.text(low * 1.15, low * 2.6, "above the line: the claim is refuted", color=RED, fontsize=9)
+    axes.text(low * 1.1, 2.2 * top, "above the line: the claim is refuted", color=RED, fontsize=9)
     single = sorted(
         (a for audit in audits[:1] for a in audit.audited if a.attack == "single releases"), key=lambda a: a.claimed
     )
@@ -59,20 +59,15 @@ def plot(audits: Sequence[Audit], path: Path, broken: Sequence[tuple[str, Audite
             [], [], ls="", marker="o", ms=8, mfc="white", mec="#666666", label="open: one training run, or own model"
         )
     for name, a in broken:
-        axes.plot([a.claimed], [min(a.audited, 2.6 * top)], ls="", marker="x", ms=9, mew=2, color=RED)
-        axes.annotate(
-            name,
-            (a.claimed, min(a.audited, 2.6 * top)),
-            xytext=(8, -3),
-            textcoords="offset points",
-            fontsize=8,
-            color=RED,
-        )
-    axes.set(xscale="log", yscale="log", xlim=(low, top), ylim=(low * 0.5, 3 * top))
-    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= 3 * top]
-    for axis in (axes.xaxis, axes.yaxis):
+        at = (a.claimed, min(a.audited, 2.6 * top))
+        axes.plot(*at, ls="", marker="x", ms=9, mew=2, color=RED)
+        axes.annotate(name, at, xytext=(-9, -3), textcoords="offset points", ha="right", fontsize=8, color=RED)
+    axes.set(xscale="log", yscale="log")
+    for axis, most in ((axes.xaxis, top), (axes.yaxis, 3 * top)):
+        ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low * 0.5 <= t <= most]
         axis.set_ticks(ticks, [f"{t:g}" for t in ticks])
         axis.set_ticks([], minor=True)
+    axes.set(xlim=(low, top), ylim=(low * 0.5, 3 * top))
     axes.set_xlabel("claimed ε at δ = 1e-5")
     axes.set_ylabel("audited: ε is at least this")
     axes.set_title("What attackers with canaries can prove, against what is claimed")

@@ -65,7 +65,8 @@ def the_noise_is_gaussian_of_the_stated_width(subject: Subject) -> Verdict:
 def noise_is_independent_across_coordinates_parameters_and_steps(subject: Subject) -> Verdict:
     noisy = _noisy(subject)
     first, second = _releases(noisy, _setting(noisy))[:2]
-    shapes = [p.numel() for p in noisy.trained()]
+    network = start(noisy, _setting(noisy)).network_as_trained()
+    shapes = [p.numel() for p in network.parameters() if p.requires_grad]
     blocks = first.split(shapes)
     half = len(first) // 2
     pairs = [

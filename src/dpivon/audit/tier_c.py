@@ -21,6 +21,7 @@ from dpivon.audit.bounds import expected_bound, gaussian_epsilon, mu_lower_bound
 from dpivon.audit.finding import Check
 from dpivon.audit.session import Session, start
 from dpivon.audit.subject import Setting, Subject, canary_probe
+from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import epsilon
 
 DELTA, ALPHA, ONE_RUN_ALPHA = 1e-5, 1e-6, 1e-2
@@ -136,14 +137,17 @@ def _verdict(found: Audited) -> Verdict:
 
 
 def plain(subject: Subject) -> bool:
-    """Whether the method trains the network that it is given, so that a canary's gradient is known."""
+    """Whether the method trains the canaries' network as it is, so that a canary's gradient is known."""
     setting = Setting(size=CANARIES, batch=float(CANARIES))
-    return len(start(canary_probe(subject, CANARIES), setting).means()) == CANARIES
+    try:
+        return len(start(canary_probe(subject, CANARIES), setting).means()) == CANARIES
+    except ArgumentError:  # as dropout does, which needs a hidden layer
+        return False
 
 
 def canaries_in_single_releases(subject: Subject) -> Verdict:
     if not plain(subject):
-        return None, "the method trains another network than it is given, in which a canary's gradient is not known"
+        return None, "the method does not train the canaries' network as it is, so that their gradients are not known"
     return _verdict(single_releases(subject, 1.0))
 
 
