@@ -1,7 +1,7 @@
 """A Hugging Face transformer fine-tuned privately with LoRA: a posterior over the adapters and the head, nothing downloaded.
 
-The GPT-2 is made on the spot from a small configuration, with random weights, and frozen; ``peft`` adds the adapters. The task is
-made up too: does a sequence hold more low than high tokens? Needs ``pip install 'dpivon[huggingface]'``.
+The GPT-2 is made on the spot from a small configuration, with random weights, and frozen; ``peft`` adds the adapters. The
+task is made up too: does a sequence hold more low than high tokens? Needs ``pip install 'dpivon[huggingface]'``.
 """
 
 import torch

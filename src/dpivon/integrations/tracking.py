@@ -43,9 +43,7 @@ class PrivateLog:
         every: write each n-th release; diagnostics look at all parameters, so n = 1 costs time.
     """
 
-    def __init__(
-        self, optimizer: DPOptimizer, engine: PrivacyEngine, sink: Sink, *, delta: float, every: int = 10
-    ) -> None:
+    def __init__(self, optimizer: Any, engine: PrivacyEngine, sink: Sink, *, delta: float, every: int = 10) -> None:
         if not isinstance(optimizer, DPOptimizer):
             fix = "Pass the optimizer that make_private returned"
             raise bad("optimizer", type(optimizer).__name__, "is not private", fix)
@@ -139,7 +137,7 @@ class TensorBoardSink:
         need("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(os.fspath(folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(os.fspath(folder))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
