@@ -37,10 +37,10 @@ def main() -> float:
     print(
         f"epsilon = {classifier.epsilon_:.2f} at delta = {classifier.delta}, accuracy on {len(test_y)} others {accuracy:.2f}"
     )
-    sure = pipeline.predict_proba(test_x).max(axis=1)
+    confidence = pipeline.predict_proba(test_x).max(axis=1)
     right = pipeline.predict(test_x) == test_y
-    half = np.median(sure)
-    print(f"of the surer half {right[sure >= half].mean():.2f} are right, of the other {right[sure < half].mean():.2f}")
+    sure = confidence >= np.median(confidence)
+    print(f"of the surer half {right[sure].mean():.2f} are right, of the other {right[~sure].mean():.2f}")
     return float(accuracy)
 
 
