@@ -409,6 +409,7 @@ def figure(result, path):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import matplotlib.ticker
 
     colours = plt.get_cmap("tab10").colors
     fig, axes = plt.subplots(2, 2, figsize=(12, 9), constrained_layout=True)
@@ -445,7 +446,7 @@ def figure(result, path):
     )
     for axis, key, title in (
         (axes[1, 0], "accuracy", "validation accuracy, averaged mean"),
-        (axes[1, 1], "mc_nll", "validation NLL, posterior draws where there are any"),
+        (axes[1, 1], "mc_nll", "validation NLL (of draws, where any)"),
     ):
         for i, (colour, label) in enumerate(zip(colours, methods, strict=False)):
             cells = [result["training"][label]["single"][f"{e:g}"] for e in EPSILONS]
@@ -454,11 +455,11 @@ def figure(result, path):
             errors = [c[f"{k}_std"] for c, k in zip(cells, keys, strict=True)]
             places = [e * 1.02 ** (i - 4) for e in EPSILONS]
             axis.errorbar(places, means, errors, fmt="o-", color=colour, label=label, lw=1.6, ms=4, capsize=2)
-        axis.set_title(f"MLP, one learning rate for all ε: {title}", fontsize=10)
+        axis.set_title(f"MLP, one lr for all ε, 3 seeds: {title}", fontsize=10)
     for axis in axes.flat:
         axis.set_xscale("log")
         axis.set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
-        axis.minorticks_off() if axis is not axes[0, 0] else None
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         axis.set_xlabel("ε (δ = 1e-4)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7, framealpha=0.7)
