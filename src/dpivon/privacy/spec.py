@@ -43,7 +43,7 @@ class NoiseSpec:
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"), "Match your loss function's reduction")
         count = check_whole("accumulated", self.accumulated, "Use the number of merged batches", at_least=1)
         fix = "Use a bound and a noise multiplier between 1e-6 and 1e6"
-        if not 1e-30 <= norm <= 1e18:
+        if not 1e-30 <= norm <= 1e30:
             raise bad("max_grad_norm", self.max_grad_norm, "is beyond what single precision can clip to", fix)
         if sigma > 0 and not 1e-30 <= sigma * norm <= 1e18:
             raise bad("noise_multiplier", self.noise_multiplier, "makes noise that single precision cannot hold", fix)
