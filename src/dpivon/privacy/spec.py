@@ -45,7 +45,7 @@ class NoiseSpec:
         fix = "Use a bound and a noise multiplier between 1e-6 and 1e6"
         if not 1e-30 <= norm <= 1e30:
             raise bad("max_grad_norm", self.max_grad_norm, "is beyond what single precision can clip to", fix)
-        if sigma > 0 and not 1e-30 <= sigma * norm <= 1e18:
+        if sigma > 0 and not 1e-30 <= sigma * norm <= 1e30:
             raise bad("noise_multiplier", self.noise_multiplier, "makes noise that single precision cannot hold", fix)
         if self.poisson and count > 1:
             raise bad("accumulated", count, "Poisson batches cannot be merged", "Release after every batch")
