@@ -120,9 +120,8 @@ class Stack:
         self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0
         self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
-        self._at = torch.zeros_like(
-            self._t
-        )  # where the streams are: releases ever charged, so that none is drawn twice
+        # Where the streams are: releases ever charged, so that no place is drawn twice.
+        self._at = torch.zeros_like(self._t)
         self._position = torch.zeros((), dtype=torch.int64, device=self.device)  # in the block of batches
         rows = [network.initial(runs[i].seed) if start is None else start[i] for i in self.order]
         mean = torch.stack(rows).to(self.device, torch.float32)

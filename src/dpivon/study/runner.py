@@ -153,9 +153,8 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
     folders = out / "stacks"
     for folder in sorted(folders.iterdir()) if folders.exists() else ():
         ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
-        if any(
-            i in waiting for i in ids
-        ):  # whatever is asked for now, and even if others of its runs came in from elsewhere: their charges are one
+        # Whatever is asked for now, and even if others of its runs came in from elsewhere: their charges are one.
+        if any(i in waiting for i in ids):
             stacks.append((folder, [known[i] for i in ids]))
             waiting = {i: run for i, run in waiting.items() if i not in ids}
         else:
