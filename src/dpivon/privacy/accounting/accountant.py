@@ -56,6 +56,14 @@ class Accountant(IAccountant):  # type: ignore[misc]
 
     Every release is a row of ``history``; one without a guarantee is a row with σ = 0, so that the history
     alone already gives ε = ∞ in any accountant. ``unaccounted`` counts these releases by their reason.
+
+    >>> account = Accountant("pld")
+    >>> account.step(noise_multiplier=1.0, sample_rate=0.01)
+    >>> account.get_epsilon(delta=1e-5)
+
+    Args:
+        mechanism: ``"rdp"``, ``"prv"`` or ``"pld"``: how ε is computed from the history.
+        orders: Rényi orders of ``"rdp"``: ``"wide"``, ``"opacus"``, or numbers above 1.
     """
 
     def __init__(self, mechanism: str = "rdp", orders: Orders = "wide") -> None:
