@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 from docs_pages import PAGES, ROOT, fences, inline_code, without_fences
 from typer.testing import CliRunner
 
 from dpivon.cli import app
 from dpivon.study.__main__ import __file__ as _study_main
+from dpivon.study.config import resolve
 
 CLI = typer.main.get_command(app)
 CHEAP = ("budget", "methods", "version")
@@ -98,3 +100,15 @@ def test_tests_that_are_named_exist() -> None:
         if line.startswith("pytest "):
             for word in line.split()[1:]:
                 assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), (page, line)
+
+
+@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if fences(path.read_text(), "yaml")])
+def test_a_study_on_a_page_becomes_a_plan(page: str, tmp_path: Path) -> None:
+    """A block that is a part of a study changes the study before it."""
+    study: dict[str, Any] = {}
+    for block in fences(PAGES[page].read_text(), "yaml"):
+        study |= yaml.safe_load(block)
+        file = tmp_path / "study.yaml"
+        file.write_text(yaml.safe_dump(study))
+        plan = resolve(file)
+        assert {run.method for run in plan.runs} == {entry["method"] for entry in study["methods"]}
