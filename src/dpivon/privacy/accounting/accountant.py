@@ -36,8 +36,12 @@ def check_delta(delta: Any) -> float:
 def epsilon(history: History, delta: float, accountant: str = "rdp", orders: Orders = "wide") -> float:
     """An ε such that the whole history is (ε, δ)-differentially private: always an upper bound.
 
-    ``history`` holds rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian
-    mechanism, under adding or removing one record. ``orders`` are the Rényi orders of ``"rdp"``.
+    Args:
+        history: rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian mechanism, under adding or
+            removing one record.
+        delta: δ.
+        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
+        orders: Rényi orders of ``"rdp"``.
     """
     name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
     if name == "pld":
