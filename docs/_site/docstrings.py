@@ -11,7 +11,8 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(class|func|meth|mod|data|attr):`(~?)([\w.]+)`")
-SAME_NAME = ("dpivon.audit", "dpivon.fit", "dpivon.predict")  # functions that are named after their module
+#: Functions that are named after their module.
+SAME_NAME = ("dpivon.audit", "dpivon.fit", "dpivon.predict", "dpivon.privacy.accounting.budget")
 EXAMPLE = re.compile(r"^( *)>>> ")
 
 
