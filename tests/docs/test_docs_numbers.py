@@ -90,5 +90,16 @@ def test_sentences_about_the_noise_and_the_width() -> None:
         assert f"{width[size, h0]['std']:.3f}" == "0.028"
         assert f"{width[size, h0]['point_nll']:.2f}" in ("0.25", "0.26")
     assert all(r["drawn_nll"] > r["point_nll"] - 0.001 for r in width.values() if r["std"] < 0.8)
+    again = [
+        next(r for r in RUNS["rows"] if r["sweep"] == sweep and all(r[k] == v for k, v in said.items()))
+        for sweep, said in (
+            ("lr", {"epsilon": 4.0, "value": 3.0}),
+            ("batch", {"value": 256, "lr_": 3.0}),
+            ("bound", {"value": 1.0, "lr_": 3.0}),
+        )
+    ]
+    assert "NLL {:.2f}, {:.2f} and {:.2f}".format(*sorted(r["point_nll"] for r in again)) in text
+    low, high = min(r["point_accuracy"] for r in again), max(r["point_accuracy"] for r in again)
+    assert f"accuracy {100 * low:.1f} to {100 * high:.1f} %" in text
     assert f"{RUNS['runs']} runs" in text
     assert f"{RUNS['seconds']:.0f} s" in text
