@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study test test-all lint conformance audit faults fuzz bad-input clean
+.PHONY: help demo study docs test test-all lint conformance audit faults fuzz bad-input clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
 	@echo "make study       a small grid of private runs on digits, figures and claims in study-output/ (about ten minutes)"
+	@echo "make docs        the documentation as a site in site/, links checked; open site/index.html"
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
@@ -32,6 +33,10 @@ study: $(READY)
 	@echo "== dpivon study: 72 private runs on scikit-learn's digits; stop it as you like, the same command goes on"
 	OMP_NUM_THREADS=1 $(BIN)/dpivon study run studies/quick.yaml --out study-output
 	$(BIN)/dpivon study report study-output
+
+docs: $(READY)
+	@echo "== The documentation, into site/; a warning is an error"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	@echo "== Style, types, and the release boundary"
@@ -70,4 +75,4 @@ audit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/audit/make_matrix.py --out results/reliability
 
 clean:
-	rm -rf $(VENV) demo-output study-output dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo-output study-output site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

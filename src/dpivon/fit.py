@@ -23,7 +23,13 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A trained model at its posterior mean, the posterior, and what it cost."""
+    """What :func:`fit` returns: the posterior, and what it cost.
+
+    Attributes:
+        model: a copy of the network, at the posterior mean.
+        posterior: the Gaussian over its weights.
+        budget: the plan that was run, with its ε.
+    """
 
     model: nn.Module
     posterior: Posterior
@@ -31,6 +37,7 @@ class Fitted:
 
     @property
     def epsilon(self) -> float:
+        """The ε that was spent, at the δ of the plan."""
         return self.budget.epsilon
 
     def predict(self, x: Tensor, samples: int = 32, **options: Any) -> ClassPrediction:
@@ -63,13 +70,30 @@ def fit(
     On a GPU every step runs there whole: batches are drawn, gradients clipped and noised, and the posterior updated in one
     captured program, after the budget of each block of steps was charged. On a CPU the same steps run one by one.
 
-    Give either ``target_epsilon`` or ``noise_multiplier``. The model and the data are on one device; ``inputs`` are as the
-    model takes them, normalised by public constants, one example a row. ``loss(outputs, labels)`` returns one loss an
-    example. ``dtype=torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
-    ``seed`` decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
-    unless the data is public.
-    ``dataset_size`` is the public N if it is not simply ``len(inputs)``; q = batch_size/N.
-    ``on_progress(done, steps)`` is called after every block.
+    >>> fitted = dpivon.fit(model, x, y, lr=1.0, batch_size=256, epochs=20, target_epsilon=3.0, delta=1e-5)
+    >>> fitted.predict(test_x).probs
+
+    Give either ``target_epsilon`` or ``noise_multiplier``. The model and the data are on one device.
+
+    Args:
+        model: the network; it is copied.
+        inputs: as the model takes them, normalised by public constants, one example a row.
+        labels: one an example.
+        lr: the paper's step size α, not multiplied by h₀ + δ as :class:`dpivon.IVON` does.
+        batch_size: the expected batch b.
+        epochs: length of the run, in epochs of ⌈N/b⌉ steps.
+        delta: δ, well below 1/N.
+        target_epsilon: the ε to stay within.
+        noise_multiplier: σ instead.
+        max_grad_norm: C.
+        dataset_size: the public N if it is not simply ``len(inputs)``; q = b/N.
+        method: a name of ``dpivon methods`` that can be stacked.
+        options: the method's own, such as ``{"ess": …, "hess_init": …}``.
+        loss: ``loss(outputs, labels)`` returns one loss an example.
+        dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
+        seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
+            unless the data is public.
+        on_progress: ``on_progress(done, steps)`` is called after every block.
     """
     n = len(inputs) if dataset_size is None else dataset_size
     plan = budget(

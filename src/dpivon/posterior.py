@@ -33,11 +33,19 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
-    """q(θ) = N(m, diag(v)): ``mean`` holds m and ``variance`` holds v, by the model's parameter names.
+    """q(θ) = N(m, diag(v)) over a network's weights.
+
+    >>> posterior = optimizer.posterior(model)
+    >>> posterior.save("posterior.safetensors")
+    >>> predict(model, Posterior.load("posterior.safetensors"), x)
 
     Only what was trained is in it: buffers and frozen parameters come from the model at prediction
-    time. The tensors are detached but not copied; v = 0 is a point estimate. ``metadata`` is free text
-    that travels with a saved file.
+    time. The tensors are detached but not copied; v = 0 is a point estimate.
+
+    Attributes:
+        mean: m, by the model's parameter names.
+        variance: v, by the same names.
+        metadata: free text that travels with a saved file.
     """
 
     mean: dict[str, Tensor]

@@ -108,21 +108,29 @@ def predict(
 ) -> ClassPrediction | RegressionPrediction:
     """Average ``model``'s predictions for ``x`` over ``samples`` draws from ``posterior``.
 
-    ``x`` is a tensor, batch first, or an iterable of batches such as a DataLoader, read once. Of a batch
-    that is a tuple or list the first element is the input; a mapping is passed as keyword arguments.
+    >>> prediction = predict(model, optimizer.posterior(model), x)
+    >>> prediction.probs, prediction.entropy, prediction.mutual_information
 
-    ``likelihood`` says what the model returns: ``"categorical"`` logits [B, C]; ``"bernoulli"`` one logit
-    per example, for which ``probs`` is [N, 2]; ``"gaussian"`` the mean, with the noise in
-    ``noise_variance``, or the pair (mean, variance).
+    Post-processing: it costs no privacy, however often it is called. Every batch sees the same draws, so the result does
+    not depend on ``batch_size``; a draw does depend on the type of device it is made on. The network runs in eval mode;
+    its parameters, buffers and training flags are left as they were, and results are on the device of the inputs.
 
-    ``samples=0``, or a posterior without variance, is one pass at the posterior mean. Of a
-    :class:`SampledPosterior` every sample is used once, or ``samples`` of them, chosen without replacement,
-    if it has more. ``dropout`` says whether the model's dropout is live, which is a draw of its own; by
-    default it is if the posterior says so (:func:`dpivon.dropout.dropout_posterior`). Every batch sees the
-    same draws, so the result does not depend on ``batch_size``; a draw does depend on the type of device it
-    is made on. A variational model is used with whole weights, drawn as for the plain model. The network runs
-    in eval mode on ``device`` (where it is, by default), its parameters, buffers and training flags are left
-    as they were, and results are on the device of the inputs.
+    Args:
+        model: the network. A variational model is used with whole weights, drawn as for the plain model.
+        posterior: what the training left.
+        x: a tensor, batch first, or an iterable of batches such as a DataLoader, read once. Of a batch that is a tuple or
+            list the first element is the input; a mapping is passed as keyword arguments.
+        samples: how many draws are averaged. 0, or a posterior without variance, is one pass at the posterior mean. Of a
+            :class:`SampledPosterior` every sample is used once, or so many of them, chosen without replacement, if it has
+            more.
+        batch_size: how many rows of a tensor go through the network at once.
+        likelihood: what the model returns: ``"categorical"`` logits [B, C]; ``"bernoulli"`` one logit per example, for
+            which ``probs`` is [N, 2]; ``"gaussian"`` the mean, or the pair (mean, variance).
+        noise_variance: the variance of a Gaussian likelihood whose model returns the mean alone.
+        generator: source of the draws; torch's global one if None.
+        device: where the network runs; where it is, by default.
+        dropout: whether the model's dropout is live, which is a draw of its own; by default it is if the posterior says so
+            (:func:`dpivon.dropout.dropout_posterior`).
     """
     samples = check_whole("samples", samples, "Pass a whole number of draws, or 0 for the posterior mean")
     batch_size = check_whole("batch_size", batch_size, "Pass how many examples fit in memory", at_least=1)

@@ -16,9 +16,13 @@ from torch import Tensor
 class Release:
     """A released gradient g_dp, by parameter, and the variance of the privacy noise in each coordinate of it.
 
-    ``variance`` is the one actually used for this release, (σC/b)² for a mean over the expected batch b, so that
-    bias corrections downstream cannot disagree with the mechanism. ``batch_size`` is the public b that g_dp is a mean over;
-    None if it is a sum, or if whoever made the release did not say.
+    It is all that an optimizer learns of the data. Made by the mechanism, after charging for it.
+
+    Attributes:
+        gradients: g_dp, by parameter.
+        variance: the one actually used for this release, (σC/b)² for a mean over the expected batch b, so that bias
+            corrections downstream cannot disagree with the mechanism.
+        batch_size: the public b that g_dp is a mean over; None if it is a sum, or if whoever made the release did not say.
     """
 
     gradients: Mapping[Tensor, Tensor]

@@ -21,9 +21,13 @@ _FORMAT_VERSION = "1"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampledPosterior:
-    """S equally weighted samples: ``samples`` holds a tensor [S, *shape] for each of the model's trained parameters.
+    """S equally weighted samples of a network's weights, as a chain leaves them (:class:`dpivon.LangevinDynamics`).
 
-    The tensors are detached but not copied. ``metadata`` is free text that travels with a saved file.
+    The tensors are detached but not copied.
+
+    Attributes:
+        samples: a tensor [S, *shape] for each of the model's trained parameters, by name.
+        metadata: free text that travels with a saved file.
     """
 
     samples: dict[str, Tensor]
@@ -60,6 +64,7 @@ class SampledPosterior:
 
     @property
     def std(self) -> dict[str, Tensor]:
+        """The standard deviation of each weight over the samples."""
         return {name: v.sqrt() for name, v in self.variance.items()}
 
     @property

@@ -26,7 +26,17 @@ OWN_GUESSES = 1000
 
 @dataclass(frozen=True)
 class Audit:
-    """Findings of the checks and lower bounds on ε, for one path."""
+    """Findings of the checks and lower bounds on ε, for one path. Made by :func:`dpivon.audit`; ``print`` shows it.
+
+    Attributes:
+        path: how gradients were clipped, such as ``"bookkeeping"``.
+        method: what was trained.
+        model: the model's type.
+        parameters: how many weights it has.
+        findings: what each check found.
+        audited: lower bounds on ε beside the claimed one.
+        seconds: how long it took.
+    """
 
     path: str
     method: str
@@ -49,9 +59,11 @@ class Audit:
 
     @property
     def holds(self) -> bool:
+        """Whether nothing was found against the guarantee. It is not thereby proved."""
         return not self.failures
 
     def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
         return asdict(self) | {"holds": self.holds}
 
     def write(self, out: Any) -> None:

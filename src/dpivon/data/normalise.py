@@ -12,7 +12,10 @@ from torch import Tensor
 
 from dpivon.data.records import Images
 
-MEAN, STD = 0.5, 0.25
+#: What is subtracted from a pixel in [0, 1], and what it is then divided by: public constants, not statistics of any data.
+MEAN = 0.5
+#: See ``MEAN``.
+STD = 0.25
 
 
 def normalised(images: Images) -> tuple[Tensor, Tensor]:

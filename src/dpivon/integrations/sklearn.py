@@ -193,7 +193,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     >>> classifier.fit(X, y).predict_proba(X_test)
 
     Args:
-        epsilon, delta: the budget of one ``fit``, for adding or removing one row. Both must be given.
+        epsilon: the budget of one ``fit``, for adding or removing one row. Must be given.
+        delta: the δ of that budget, well below one over the number of rows. Must be given.
         classes: the labels that exist; stated, because which labels occur in ``y`` is private. ``"public"`` says that it is
             not, and takes them from ``y``.
         bounds: (low, high) of the features, numbers or one a feature, known without the data. Values are clamped to
@@ -202,7 +203,11 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         hidden: widths of the hidden layers; () is logistic regression.
         network: ``network(features, outputs)`` makes a model of your own instead.
         batch_size: the expected batch, at most N.
-        epochs, lr, max_grad_norm, method, options: as in :func:`dpivon.fit`; ``lr=None`` takes the method's.
+        epochs: as in :func:`dpivon.fit`, like the next four.
+        lr: step size; None takes the method's.
+        max_grad_norm: C.
+        method: one of ``dpivon methods`` that can be stacked.
+        options: the method's own, by name.
         samples: posterior draws that a prediction averages.
         device: where to train.
         random_state: decides first weights, batches, noise and posterior draws. It is a secret, and using one is warned of:

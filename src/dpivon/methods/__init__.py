@@ -11,6 +11,7 @@ from dpivon.errors import bad
 from dpivon.methods import adam, bbp, calm, dpagd, dropout, ivon, langevin, sgd
 from dpivon.methods.base import Learner, Method, Setup, learner
 
+#: Every method by its name, in the order of the tables.
 METHODS: dict[str, Method] = {
     m.name: m for family in (sgd, adam, dpagd, ivon, calm, langevin, bbp, dropout) for m in family.METHODS
 }
@@ -34,6 +35,8 @@ def method(
     **options: Any,
 ) -> Learner:
     """The method ``name`` at work on ``model``.
+
+    >>> learner = dpivon.method("dp-adambc", model, dataset_size=len(train_set), ema=0.95)
 
     Args:
         name: one of those that ``dpivon methods`` lists.

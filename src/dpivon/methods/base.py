@@ -42,11 +42,23 @@ Predict = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Method:
-    """A method by its name. ``lr`` and ``defaults`` hold where the caller says nothing.
+    """A method by its name: what tables and the command line say of it, and how it is made.
 
-    ``build(model, setup)`` returns the model to train, which may be another one than it was given, and its optimizer.
-    ``samples`` is how many draws a prediction averages; 0 for a point. ``predict(model, posterior, x, samples, …)`` is
-    :func:`dpivon.predict` unless the method has its own way.
+    Attributes:
+        name: as in ``dpivon.method(name, …)``.
+        title: as in tables.
+        summary: a line for ``dpivon methods``.
+        optimises: what it optimises.
+        posterior: what its posterior is.
+        predicts: how it predicts.
+        choose: when to choose it.
+        reference: who proposed it.
+        lr: the step size where the caller gives none.
+        build: ``build(model, setup)`` returns the model to train, which may be another one than it was given, and its
+            optimizer.
+        defaults: its options and their values where the caller gives none.
+        samples: how many draws a prediction averages; 0 for a point.
+        predict: ``predict(model, posterior, x, samples, …)``; :func:`dpivon.predict` unless the method has its own way.
     """
 
     name: str
@@ -78,6 +90,14 @@ class Learner:
 
     ``sample()`` puts a draw of θ into the parameters for the methods that train at one, and does nothing for the others, so
     the loop is the same for all. ``model`` and ``optimizer`` may as well be given to ``PrivacyEngine.make_private`` directly.
+
+    Made by :func:`dpivon.methods.method`.
+
+    Args:
+        method: the description.
+        model: the network to train.
+        optimizer: what trains it.
+        average: the average of its iterates, if one is kept.
     """
 
     def __init__(self, method: Method, model: nn.Module, optimizer: Optimizer, average: EMA | None) -> None:

@@ -14,7 +14,18 @@ def _encoder(width: int, heads: int, depth: int, dropout: float) -> nn.Transform
 
 
 class VisionTransformer(nn.Module):
-    """ViT (Dosovitskiy et al., 2021) for small images."""
+    """ViT (Dosovitskiy et al., 2021) for small images.
+
+    Args:
+        image_size: height and width; a multiple of ``patch``.
+        patch: height and width of a patch.
+        width: of the tokens.
+        heads: of the attention.
+        depth: encoder layers.
+        classes: logits that come out.
+        in_channels: of the images.
+        dropout: share of units dropped in training.
+    """
 
     def __init__(
         self,
@@ -41,7 +52,17 @@ class VisionTransformer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Token embedding, positions, a transformer encoder, and a classifier on the mean of its outputs."""
+    """Token embedding, positions, a transformer encoder, and a classifier on the mean of its outputs.
+
+    Args:
+        vocabulary: how many tokens there are; public, like the tokens themselves.
+        length: the longest text, in tokens.
+        width: of the embeddings.
+        heads: of the attention.
+        depth: encoder layers.
+        classes: logits that come out.
+        dropout: share of units dropped in training.
+    """
 
     def __init__(
         self,

@@ -12,7 +12,13 @@ from dpivon.models.standardised import StandardisedConv2d
 class WideResNet(nn.Module):
     """WRN-d-k: three groups of (d − 4)/6 pre-activation blocks, k times as wide as a ResNet; GroupNorm mixes no examples.
 
-    ``standardised=False`` makes it of ordinary convolutions.
+    Args:
+        depth: d, with d − 4 a multiple of 6.
+        width: k.
+        classes: logits that come out.
+        in_channels: of the images.
+        groups: of the normalisations.
+        standardised: with False it is made of ordinary convolutions.
     """
 
     def __init__(

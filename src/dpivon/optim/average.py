@@ -47,6 +47,10 @@ class EMA:
     It sees what stands in the parameters after each step of the (inner) optimizer: the mean of an IVON posterior, the
     weights of anything else. The averages travel in the optimizer's ``state_dict()``. A deep copy of the optimizer is
     not followed: torch copies no hooks.
+
+    Args:
+        optimizer: what makes the steps, private or not.
+        decay: γ in [0, 1); the average is worth about 1/(1 − γ) steps.
     """
 
     def __init__(self, optimizer: Optimizer, decay: float = 0.99) -> None:
@@ -64,6 +68,7 @@ class EMA:
 
     @property
     def params(self) -> list[Tensor]:
+        """The parameters that are followed."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()

@@ -375,6 +375,7 @@ class IVON(Optimizer):
 
     @property
     def inside_training_sample(self) -> bool:
+        """Whether a training sample is in the parameters now."""
         return self._inside == "train"
 
     @property

@@ -67,7 +67,8 @@ class LangevinDynamics(RuleOptimizer):
         preconditioned: use G from squared gradients (pSGLD) instead of 1.
         burn_in: below 1, the share of steps left out of the posterior; otherwise a number of steps.
         thinning: how many steps from one kept iterate to the next, at first; doubled whenever there is no more room.
-        max_samples, max_bytes: how many iterates are kept at most, and how much memory they may take, on the CPU.
+        max_samples: how many iterates are kept at most.
+        max_bytes: how much memory they may take, on the CPU.
         generator: source of the top-up noise; the device's default generator if None.
         **hyper: ``beta2`` and ``nu`` of the preconditioner.
     """

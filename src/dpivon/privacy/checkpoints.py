@@ -62,7 +62,9 @@ class Checkpoints:
 
     Args:
         folder: made if it does not exist.
-        engine, optimizer, data_loader: the engine, and what its ``make_private`` returned.
+        engine: the engine.
+        optimizer: what its ``make_private`` returned,
+        data_loader: likewise.
         also: more objects with ``state_dict`` and ``load_state_dict`` to keep, such as schedulers, by name.
         config: anything JSON can hold that must be the same when the run goes on.
         dataset_digest: a text that identifies the data. Tensors in memory are recognised without it.

@@ -111,8 +111,7 @@ class PrivacyEngine(OpacusVerbs):
             clipping: ``"flat"`` or ``"per_layer"``.
             noise_generator: source of the noise, for reproducible experiments. Its seed is a secret.
             grad_sample_mode: ``"bookkeeping"``, or one of Opacus's ``"hooks"``, ``"functorch"``, ``"ew"``,
-            ``"ghost"``. None takes
-                book-keeping if every trainable layer has a rule for it, otherwise hooks.
+                ``"ghost"``. None takes book-keeping if every trainable layer has a rule for it, otherwise hooks.
             wrap_model: False attaches hooks to the model instead of wrapping it; go on using your own model then.
             rand_on_empty: accepted for compatibility; True would double the sensitivity and is refused.
             dataset_size: the public N, if it is not simply ``len(dataset)``.

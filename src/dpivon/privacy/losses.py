@@ -42,6 +42,10 @@ class PerExampleLoss:
     the mean over its own elements if it has several) and B the rows of the batch. ``criterion`` is a module or a function
     with a ``reduction``, or one that returns one loss an example. Before its first use it is tried on made-up
     numbers: one whose losses depend on other rows is refused.
+
+    Args:
+        criterion: the loss to make safe.
+        loss_reduction: ``"mean"`` or ``"sum"``, as given to ``make_private``.
     """
 
     def __init__(self, criterion: Callable[..., Any], loss_reduction: str = "mean") -> None:

@@ -23,13 +23,18 @@ class BatchMemoryManager:
 
     One that does not fit after all is tried again in smaller parts, and charged once:
 
-    ...         try:
+    >>>         try:
     ...             ...  # the ordinary step
     ...         except torch.OutOfMemoryError:
     ...             micro_batches.retry()  # the same logical batch comes again, in micro-batches of half the size
 
     Use as Opacus's. Unlike it, each micro-batch carries its own flag, so that an error, a ``continue`` or a ``break``
     never lets the rest of one logical batch run into the next: leaving drops the partial sum.
+
+    Args:
+        data_loader: the loader that ``make_private`` returned.
+        max_physical_batch_size: how many examples fit in memory at once.
+        optimizer: the optimizer that ``make_private`` returned.
     """
 
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:

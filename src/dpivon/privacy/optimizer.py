@@ -112,6 +112,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
 
     @property
     def noise_multiplier(self) -> float:
+        """σ of the next release; setting it replaces the spec."""
         return self._spec.noise_multiplier
 
     @noise_multiplier.setter
@@ -120,6 +121,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
 
     @property
     def max_grad_norm(self) -> float:
+        """C of the next release; setting it replaces the spec, and the clipping with it."""
         return self._spec.max_grad_norm
 
     @max_grad_norm.setter
@@ -129,23 +131,28 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
 
     @property
     def clipping(self) -> Clipping:
+        """How examples are bounded."""
         return self._clipping
 
     @property
     def expected_batch_size(self) -> float:
+        """b, what a mean is divided by."""
         return self._spec.expected_batch_size
 
     @property
     def loss_reduction(self) -> str:
+        """``"mean"`` or ``"sum"``."""
         return self._spec.loss_reduction
 
     @property
     def generator(self) -> torch.Generator | None:
+        """Where the noise comes from; None in secure mode. Its state is a secret."""
         generator: torch.Generator | None = getattr(self.noise, "generator", None)
         return generator
 
     @property
     def accumulated_iterations(self) -> int:
+        """How many batches the pending gradients come from."""
         return self.source.batches(self.params)
 
     # ---- sampling θ
@@ -381,6 +388,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
 
     @property
     def step_hook(self) -> Callable[[DPOptimizer], None] | None:
+        """The hook attached last, as Opacus has it."""
         return self.step_hooks[-1] if self.step_hooks else None
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:

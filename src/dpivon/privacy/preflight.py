@@ -20,9 +20,14 @@ _SAMPLES_AT_ONCE = 4096
 def preflight(dataset: Any, classes: int | None = None) -> int:
     """Refuse data that training would silently lose examples of; otherwise the number of examples. Not private.
 
-    ``dataset`` is a dataset of (input, label) pairs, or the pair of tensors (inputs, labels). Inputs have to be finite; with
-    ``classes`` given labels have to be whole numbers in 0 … classes − 1. A label of −100, which torch's losses leave out,
-    is among those refused: their mean would then divide by fewer rows than the engine multiplies by.
+    >>> dpivon.preflight(train_set, classes=10)
+
+    Inputs have to be finite. A label of −100, which torch's losses leave out, is among those refused: their mean would then
+    divide by fewer rows than the engine multiplies by.
+
+    Args:
+        dataset: a dataset of (input, label) pairs, or the pair of tensors (inputs, labels).
+        classes: if given, labels have to be whole numbers in 0 … classes − 1.
     """
     if classes is not None:
         classes = check_whole("classes", classes, "Use the number of classes", at_least=2)

@@ -42,7 +42,7 @@ class NoiseSpec:
         rate = check_number("sample_rate", self.sample_rate, "Use q = b/N in (0, 1]", above=0.0, at_most=1.0)
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"), "Match your loss function's reduction")
         count = check_whole("accumulated", self.accumulated, "Use the number of merged batches", at_least=1)
-        fix = "Use a bound and a noise multiplier between 1e-6 and 1e6"
+        fix = "Use a bound C and noise σC between 1e-30 and 1e30, such as 1.0"
         if not 1e-30 <= norm <= 1e30:
             raise bad("max_grad_norm", self.max_grad_norm, "is beyond what single precision can clip to", fix)
         if sigma > 0 and not 1e-30 <= sigma * norm <= 1e30:
@@ -81,6 +81,7 @@ class NoiseSpec:
         return None
 
     def replace(self, **changes: Any) -> NoiseSpec:
+        """The same release but for these changes, checked again."""
         return replace(self, **changes)
 
     @property

@@ -54,8 +54,13 @@ class Ensemble:
     >>> for done in ensemble.train(1000): ...
     >>> ensemble.epsilon(1e-5), ensemble.member_epsilon(1e-5)
 
-    ``seeds`` make the privacy noise: as secret as that of a single run, and never used again for another one.
-    The other arguments are those of :class:`Stack`.
+    Args:
+        run: what every member is; its seed is not used.
+        seeds: make the privacy noise: as secret as that of a single run, and never used again for another one.
+        network: as for :class:`~dpivon.stacked.Stack`, like the rest.
+        images: one example a row.
+        labels: one an example.
+        **options: of the stack.
     """
 
     def __init__(

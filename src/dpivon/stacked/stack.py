@@ -30,10 +30,18 @@ from dpivon.stacked.rules import DEFAULTS, RULES, AveragedRows, Rows, Rule, esti
 
 @dataclass(frozen=True)
 class Run:
-    """One private training run. ``options`` override the method's defaults (``beta1``, ``ess``, ``hess_init``, …).
+    """One private training run, as plain data.
 
-    The option ``ema``, for every method, keeps an average of the iterates beside them: ``Stack.average``. The option
-    ``curvature`` names another estimator of :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
+    Attributes:
+        method: a name of ``dpivon methods`` that can be stacked.
+        seed: decides first weights, batches, noise and posterior samples. A secret, unless the data is public.
+        noise_multiplier: σ.
+        max_grad_norm: C.
+        lr: the step size α, as in the paper: IVON's is not multiplied by h₀ + δ here.
+        batch_size: the expected batch b.
+        options: override the method's defaults (``beta1``, ``ess``, ``hess_init``, …). ``ema``, for every method, keeps an
+            average of the iterates beside them: ``Stack.average``. ``curvature`` names another estimator of
+            :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
     """
 
     method: str
@@ -80,7 +88,16 @@ class Stack:
     >>> for done in stack.train(steps=1000): ...
     >>> stack.epsilon(0, delta=1e-5), stack.posterior(0)
 
-    ``start`` gives the runs' first parameters, [K, P]; without it each run's seed initialises them.
+    Args:
+        runs: what to train; no seed twice.
+        network: :class:`~dpivon.stacked.PaperNetwork`, or :class:`~dpivon.stacked.AnyNetwork` around a function that builds
+            a model.
+        inputs: one example a row, normalised by public constants.
+        labels: one an example.
+        start: the runs' first parameters, [K, P]; without it each run's seed initialises them.
+        dataset_size: the public N, if it is not simply ``len(inputs)``.
+        dtype: of forward and backward; norms and sums are wider.
+        block: how many steps are drawn and charged at once.
     """
 
     def __init__(

@@ -44,6 +44,7 @@ class BayesByBackprop(RuleOptimizer):
         rule: what makes the steps; Adam if None. Its weight decay is 0 by default: the prior is here.
         prior_std: σ_p.
         temperature: T.
+        generator: source of the rule's own normals, if it draws any.
         **hyper: the rule's hyperparameters.
     """
 

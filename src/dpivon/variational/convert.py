@@ -55,6 +55,7 @@ def variational(model: nn.Module, *, initial_std: float = 0.02) -> nn.Module:
 
 
 def is_variational(model: nn.Module) -> bool:
+    """Whether the model has Gaussian layers, wrapped or not."""
     return any(isinstance(module, Variational) for module in unwrap(model).modules())
 
 

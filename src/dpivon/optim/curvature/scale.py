@@ -22,7 +22,11 @@ Scale = Literal["ess", "batch"]
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """An estimator ĥ = κ v̂ of the second moment v; a subclass says how ``moment`` finds v̂."""
+    """An estimator ĥ = κ v̂ of the second moment v; a subclass says how ``moment`` finds v̂.
+
+    Attributes:
+        scale: κ: ``"ess"`` for N_ess, ``"batch"`` for the expected batch (the names that end in ``-fisher``).
+    """
 
     scale: Scale = "ess"
 

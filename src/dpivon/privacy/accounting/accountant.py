@@ -36,8 +36,12 @@ def check_delta(delta: Any) -> float:
 def epsilon(history: History, delta: float, accountant: str = "rdp", orders: Orders = "wide") -> float:
     """An ε such that the whole history is (ε, δ)-differentially private: always an upper bound.
 
-    ``history`` holds rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian
-    mechanism, under adding or removing one record. ``orders`` are the Rényi orders of ``"rdp"``.
+    Args:
+        history: rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian mechanism, under adding or
+            removing one record.
+        delta: δ.
+        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
+        orders: Rényi orders of ``"rdp"``.
     """
     name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
     if name == "pld":
@@ -56,6 +60,14 @@ class Accountant(IAccountant):  # type: ignore[misc]
 
     Every release is a row of ``history``; one without a guarantee is a row with σ = 0, so that the history
     alone already gives ε = ∞ in any accountant. ``unaccounted`` counts these releases by their reason.
+
+    >>> account = Accountant("pld")
+    >>> account.step(noise_multiplier=1.0, sample_rate=0.01)
+    >>> account.get_epsilon(delta=1e-5)
+
+    Args:
+        mechanism: ``"rdp"``, ``"prv"`` or ``"pld"``: how ε is computed from the history.
+        orders: Rényi orders of ``"rdp"``: ``"wide"``, ``"opacus"``, or numbers above 1.
     """
 
     def __init__(self, mechanism: str = "rdp", orders: Orders = "wide") -> None:

@@ -15,7 +15,18 @@ from dpivon.privacy.accounting.rdp import Orders
 
 @dataclass(frozen=True)
 class Budget:
-    """(ε, δ) of T steps at noise multiplier σ and sampling rate q = batch_size / dataset_size."""
+    """What a plan costs: (ε, δ) of T steps at noise multiplier σ and sampling rate q. ``print`` says it in one line.
+
+    Attributes:
+        epsilon: ε, an upper bound.
+        delta: δ.
+        noise_multiplier: σ, as given or as calibrated.
+        sample_rate: q = batch_size / dataset_size.
+        steps: T.
+        dataset_size: N.
+        batch_size: the expected batch b.
+        accountant: what computed ε.
+    """
 
     epsilon: float
     delta: float
@@ -52,9 +63,20 @@ def budget(
     accountant: str = "rdp",
     orders: Orders = "wide",
 ) -> Budget:
-    """The cost of a run of σ, or the σ of a run of cost ε.
+    """The cost of a run of σ, or the σ of a run of cost ε, before any data is touched.
 
-    An epoch is ⌈N/b⌉ steps, rounded up: no step that runs goes unaccounted.
+    >>> budget(dataset_size=50_000, batch_size=512, epochs=30, delta=1e-5, target_epsilon=3.0).noise_multiplier
+
+    Args:
+        dataset_size: the public number of examples N.
+        batch_size: the expected batch b; q = b/N.
+        epochs: length of the run in epochs of ⌈N/b⌉ steps, rounded up: no step that runs goes unaccounted.
+        steps: length of the run in steps instead.
+        delta: δ, well below 1/N.
+        noise_multiplier: σ, to learn ε.
+        target_epsilon: ε, to learn the σ it needs.
+        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
+        orders: Rényi orders of ``"rdp"``.
     """
     size = check_whole("dataset_size", dataset_size, "Give the number of training records", at_least=1)
     batch = check_whole("batch_size", batch_size, "Give the expected number of records in a batch", at_least=1)

@@ -57,6 +57,14 @@ def noise_multiplier(
     """The smallest σ, to one part in a thousand, whose ε after ``steps`` steps is at most ``target_epsilon``.
 
     ε(σ*) ≤ target < ε(0.99 σ*): the side that is returned was itself accounted, never interpolated.
+
+    Args:
+        target_epsilon: ε to stay within.
+        delta: δ.
+        sample_rate: q.
+        steps: T.
+        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
+        orders: Rényi orders of ``"rdp"``.
     """
     fix = "Give a target ε greater than 0"
     target = check_number("target_epsilon", target_epsilon, fix, above=0.0)

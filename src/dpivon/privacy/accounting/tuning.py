@@ -129,7 +129,14 @@ def _first_share(t: float, eta: float) -> float:
 
 
 def tuned_epsilon(history: History, delta: float, runs: RandomRuns, orders: Orders = "wide") -> float:
-    """ε at δ of the whole search, ``history`` being what its costliest single run releases: an upper bound."""
+    """ε of a whole search of which the best run is published: an upper bound.
+
+    Args:
+        history: what the costliest single run releases, as for :func:`epsilon`.
+        delta: δ.
+        runs: the law of how many runs are made.
+        orders: Rényi orders.
+    """
     probability, alphas = check_delta(delta), check_orders(orders)
     rho = rdp.curve(history, alphas)
     if rho is None:
@@ -167,7 +174,16 @@ def tuned_noise_multiplier(
     runs: RandomRuns,
     orders: Orders = "wide",
 ) -> float:
-    """The smallest σ, to one part in a thousand, with which the whole search stays within (ε, δ)."""
+    """The smallest σ, to one part in a thousand, with which the whole search stays within (ε, δ).
+
+    Args:
+        target_epsilon: ε of the search.
+        delta: δ of the search.
+        sample_rate: q of each run.
+        steps: T of each run.
+        runs: the law of how many runs are made.
+        orders: Rényi orders.
+    """
     target = check_number("target_epsilon", target_epsilon, "Give a target ε greater than 0", above=0.0)
     _, rate, _ = check_entry(1.0, sample_rate, steps)
     number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
@@ -202,7 +218,14 @@ class TuningCost:
 def tuning_costs(
     plan: Budget, mean: float, law: str | None = None, *, target_epsilon: float | None = None
 ) -> list[TuningCost]:
-    """What a search of runs like ``plan`` costs: first if all are published, then by each law of K, or by the one named."""
+    """What a search of runs like ``plan`` costs: first if all are published, then by each law of K, or by the one named.
+
+    Args:
+        plan: one run, as :func:`~dpivon.privacy.accounting.budget` gives it.
+        mean: how many runs are made on average.
+        law: ``"geometric"``, ``"logarithmic"`` or ``"poisson"``; None for all three.
+        target_epsilon: also find the σ with which the search stays within it.
+    """
     laws: tuple[str, ...] = ("geometric", "logarithmic", "poisson")
     if law is not None:
         laws = (check_choice("law", law, laws, "Name the law of the number of runs"),)

@@ -33,7 +33,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def register_rule(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F], _F]:
-    """Make the decorated function the rule of these layer types (exactly these: a subclass may compute something else)."""
+    """Make the decorated function the rule of these layer types.
+
+    Args:
+        *layers: exactly these: a subclass may compute something else.
+        bf16: whether the rule takes gradients in bf16 and adds them up in fp32 by itself.
+    """
 
     def add(rule: _F) -> _F:
         RULES.update(dict.fromkeys(layers, rule))
@@ -44,7 +49,12 @@ def register_rule(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F]
 
 
 def register_forward(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F], _F]:
-    """Make the decorated ``forward(layer, observe, *args, **kwargs)`` the training forward of these layer types."""
+    """Make the decorated ``forward(layer, observe, *args, **kwargs)`` the training forward of these layer types.
+
+    Args:
+        *layers: exactly these.
+        bf16: whether its uses take gradients in bf16 and add them up in fp32 by themselves.
+    """
 
     def add(forward: _F) -> _F:
         FORWARDS.update(dict.fromkeys(layers, forward))
