@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,10 +217,45 @@ def test_what_is_missing_is_missed_before_training(tmp_path, monkeypatch):
     with pytest.raises(ArgumentError, match=r"lacks t10k-images.*Fashion-MNIST"):
         run_study(PLAN, tmp_path / "out", replace(FAST, data=tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "PIL", None)
+        patch.setitem(sys.modules, "PIL", None)
         plan = replace(PLAN, evaluate=Evaluation(("jpeg_compression",), (1,)))
         with pytest.raises(ArgumentError, match="needs Pillow"):
             run_study(plan, tmp_path / "out2", FAST)
+
+
+BARE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"yaml", "pydantic", "rich", "typer", "matplotlib", "torchmetrics", "dp_accounting", "PIL"}:
+            raise ImportError(name + " is not on this machine")
+sys.meta_path.insert(0, Absent())
+from dpivon.study.__main__ import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def test_a_bare_machine_is_enough(whole, tmp_path):
+    wanted = replace(WANTED, ood=("held-out",))
+    replace(PLAN, runs=PLAN.runs[1:2], evaluate=wanted).write(tmp_path / "plan.json")
+    command = [
+        sys.executable,
+        "-c",
+        BARE,
+        "run",
+        str(tmp_path / "plan.json"),
+        "--out",
+        str(tmp_path / "out"),
+        "--quiet",
+    ]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
+    command += ["--device", "cpu", "--block", "8"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, there = rows_of(tmp_path / "out"), rows_of(whole)
+    assert len(found) == 2 * 6
+    assert found == {key: there[key] for key in found}
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,21 @@ class BeyondClaims:
                 self._against(shifted("nll"), lower=True),
             ),
             Claim("B5", f"ECE at severity {worst} is higher than on clean pictures", self._severity(worst)),
-            Claim("B6", "the smaller ε, the higher ECE under shift", self._privacy(shifted("ece"), lower=False)),
+            Claim(
+                "B6",
+                "ECE under shift is higher at the smallest ε than at the largest",
+                self._privacy(shifted("ece"), lower=False),
+            ),
             Claim(
                 "B7",
-                f"the smaller ε, the more accuracy is lost from clean pictures to severity {worst}",
+                f"more accuracy is lost from clean pictures to severity {worst} at the smallest ε than at the largest",
                 self._privacy(lost, lower=False),
             ),
-            Claim("B8", "the smaller ε, the lower the AUROC of foreign pictures by entropy", self._privacy_ood()),
+            Claim(
+                "B8",
+                "the AUROC of foreign pictures by entropy is lower at the smallest ε than at the largest",
+                self._privacy_ood(),
+            ),
             Claim(
                 "B9",
                 "mutual information tells foreign pictures better than entropy does (AUROC)",

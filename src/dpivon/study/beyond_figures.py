@@ -44,7 +44,7 @@ def severity_figure(cells: BeyondCells, measure: str) -> Any:
         log_numbers(axes)
     corruptions = ", ".join(c.replace("_", " ") for c in cells.corruptions)
     figure.suptitle(
-        f"{_MEASURES[measure]} under shift, mean over {len(cells.corruptions)} corruptions\n({corruptions})",
+        f"{_MEASURES[measure]} under shift, mean over {len(cells.corruptions)} corruptions: {_spread(cells)}\n({corruptions})",
         fontsize=11,
     )
     figure.supylabel(_MEASURES[measure], fontsize=10)
@@ -62,7 +62,10 @@ def coverage_figure(cells: BeyondCells) -> Any:
         return [(float(c), error(cells.clean(p, s, name))) for c, name in names]
 
     figure, _ = _panels(cells, curve, "coverage (%)")
-    figure.suptitle("Risk and coverage: the error among the most confident answers, clean test pictures", fontsize=11)
+    figure.suptitle(
+        f"Risk and coverage: the error among the most confident answers, clean test pictures\n({_spread(cells)})",
+        fontsize=11,
+    )
     figure.supylabel("error", fontsize=10)
     return figure
 
@@ -90,8 +93,7 @@ def foreign_figure(cells: BeyondCells) -> Any:
     handles, names = _setting_handles(cells)
     more, words = _marker_handles(cells)
     _below(figure, handles + more, names + words)
-    spread = _spread(cells)
-    figure.suptitle(f"Telling foreign pictures from test pictures{spread}", fontsize=11)
+    figure.suptitle(f"Telling foreign pictures from test pictures: {_spread(cells)}", fontsize=11)
     return figure
 
 
@@ -159,7 +161,7 @@ def _marker_handles(cells: BeyondCells) -> tuple[list[Any], list[str]]:
 
 def _spread(cells: BeyondCells) -> str:
     seeds = len({row["seed"] for row in cells.rows})
-    return f": mean and standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
+    return f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
 
 
 def _below(figure: Any, handles: list[Any], names: list[str]) -> None:

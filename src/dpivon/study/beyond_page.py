@@ -63,10 +63,13 @@ def _made(rows: Sequence[Row]) -> str:
 
 def _best(cells: BeyondCells) -> list[str]:
     """Who is first by which measure, with what it cannot be told from."""
+    seeds = len({row["seed"] for row in cells.rows})
+    few = "one seed says nothing about chance" if seeds == 1 else f"with {seeds} seeds that error is a rough guess"
     lines = [
-        "First at each ε by its mean over seeds; after it, whoever is within two standard errors of the difference:",
-        "",
+        "First at each ε by its mean over seeds, and who is within two standard errors of the difference",
+        f"({few}):",
     ]
+    lines.append("")
     measures = [("NLL under shift", "nll", True), ("accuracy under shift", "accuracy", False)]
     for s in cells.settings:
         parts = []
