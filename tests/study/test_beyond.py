@@ -173,6 +173,17 @@ def test_a_stack_is_evaluated_like_each_run_alone():
                 assert value == (b[key] if isinstance(value, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)), key
 
 
+@pytest.mark.parametrize("n", [20, 37, 1000])
+def test_withheld_answers_are_scored_as_the_library_does(n):
+    generator = torch.Generator().manual_seed(n)
+    probs = torch.randn(n, 4, generator=generator).softmax(-1)
+    labels = torch.randint(0, 4, (n,), generator=generator)
+    found = selective_scores(probs, labels)
+    assert found["aurc"] == pytest.approx(metrics.aurc(probs, labels))
+    for c in table.COVERAGES:
+        assert found[f"accuracy_at_{c}"] == pytest.approx(metrics.accuracy_at_coverage(probs, labels, c / 100))
+
+
 def test_what_diverged_has_no_scores():
     bad = Predicted(torch.full((4, 3), math.nan), torch.full((4,), math.nan))
     good = Predicted(torch.full((4, 3), 1 / 3), torch.zeros(4))

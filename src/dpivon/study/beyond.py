@@ -116,5 +116,6 @@ def selective_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
     """AURC, and the accuracy on the 10, 20, … 90 % that are answered with most confidence."""
     if not bool(torch.isfinite(probs).all()):
         return dict.fromkeys(SELECTIVE, math.nan)
-    at = {f"accuracy_at_{c}": metrics.accuracy_at_coverage(probs, labels, c / 100) for c in COVERAGES}
-    return {"aurc": metrics.aurc(probs, labels)} | at
+    risk = metrics.risk_coverage(probs, labels)[1].tolist()  # sorted once for all of them
+    answered = {c: -(-c * len(risk) // 100) for c in COVERAGES}  # rounded up
+    return {"aurc": sum(risk) / len(risk)} | {f"accuracy_at_{c}": 1.0 - risk[k - 1] for c, k in answered.items()}

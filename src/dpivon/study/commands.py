@@ -161,7 +161,7 @@ def pick(
     for method, found in choose(out, to).items():
         words = ", ".join(f"{c.lr:g} ({c.accuracy:.3f})" for c in found)
         typer.echo(f"{method}: {found[0].lr:g}, of {words}")
-    typer.echo(f"written to {to}; use it with `dpivon study run studies/paper.yaml --lr {to}`")
+    typer.echo(f"written to {to}; use it with `dpivon study run STUDY --lr {to}`")
 
 
 @data.command()
