@@ -154,12 +154,13 @@ def test_report_and_figures_by_command(tmp_path):
     ]  # fmt: skip
     page = (tmp_path / "beyond.md").read_text()
     assert "12 runs, 2 seeds a cell" in page
-    assert "1.2 minutes on h, torch t" in page
+    assert "1.2 minutes by the clock on h, torch t" in page
+    assert "**This is digits: it shows the machinery" in page
     assert (
         "| B3 | DP-IVON-Gradsq, averaged, has a lower ECE under shift than DP-SGD and DP-Adam | supported (2 of 2) |"
         in page
     )
-    assert "accuracy under shift 0.74 ± 0.0007 DP-IVON-Gradsq, averaged" in page
+    assert "accuracy under shift: DP-IVON-Gradsq, averaged 0.74 ± 0.0007" in page
     assert "not the published files" in page
     for name in names[:5]:
         assert f"(figures/{name})" in page

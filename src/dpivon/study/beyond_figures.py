@@ -72,7 +72,7 @@ def coverage_figure(cells: BeyondCells) -> Any:
 
 def foreign_figure(cells: BeyondCells) -> Any:
     """A panel a set of foreign pictures, a line a method, a colour an ε."""
-    figure = new_figure(4.2 * len(cells.foreign) + 1.6, 0.36 * len(cells.methods) + 2.0)
+    figure = new_figure(4.2 * len(cells.foreign) + 1.6, 0.45 * len(cells.methods) + 1.6)
     axes = figure.subplots(1, len(cells.foreign), sharey=True, squeeze=False)[0]
     places = {m: len(cells.methods) - 1 - i for i, m in enumerate(cells.methods)}
     for axis, foreign in zip(axes, cells.foreign, strict=True):
@@ -81,7 +81,7 @@ def foreign_figure(cells: BeyondCells) -> Any:
                 found = cells.ood(p, s, foreign, "auroc_entropy")
                 if found is None or math.isnan(found.mean):
                     continue
-                at = places[p.method] + 0.22 * (0.5 - i / max(1, len(cells.settings) - 1))
+                at = places[p.method] + 0.5 * (0.5 - i / max(1, len(cells.settings) - 1))
                 hollow = {} if p == cells.best_way(p.method) else {"markerfacecolor": "white"}
                 colour = _colours(cells)[i]
                 axis.errorbar(found.mean, at, xerr=found.std, fmt="o", ms=5, color=colour, elinewidth=0.8, **hollow)
@@ -116,7 +116,7 @@ def _panels(cells: BeyondCells, curve: Callable[[Predictor, Setting], list[tuple
                 look = {"lw": 1.5, "ls": "-"} if p == main else {"lw": 1.1, "ls": "--", "alpha": 0.7}
                 axis.plot(at, means, color=colour, **look)
                 if p == main:
-                    low, high = ([m + k * d for m, d in zip(means, stds, strict=True)] for k in (-1, 1))
+                    low, high = ([max(0.0, m + k * d) for m, d in zip(means, stds, strict=True)] for k in (-1, 1))
                     axis.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
         axis.set_title(main.title, fontsize=10)
         axis.grid(alpha=0.25)

@@ -33,6 +33,9 @@ def beyond_page(
     cells = BeyondCells(rows, beyond)
     claims = BeyondClaims(cells).all()
     lines = [f"# {title}: beyond the paper's axes", ""]
+    datasets = {row["dataset"] for row in rows} - {"cifar10"}
+    if datasets:
+        lines += [f"**This is {' and '.join(sorted(datasets))}: it shows the machinery more than the methods.**", ""]
     lines += ["Written by `dpivon study report` from `runs.csv` and `beyond.csv`. " + _made(rows), "", _HOW, ""]
     lines += ["## What the tables say", "", _VERDICTS, "", "| | statement | |", "|---|---|---|"]
     lines += [f"| {c.number} | {c.statement} | {verdict(c)} |" for c in claims]
@@ -56,8 +59,8 @@ def _made(rows: Sequence[Row]) -> str:
     seeds = len({row["seed"] for row in rows})
     return (
         f"{len(rows)} runs, {seeds} seed{'s' if seeds > 1 else ''} a cell (± is their standard deviation), trained in "
-        f"{minutes:.1f} minutes on {hardware}. `study.json` is the plan, every run by its numbers: `dpivon study run "
-        "study.json --out NEW` repeats it."
+        f"{minutes:.1f} minutes by the clock on {hardware}. `study.json` is the plan, every run by its numbers: "
+        "`dpivon study run study.json --out NEW` repeats it."
     )
 
 
@@ -80,7 +83,7 @@ def _best(cells: BeyondCells) -> list[str]:
             parts += _ranked(f"AUROC of {f}", found, False)
         parts += _ranked("AURC", [(p, cells.clean(p, s, "aurc")) for p in cells.predictors], True)
         if parts:
-            lines.append(f"- {cells.label(s)}: " + "; ".join(parts) + ".")
+            lines.append(f"- {cells.label(s)}. " + "; ".join(parts) + ".")
     return lines
 
 
@@ -94,7 +97,7 @@ def _ranked(words: str, scored: Sequence[tuple[Predictor, Value | None]], lower:
     if close:
         named = ", ".join(_name(p) for p in close[:3])
         tied = f" (not told from {named}{f' and {len(close) - 3} more' if len(close) > 3 else ''})"
-    return [f"{words} {best} {_name(first)}{tied}"]
+    return [f"{words}: {_name(first)} {best}{tied}"]
 
 
 def _name(p: Predictor) -> str:
