@@ -294,6 +294,7 @@ def test_plans_that_cannot_be(changes, words):
         ((("fog", "fog"), (1,)), "names something twice"),
         (((), (), ("svhn",)), "ood='svhn'"),
         (((), (), (), True, 3), "pictures=3"),
+        (((), (), (), "yes"), "selective='yes'"),
     ],
 )
 def test_evaluations_that_cannot_be(arguments, words):

@@ -40,5 +40,7 @@ class Evaluation:
         if bool(self.corruptions) != bool(self.severities):
             fix = "Give both or neither"
             raise bad("corruptions", list(self.corruptions), f"does not go with severities={self.severities}", fix)
+        if not isinstance(self.selective, bool):
+            raise bad("selective", self.selective, "is neither true nor false", "Say whether answers may be withheld")
         if self.pictures is not None:
             check_whole("pictures", self.pictures, "Give how many test pictures to look at", at_least=20)
