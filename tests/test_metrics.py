@@ -163,6 +163,52 @@ def test_ood_auroc_at_its_ends() -> None:
     assert metrics.ood_auroc(torch.zeros(3), torch.zeros(2)) == pytest.approx(0.5)
 
 
+def test_ood_auroc_against_the_normal_law_and_torchmetrics() -> None:
+    """Scores N(0, 1) and N(d, 1): AUROC = Φ(d/√2), and FPR95 = Φ(1.645 − d)."""
+    from torchmetrics.functional.classification import binary_auroc
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(40_000, generator=generator), torch.randn(40_000, generator=generator) + 1.5
+    normal = torch.distributions.Normal(0.0, 1.0)
+    assert metrics.ood_auroc(a, b) == pytest.approx(float(normal.cdf(torch.tensor(1.5 / math.sqrt(2)))), abs=0.006)
+    assert metrics.ood_fpr(a, b) == pytest.approx(float(normal.cdf(torch.tensor(1.6449 - 1.5))), abs=0.015)
+    target = torch.cat([torch.zeros(40_000), torch.ones(40_000)]).long()
+    theirs = float(binary_auroc(torch.cat([a, b]).sigmoid().double(), target))
+    assert metrics.ood_auroc(a, b) == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize(("n", "m", "accepted"), [(200, 100, 0.95), (20, 7, 0.95), (19, 30, 0.5), (3, 3, 1.0)])
+def test_ood_fpr_is_a_point_of_scikit_learns_curve(n: int, m: int, accepted: float) -> None:
+    generator = torch.Generator().manual_seed(n)
+    a, b = ((torch.randn(k, generator=generator) * 2 + shift).round() for k, shift in ((n, 0), (m, 1)))
+    # Ordinary inputs are the positives, and a low score means ordinary.
+    fpr, tpr, _ = sk.roc_curve([1] * n + [0] * m, -torch.cat([a, b]).numpy(), drop_intermediate=False)
+    assert metrics.ood_fpr(a, b, accepted) == pytest.approx(float(fpr[tpr >= accepted - 1e-9][0]), abs=1e-9)
+
+
+def test_ood_fpr_at_its_ends() -> None:
+    low, high = torch.arange(20.0), torch.arange(100.0, 110.0)
+    assert metrics.ood_fpr(low, high) == 0
+    assert metrics.ood_fpr(high, low) == 1
+    assert metrics.ood_fpr(torch.zeros(5), torch.zeros(4)) == 1  # who cannot tell lets everything pass
+    assert metrics.ood_fpr(low, torch.tensor([17.5, 18.0, 18.5, 19.0])) == 0.5  # 19 of 20 pass at 18, not at 17.5
+
+
+def test_accuracy_at_coverage_is_that_of_the_most_confident() -> None:
+    p = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4], [0.45, 0.55]])
+    y = torch.tensor([0, 1, 1, 0, 0])  # right, wrong, right, right, wrong, by falling confidence
+    for coverage, expected in ((0.2, 1.0), (0.3, 0.5), (0.4, 0.5), (0.6, 2 / 3), (0.8, 0.75), (1.0, 0.6)):
+        assert metrics.accuracy_at_coverage(p, y, coverage) == pytest.approx(expected)
+    assert metrics.accuracy_at_coverage(p, y, 1e-9) == 1.0
+    # Σ_k risk_k / N in closed form: 0, 1/2, 1/3, 1/4, 2/5
+    assert metrics.aurc(p, y) == pytest.approx((0 + 1 / 2 + 1 / 3 + 1 / 4 + 2 / 5) / 5)
+    for wrong in (0.0, 1.1, math.nan):
+        with pytest.raises(ArgumentError, match="coverage"):
+            metrics.accuracy_at_coverage(p, y, wrong)
+    with pytest.raises(ArgumentError, match="accepted=2"):
+        metrics.ood_fpr(torch.ones(2), torch.ones(2), 2)
+
+
 def test_a_certain_mistake_is_bad_and_not_infinite() -> None:
     p = torch.tensor([[1.0, 0.0]])
     assert metrics.nll(p, torch.tensor([1])) == pytest.approx(87.3, abs=0.1)

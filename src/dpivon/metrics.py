@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpivon.errors import bad, check_whole
+from dpivon.errors import bad, check_number, check_whole
 
 _BINS_FIX = "Pass how many bins to use, for instance 15"
 
@@ -89,24 +89,35 @@ def aurc(probs: Tensor, labels: Tensor) -> float:
     return float(risk_coverage(probs, labels)[1].mean())
 
 
+def accuracy_at_coverage(probs: Tensor, labels: Tensor, coverage: float) -> float:
+    """The accuracy on the ``coverage`` share of examples that are answered with most confidence, ⌈coverage·N⌉ of them."""
+    fix = "Give the share of examples to answer"
+    coverage = check_number("coverage", coverage, fix, above=0.0, at_most=1.0)
+    risk = risk_coverage(probs, labels)[1]
+    return 1.0 - float(risk[math.ceil(coverage * len(risk) - 1e-9) - 1])
+
+
 def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> float:
     """P(out > in) + ½·P(out = in): how well a score tells out-of-distribution inputs from ordinary ones.
 
     A higher score, such as ``entropy`` or ``mutual_information``, has to mean more out of distribution.
     """
-    from torchmetrics.functional.classification import binary_auroc
+    ordinary, other = _checked_scores(in_scores, out_scores)
+    ordered = ordinary.sort().values
+    below, not_above = (torch.searchsorted(ordered, other, right=right).double() for right in (False, True))
+    return float((below + not_above).mean() / (2 * len(ordered)))
 
-    for name, scores in (("in_scores", in_scores), ("out_scores", out_scores)):
-        if scores.ndim != 1 or len(scores) == 0:
-            fix = "Pass one score per example, and at least one"
-            raise bad(f"{name}.shape", tuple(scores.shape), "is not a non-empty vector", fix)
-        if bool(scores.isnan().any()):
-            raise bad(name, "a tensor", "has entries that are NaN", "Remove the examples without a score")
-    both = torch.cat([in_scores, out_scores.to(in_scores.device)])
-    target = (torch.arange(len(both), device=both.device) >= len(in_scores)).long()
-    # Ranks, since torchmetrics passes scores outside [0, 1] through a sigmoid, where large ones become ties.
-    rank = torch.searchsorted(both.sort().values, both).double()
-    return float(binary_auroc(rank / len(both), target))
+
+def ood_fpr(in_scores: Tensor, out_scores: Tensor, accepted: float = 0.95) -> float:
+    """The share of out-of-distribution inputs that pass for ordinary where ``accepted`` of the ordinary ones do: FPR95.
+
+    Liang et al., 2018 (arXiv:1706.02690). Scores are those of :func:`ood_auroc`. The threshold is the smallest score that at
+    least so many ordinary inputs do not exceed; who is at the threshold passes.
+    """
+    accepted = check_number("accepted", accepted, "Give the share of ordinary inputs to accept", above=0.0, at_most=1.0)
+    ordinary, other = _checked_scores(in_scores, out_scores)
+    threshold = ordinary.sort().values[math.ceil(accepted * len(ordinary) - 1e-9) - 1]
+    return float((other <= threshold).double().mean())
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +153,18 @@ def _top(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Confidence, and 1 where the most probable class is the label."""
     confidence, predicted = p.max(-1)
     return confidence, (predicted == y).to(p.dtype)
+
+
+def _checked_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as they are, on one device, or an error about the first problem."""
+    for name, scores in (("in_scores", in_scores), ("out_scores", out_scores)):
+        if scores.ndim != 1 or len(scores) == 0:
+            fix = "Pass one score per example, and at least one"
+            raise bad(f"{name}.shape", tuple(scores.shape), "is not a non-empty vector", fix)
+        if bool(scores.isnan().any()):
+            raise bad(name, "a tensor", "has entries that are NaN", "Remove the examples without a score")
+    dtype = torch.promote_types(in_scores.dtype, out_scores.dtype)
+    return in_scores.detach().to(dtype), out_scores.detach().to(in_scores.device, dtype)
 
 
 def _checked(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

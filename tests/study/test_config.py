@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dpivon import budget
 from dpivon.errors import ArgumentError
-from dpivon.study.config import resolve
+from dpivon.stacked.rules import RULES
+from dpivon.study.config import resolve, rounded_up
+from dpivon.study.evaluation import Evaluation
 from dpivon.study.plan import PlannedRun, noise_seed, read_plan, steps_of
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -63,6 +66,67 @@ def test_the_other_studies():
     assert resolve(STUDIES / "quick.yaml").dataset == "digits"
 
 
+BEYOND = (
+    GOOD.replace("noise_multiplier: [1]", "epsilon: [1, 8]")
+    + """
+classes: [0, 2, 4]
+evaluate: {shift: {corruptions: [fog, contrast], severities: [1, 5]}, ood: [held-out], selective: true, pictures: 50}
+"""
+)
+
+
+def test_noise_is_calibrated_to_epsilon(resolved):
+    """As little as keeps within ε, at every batch size, for the eight classes' number of digits; in digits a table holds."""
+    plan = resolved(BEYOND)
+    assert len(plan.runs) == 2 * 2 * 2 * 2 + 2 * 2 * 2 * 2
+    found = {(r.batch_size, r.noise_multiplier) for r in plan.runs}
+    assert len(found) == 4
+    for b in (32, 64):
+        for sigma, target in zip(sorted((s for c, s in found if c == b), reverse=True), (1, 8), strict=True):
+            settings = {"dataset_size": 459, "batch_size": b, "epochs": 2, "delta": 1e-4}  # zeros, twos and fours
+            assert budget(**settings, noise_multiplier=sigma).epsilon <= target
+            assert budget(**settings, noise_multiplier=0.99 * sigma).epsilon > target
+            assert float(f"{sigma:.7g}") == sigma
+    assert plan.classes == (0, 2, 4)
+    assert plan.evaluate == Evaluation(("fog", "contrast"), (1, 5), ("held-out",), True, 50)
+
+
+def test_rounding_is_never_down():
+    for sigma, expected in (
+        (1.23401, 1.235),
+        (1.234, 1.234),
+        (0.0099995, 0.01),
+        (123456.0, 123500.0),
+        (0.61131, 0.6114),
+    ):
+        assert rounded_up(sigma) == expected
+
+
+def test_a_plan_that_looks_beyond_comes_back_and_others_stay_as_they_were(resolved, tmp_path):
+    plan = resolved(BEYOND)
+    plan.write(tmp_path / "p.json")
+    assert read_plan(tmp_path / "p.json") == plan
+    other = resolved(BEYOND.replace("pictures: 50", "pictures: 60"))
+    assert other.digest != plan.digest
+    resolved(GOOD).write(tmp_path / "p.json")
+    assert not {"classes", "evaluate"} & json.loads((tmp_path / "p.json").read_text()).keys()
+
+
+@pytest.mark.parametrize("name", ["beyond", "beyond-classes", "beyond-tuning", "beyond-quick", "beyond-quick-tuning"])
+def test_studies_beyond_the_paper_hold_every_method_at_matched_epsilon(name):
+    plan = resolve(STUDIES / f"{name}.yaml")
+    assert {r.method for r in plan.runs} == set(RULES)
+    cells = {
+        m: {(r.batch_size, r.noise_multiplier, r.max_grad_norm) for r in plan.runs if r.method == m} for m in RULES
+    }
+    assert len(set(map(frozenset, cells.values()))) == 1  # the same σ for all, so the same ε
+    tuning = name.endswith("tuning")
+    assert (plan.split == "tuning") is (plan.evaluate is None) is tuning
+    if not tuning:
+        assert len(cells["dp-sgd"]) == 4
+        assert {"beyond": 3, "beyond-classes": 3, "beyond-quick": 2}[name] == len({r.seed for r in plan.runs})
+
+
 def test_lists_mean_all_of_them(resolved):
     plan = resolved(GOOD)
     assert len(plan.runs) == 4 * 2 + 4 * 2
@@ -105,6 +169,21 @@ def test_chosen_rates_replace_the_files(resolved, tmp_path):
         ("batch_size: [32, 64]", "batch_size: []", r"grid.batch_size"),
         ("batch_size: [32, 64]", "batch_size: [1.5]", r"grid.batch_size.0=1.5"),
         ("noise_multiplier: [1]", "noise_multiplier: [-1]", r"grid.noise_multiplier.0=-1"),
+        (
+            "noise_multiplier: [1]",
+            "noise_multiplier: [1], epsilon: [1]",
+            r"grid=.*exactly one of noise_multiplier and ep",
+        ),
+        ("noise_multiplier: [1], ", "", r"grid=.*exactly one of noise_multiplier and epsilon"),
+        ("noise_multiplier: [1]", "epsilon: [0]", r"grid.epsilon.0=0"),
+        ("noise_multiplier: [1]", "epsilon: []", r"grid.epsilon"),
+        ("epochs: 2", "epochs: 2\nclasses: [3]", r"classes=\[3\]"),
+        ("epochs: 2", "epochs: 2\nclasses: [3, 11]", r"classes.1=11"),
+        ("epochs: 2", "epochs: 2\nevaluate: {ood: [held-out]}", r"no class is held out"),
+        ("epochs: 2", "epochs: 2\nevaluate: {ood: [svhn]}", r"ood='svhn'"),
+        ("epochs: 2", "epochs: 2\nevaluate: {shift: {corruptions: [snow]}}", r"corruptions='snow'"),
+        ("epochs: 2", "epochs: 2\nevaluate: {shift: {corruptions: []}}", r"evaluate.shift.corruptions"),
+        ("epochs: 2", "epochs: 2\nevaluate: {speed: 1}", r"evaluate.speed"),
         ("noise_multiplier: [1]", "noise_multiplier: [.inf]", r"grid.noise_multiplier.0=inf"),
         ("method: dp-sgd", "method: dp-magic", r"method='dp-magic'"),
         ("lr: [0.1, 0.2]", "lr: 0", r"methods.0.lr"),

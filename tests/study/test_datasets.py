@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,56 @@ def test_tuning_holds_out_training_pictures_and_final_runs_use_all(pictures, dat
         for x, y in ((data.images, data.labels), (data.eval_images, data.eval_labels)):
             assert x.shape[1:] == (3, 8, 8)
             torch.testing.assert_close(x[:, 2, 5, 1], (y / 255 - MEAN) / STD)  # every picture beside its own label
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "fashion-mnist"])
+def test_some_classes_are_learned_and_the_others_are_foreign(monkeypatch, dataset):
+    """Of every class 5 training and 2 test pictures, whose colour is ten times the class."""
+    labels = np.tile(np.arange(10, dtype=np.uint8), 7)
+    images = Images(np.broadcast_to(10 * labels[:, None, None, None], (70, 8, 8, 3)).copy(), labels)
+    found = DataSet(dataset, images[np.arange(50)], images[np.arange(50, 70)], True)
+    for name in ("load_cifar10", "load_fashion_mnist"):
+        monkeypatch.setattr(datasets, name, lambda root: found)
+    monkeypatch.setattr(datasets, "TRAIN", 50)
+    monkeypatch.setattr(datasets, "SIZES", {"train": 50})
+    classes = (7, 0, 3)
+    for split, sizes in (("final", (15, 6)), ("tuning", (14, 1))):
+        some = dataclasses.replace(plan(split, dataset), classes=classes)
+        data = datasets.load_data(some, Path(), CPU)
+        assert (data.size, len(data.eval_labels)) == sizes
+        assert data.size == datasets.train_size(dataset, split, classes)
+        for x, y in ((data.images, data.labels), (data.eval_images, data.eval_labels)):
+            colours = ((x[:, 0, 0, 0] * STD + MEAN) * 255).round()
+            assert torch.equal(colours, 10.0 * torch.tensor(classes)[y])  # named in the plan's order
+        assert datasets.build_network(some, data).model(torch.zeros(datasets.build_network(some, data).size))(
+            data.images
+        ).shape == (data.size, 3)
+    final = datasets.load_data(dataclasses.replace(plan("final", dataset), classes=classes), Path(), CPU)
+    shown = ((final.foreign[:, 0, 0, 0] * STD + MEAN) * 255).round() / 10
+    assert sorted(shown.tolist()) == sorted([c for c in range(10) if c not in classes] * 2)
+    assert datasets.train_size(dataset, "final", ()) == 50
+    assert datasets.load_data(plan("final", dataset), Path(), CPU).foreign is None
+    everything = dataclasses.replace(plan("final", dataset), classes=tuple(range(10)))
+    assert datasets.load_data(everything, Path(), CPU).foreign is None
+
+
+def test_the_papers_network_for_fewer_classes():
+    images = torch.zeros(2, 3, 32, 32)
+    some = dataclasses.replace(plan("final"), network="paper", classes=(0, 1, 2, 3, 4, 5, 6, 7))
+    network = datasets.build_network(some, datasets.StudyData(images, images, images, images))
+    assert network.size == 357_258 - 2 * 129
+    assert network.model(network.initial(0))(images).shape == (2, 8)
+
+
+def test_digits_of_some_classes():
+    some = dataclasses.replace(plan("final", "digits"), classes=(8, 9))
+    data = datasets.load_data(some, Path(), CPU)
+    assert data.size == datasets.train_size("digits", "final", (8, 9))
+    assert set(data.labels.tolist()) == set(data.eval_labels.tolist()) == {0, 1}
+    assert len(data.eval_labels) + len(data.foreign) == 300
+    tuning = datasets.load_data(dataclasses.replace(some, split="tuning"), Path(), CPU)
+    assert tuning.foreign is None
+    assert tuning.size == datasets.train_size("digits", "tuning", (8, 9))
 
 
 def test_digits_are_split_the_same_way():

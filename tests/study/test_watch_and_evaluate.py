@@ -11,7 +11,7 @@ from torch import nn
 from dpivon import metrics, predict
 from dpivon.posterior import Posterior
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study.evaluate import probabilities, scores
+from dpivon.study.evaluate import predicted, scores
 from dpivon.study.watch import Watch, points
 
 RUNS = [
@@ -96,14 +96,24 @@ def test_scores_are_those_of_the_library(stack):
         assert found == scores(stack, i, x, y, samples=400, seed=3)
 
 
-def test_pictures_are_scored_in_pieces_and_rows_averaged(stack, monkeypatch):
-    rows = stack.mean
-    x = torch.randn(11, 3, 4, 4)
-    whole = probabilities(stack.network, rows, x)
-    one = [stack.network.model(row)(x).softmax(-1) for row in rows]
-    torch.testing.assert_close(whole, sum(one) / len(one))
+def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
+    """Against the library's own prediction from the same draws, mutual information and all; bytes are normalised first."""
+    go(stack, 3)
+    x, grey = torch.randn(11, 3, 4, 4), torch.randint(0, 256, (7, 3, 4, 4), dtype=torch.uint8)
+    mean, std = stack.mean[-1], stack.std[-1]
+    assert (std > 0).all()
+    whole = predicted(stack.network, mean, std, [x, grey], samples=5, seed=3)
+    generator = torch.Generator().manual_seed(3)
+    rows = [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(5)]
+    for j, pictures in enumerate((x, (grey / 255 - 0.5) / 0.25)):
+        torch.testing.assert_close(whole["mean"][j].probs, stack.network.model(mean)(pictures).softmax(-1))
+        each = torch.stack([stack.network.model(row)(pictures).softmax(-1) for row in rows])
+        torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
+        gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
+        torch.testing.assert_close(whole["average"][j].information.float(), gain, rtol=1e-3, atol=1e-6)
     monkeypatch.setattr("dpivon.study.evaluate._CHUNK", 4)
-    torch.testing.assert_close(probabilities(stack.network, rows, x), whole)
+    pieces = predicted(stack.network, mean, std, [x], samples=5, seed=3)
+    torch.testing.assert_close(pieces["average"][0].probs, whole["average"][0].probs)
 
 
 def test_a_run_that_diverged_has_no_scores(stack):

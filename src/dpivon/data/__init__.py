@@ -1,7 +1,7 @@
 """Image data sets from their official files, checked against what they should hold."""
 
 from dpivon.data.cifar10 import load_cifar10
-from dpivon.data.fashion_mnist import load_fashion_mnist
+from dpivon.data.fashion_mnist import load_fashion_mnist, load_fashion_mnist_test
 from dpivon.data.normalise import MEAN, STD, normalised
 from dpivon.data.records import DataSet, Images, digest
 from dpivon.data.split import tuning_split
@@ -14,6 +14,7 @@ __all__ = [
     "digest",
     "load_cifar10",
     "load_fashion_mnist",
+    "load_fashion_mnist_test",
     "normalised",
     "tuning_split",
 ]

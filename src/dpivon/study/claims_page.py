@@ -27,23 +27,23 @@ def claims_page(
     lines += [*_regimes(cells), ""]
     lines += ["| | the paper says | posterior mean | Monte-Carlo average |", "|---|---|---|---|"]
     for number, claim in plain.items():
-        lines.append(f"| {number} | {claim.sentence} | {_verdict(claim)} | {_verdict(averaged[number])} |")
+        lines.append(f"| {number} | {claim.sentence} | {verdict(claim)} | {verdict(averaged[number])} |")
     for number, claim in plain.items():
         lines += [
             "",
-            f"## {number}: {_verdict(claim)}",
+            f"## {number}: {verdict(claim)}",
             "",
             f"> {claim.sentence}",
             "",
             f"Taken to say: {claim.statement}.",
         ]
-        lines += ["", *_numbers(claim)]
-        if _numbers(averaged[number]) != _numbers(claim):
+        lines += ["", *numbers_table(claim)]
+        if numbers_table(averaged[number]) != numbers_table(claim):
             lines += [
                 "",
-                f"With Monte-Carlo averages: **{_verdict(averaged[number])}**.",
+                f"With Monte-Carlo averages: **{verdict(averaged[number])}**.",
                 "",
-                *_numbers(averaged[number]),
+                *numbers_table(averaged[number]),
             ]
     if notes:
         lines += ["", "## Assumptions", "", *(f"- {note}" for note in notes)]
@@ -65,14 +65,16 @@ def _regimes(cells: Cells) -> list[str]:
     return out
 
 
-def _verdict(claim: Claim) -> str:
+def verdict(claim: Claim) -> str:
+    """In words, with how many of its comparisons hold."""
     if not claim.comparisons:
         return UNTESTED
     held = sum(c.holds for c in claim.comparisons)
     return f"{claim.verdict} ({held} of {len(claim.comparisons)})"
 
 
-def _numbers(claim: Claim) -> list[str]:
+def numbers_table(claim: Claim) -> list[str]:
+    """A line a comparison."""
     if not claim.comparisons:
         return ["The table has no cells that could tell."]
     return ["| where | | numbers |", "|---|---|---|"] + [

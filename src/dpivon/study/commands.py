@@ -121,15 +121,14 @@ def figures(out: _Out) -> None:
     """
     from dpivon.errors import bad
     from dpivon.study.ablations import is_ablation
-    from dpivon.study.figures import draw_figures
-    from dpivon.study.report import load
+    from dpivon.study.report import figures_of, load
 
     rows, diagnostics = load(out)
     if is_ablation(rows):
         raise bad(
             "out", str(out), "holds several variants of one method", "Use `dpivon study report`, which compares them"
         )
-    for path in draw_figures(rows, diagnostics, out / "figures"):
+    for path in figures_of(out, rows, diagnostics):
         typer.echo(path)
 
 
@@ -138,7 +137,7 @@ def report(
     out: _Out,
     tuning: Annotated[Path | None, typer.Option(help="Results of the tuning study.")] = None,
 ) -> None:
-    """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the claims.
+    """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the claims or beyond.md.
 
     Example: dpivon study report results/paper --tuning results/paper-tuning
     """
@@ -162,7 +161,7 @@ def pick(
     for method, found in choose(out, to).items():
         words = ", ".join(f"{c.lr:g} ({c.accuracy:.3f})" for c in found)
         typer.echo(f"{method}: {found[0].lr:g}, of {words}")
-    typer.echo(f"written to {to}; use it with `dpivon study run studies/paper.yaml --lr {to}`")
+    typer.echo(f"written to {to}; use it with `dpivon study run STUDY --lr {to}`")
 
 
 @data.command()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dpivon.errors import bad
+from dpivon.privacy.accounting import budget
+from dpivon.study.datasets import train_size
+from dpivon.study.evaluation import Evaluation
 from dpivon.study.plan import Plan, PlannedRun
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -24,11 +28,20 @@ class _Strict(BaseModel):
 
 
 class Grid(_Strict):
-    """Every combination of these."""
+    """Every combination of these. In place of noise multipliers it may name ε: σ is then calibrated to it, by RDP."""
 
     batch_size: Annotated[list[Whole], Field(min_length=1)]
-    noise_multiplier: Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)]
+    noise_multiplier: (
+        Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)] | None
+    ) = None
+    epsilon: Annotated[list[Positive], Field(min_length=1)] | None = None
     max_grad_norm: Annotated[list[Positive], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.noise_multiplier is None) == (self.epsilon is None):
+            raise ValueError("give exactly one of noise_multiplier and epsilon")
+        return self
 
 
 class Entry(_Strict):
@@ -38,6 +51,32 @@ class Entry(_Strict):
     lr: Positive | list[Positive]
     options: dict[str, float | Name | list[float | Name]] = {}
     grid: Grid | None = None
+
+
+class Shift(_Strict):
+    """Every corruption at every severity."""
+
+    corruptions: Annotated[list[str], Field(min_length=1)]
+    severities: Annotated[list[int], Field(min_length=1)] = [1, 2, 3, 4, 5]
+
+
+class Evaluate(_Strict):
+    """What to look at beyond the test set: see :class:`dpivon.study.evaluation.Evaluation`."""
+
+    shift: Shift | None = None
+    ood: list[str] = []
+    selective: bool = False
+    pictures: Whole | None = None
+
+    def plain(self) -> Evaluation:
+        shift = self.shift
+        return Evaluation(
+            corruptions=tuple(shift.corruptions) if shift else (),
+            severities=tuple(shift.severities) if shift else (),
+            ood=tuple(self.ood),
+            selective=self.selective,
+            pictures=self.pictures,
+        )
 
 
 class Study(_Strict):
@@ -54,6 +93,8 @@ class Study(_Strict):
     mc_samples: Whole = 32
     grid: Grid
     methods: Annotated[list[Entry], Field(min_length=1)]
+    classes: list[Annotated[int, Field(ge=0, le=9)]] = []
+    evaluate: Evaluate | None = None
     assumptions: list[str] = []
 
 
@@ -61,7 +102,8 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
     """The plan that a YAML file stands for. ``lr`` is a file of chosen learning rates, which replace the entries'."""
     study = _parsed(path)
     chosen = {} if lr is None else read_rates(lr)
-    runs = [run for entry in study.methods for run in _runs(study, entry, chosen)]
+    noise = _Noise(study)
+    runs = [run for entry in study.methods for run in _runs(study, entry, chosen, noise)]
     return Plan(
         name=study.name,
         dataset=study.dataset,
@@ -73,6 +115,8 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
         seed=study.seed,
         runs=tuple(runs),
         assumptions=tuple(study.assumptions),
+        classes=tuple(study.classes),
+        evaluate=study.evaluate.plain() if study.evaluate else None,
     )
 
 
@@ -104,12 +148,45 @@ def _parsed(path: Path) -> Study:
         raise bad(name, first["input"], first["msg"][0].lower() + first["msg"][1:] + more, _FIX) from None
 
 
-def _runs(study: Study, entry: Entry, chosen: dict[str, float]) -> list[PlannedRun]:
+class _Noise:
+    """The noise multipliers of a grid: as they stand, or calibrated to its ε, once each."""
+
+    def __init__(self, study: Study) -> None:
+        self.study, self._size = study, 0
+        self._known: dict[tuple[int, float], float] = {}
+
+    def of(self, grid: Grid, batch_size: int) -> list[float]:
+        if grid.noise_multiplier is not None:
+            return grid.noise_multiplier
+        return [self._calibrated(batch_size, target) for target in grid.epsilon or ()]
+
+    def _calibrated(self, batch_size: int, target: float) -> float:
+        study = self.study
+        self._size = self._size or train_size(study.dataset, study.split, study.classes)
+        if (batch_size, target) not in self._known:
+            found = budget(
+                dataset_size=self._size,
+                batch_size=batch_size,
+                epochs=study.epochs,
+                delta=study.delta,
+                target_epsilon=target,
+            )
+            self._known[batch_size, target] = rounded_up(found.noise_multiplier)
+        return self._known[batch_size, target]
+
+
+def rounded_up(sigma: float, digits: int = 4) -> float:
+    """To so many digits, never down: what a table can hold is then the σ that was used, and ε is not exceeded."""
+    unit = 10.0 ** (math.floor(math.log10(sigma)) - digits + 1)
+    return float(f"{math.ceil(sigma / unit - 1e-9) * unit:.{digits}g}")
+
+
+def _runs(study: Study, entry: Entry, chosen: dict[str, float], noise: _Noise) -> list[PlannedRun]:
     grid = entry.grid or study.grid
     rates: list[float] = [chosen[entry.method]] if entry.method in chosen else _listed(entry.lr)
     names = list(entry.options)
     axes = [_listed(value) for value in entry.options.values()]
-    axes += [list(grid.batch_size), grid.noise_multiplier, grid.max_grad_norm, rates]
+    axes += [list(grid.batch_size), grid.noise_multiplier or grid.epsilon or [], grid.max_grad_norm, rates]
     number = study.seeds
     for axis in axes:
         number *= len(axis)
@@ -117,9 +194,10 @@ def _runs(study: Study, entry: Entry, chosen: dict[str, float]) -> list[PlannedR
         raise bad("seeds", study.seeds, f"makes {number} runs of {entry.method!r}", f"Plan at most {MOST_RUNS}")
     out = []
     for options in itertools.product(*(_listed(entry.options[name]) for name in names)):
-        cells = itertools.product(grid.batch_size, grid.noise_multiplier, grid.max_grad_norm, rates, range(study.seeds))
-        for b, sigma, c, rate, seed in cells:
-            out.append(PlannedRun(entry.method, b, sigma, c, seed, rate, dict(zip(names, options, strict=True))))
+        for b in grid.batch_size:
+            cells = itertools.product(noise.of(grid, b), grid.max_grad_norm, rates, range(study.seeds))
+            for sigma, c, rate, seed in cells:
+                out.append(PlannedRun(entry.method, b, sigma, c, seed, rate, dict(zip(names, options, strict=True))))
     return out
 
 

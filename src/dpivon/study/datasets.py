@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.data import MEAN, STD, load_cifar10, load_fashion_mnist, normalised, tuning_split
+from dpivon.data import MEAN, STD, Images, load_cifar10, load_fashion_mnist, normalised, tuning_split
+from dpivon.data.cifar10 import TRAIN
+from dpivon.data.fashion_mnist import SIZES
+from dpivon.data.split import SHARE
 from dpivon.errors import bad
 from dpivon.models.cnn import SmallCNN
+from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, Network, PaperNetwork
-from dpivon.study.plan import Plan
+from dpivon.study.plan import CLASSES, Plan
 
 
 @dataclass(frozen=True, eq=False)
 class StudyData:
-    """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning."""
+    """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning.
+
+    ``foreign`` are test pictures of the classes that a final study does not learn, if there are any.
+    """
 
     images: Tensor  # [N, channels, H, W], normalised by public constants
     labels: Tensor
     eval_images: Tensor
     eval_labels: Tensor
+    foreign: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -30,13 +40,48 @@ class StudyData:
 
 
 def load_data(plan: Plan, root: Path, device: torch.device) -> StudyData:
+    foreign = None
     if plan.dataset == "digits":
-        tensors = _digits(plan.split)
+        train_x, train_y, x, y = _digits(plan.split)
+        if plan.classes:
+            learned, shown = _among(train_y, plan.classes), _among(y, plan.classes)
+            foreign = x[~shown] if plan.split == "final" else None
+            train_x, train_y, x, y = train_x[learned], train_y[learned], x[shown], y[shown]
     else:
         data = (load_cifar10 if plan.dataset == "cifar10" else load_fashion_mnist)(root)
-        train, held_out = (data.train, data.test) if plan.split == "final" else tuning_split(data.train)
-        tensors = (*normalised(train), *normalised(held_out))
-    return StudyData(*(t.to(device) for t in tensors))
+        train, held_out = _only(data.train, plan.classes), _only(data.test, plan.classes)
+        if plan.split == "tuning":
+            train, held_out = tuning_split(train)
+        elif plan.classes:
+            others = [c for c in range(CLASSES) if c not in plan.classes]
+            foreign = normalised(_only(data.test, others))[0] if others else None
+        train_x, train_y, x, y = (*normalised(train), *normalised(held_out))
+    if plan.classes:
+        train_y, y = (_renamed(labels, plan.classes) for labels in (train_y, y))
+    train_x, train_y, x, y = (t.to(device) for t in (train_x, train_y, x, y))
+    return StudyData(train_x, train_y, x, y, None if foreign is None else foreign.to(device))
+
+
+def train_size(dataset: str, split: str, classes: Sequence[int]) -> int:
+    """The public number of training examples, before the data are there: σ is calibrated to it."""
+    if dataset == "digits":
+        labels = _digits(split)[1]
+        return int(_among(labels, classes).sum()) if classes else len(labels)
+    whole = (TRAIN if dataset == "cifar10" else SIZES["train"]) * (len(classes) or CLASSES) // CLASSES
+    return whole if split == "final" else whole - whole // SHARE
+
+
+def _only(images: Images, classes: Sequence[int]) -> Images:
+    return images[np.flatnonzero(np.isin(images.labels, list(classes)))] if classes else images
+
+
+def _among(labels: Tensor, classes: Sequence[int]) -> Tensor:
+    return torch.isin(labels, torch.tensor(classes))
+
+
+def _renamed(labels: Tensor, classes: Sequence[int]) -> Tensor:
+    """The classes to learn, counted from 0 in the order in which the plan names them."""
+    return (labels[:, None] == torch.tensor(classes)).long().argmax(1)
 
 
 def _digits(split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,5 +102,5 @@ def build_network(plan: Plan, data: StudyData) -> Network:
     if plan.network == "paper":
         if (height, channels) != (32, 3):
             raise bad("network", "paper", f"takes colour pictures of 32×32, not {plan.dataset}", "Use small")
-        return PaperNetwork()
-    return AnyNetwork(lambda: SmallCNN(in_channels=channels, image_size=height))
+        return PaperNetwork(Layout(classes=plan.outputs))
+    return AnyNetwork(lambda: SmallCNN(in_channels=channels, classes=plan.outputs, image_size=height))

@@ -22,7 +22,7 @@ _MEASURES = {
     "nll": "test NLL (nats)",
     "ece": "test ECE (15 bins)",
 }
-_STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
+STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -32,20 +32,20 @@ def draw_figures(rows: Sequence[Row], diagnostics: Sequence[Row], folder: Path) 
 
     out = []
     cells = Cells(rows)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for measure in _MEASURES:
-            out.append(_save(privacy_figure(cells, measure), folder / f"privacy-{measure}.png"))
+            out.append(save(privacy_figure(cells, measure), folder / f"privacy-{measure}.png"))
         if diagnostics:
-            out.append(_save(over_training(rows, diagnostics, "projected_share"), folder / "projected-share.png"))
-            out.append(_save(over_training(rows, diagnostics, "h_median"), folder / "curvature.png"))
-            out.append(_save(width_figure(cells), folder / "posterior-width.png"))
+            out.append(save(over_training(rows, diagnostics, "projected_share"), folder / "projected-share.png"))
+            out.append(save(over_training(rows, diagnostics, "h_median"), folder / "curvature.png"))
+            out.append(save(width_figure(cells), folder / "posterior-width.png"))
     return out
 
 
 def privacy_figure(cells: Cells, measure: str) -> Any:
     """A measure against ε on an inverted logarithmic axis: a panel a batch size, a dash a clipping norm."""
     batches = cells.axis("batch_size")
-    figure = _figure(3.6 * len(batches) + 0.6, 3.9)
+    figure = new_figure(3.6 * len(batches) + 0.6, 3.9)
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     norms = cells.axis("max_grad_norm")
     methods = sorted(cells.methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
@@ -70,7 +70,7 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
     for axis in axes:
         axis.invert_xaxis()
     if measure == "nll":
-        _log_numbers(axes)
+        log_numbers(axes)
     axes[0].set_ylabel(_MEASURES[measure])
     _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
     seeds = len(cells.axis("seed"))
@@ -111,7 +111,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
     batches = sorted({row["batch_size"] for row in rows})
     sigmas = sorted({row["noise_multiplier"] for row in rows})
     norms = sorted({row["max_grad_norm"] for row in rows})
-    figure = _figure(3.6 * len(batches) + 0.6, 3.9)
+    figure = new_figure(3.6 * len(batches) + 0.6, 3.9)
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     colours = [colormaps["viridis"](0.85 * i / max(1, len(sigmas) - 1)) for i in range(len(sigmas))]
     curves: dict[tuple[int, float, float], dict[float, list[float]]] = {}
@@ -134,7 +134,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
         if column == "projected_share":
             axis.axhline(NOISE_ONLY, color="#666666", lw=0.8, ls=":", label=f"pure noise, {NOISE_ONLY:.3f}")
     if column != "projected_share":
-        _log_numbers(axes)
+        log_numbers(axes)
     share = column == "projected_share"
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
     _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
@@ -151,7 +151,7 @@ def width_figure(cells: Cells) -> Any:
     """Posterior standard deviation at the end against ε: median, and the range that holds 90 % of the weights."""
     from matplotlib import colormaps
 
-    figure = _figure(6.4, 4.2)
+    figure = new_figure(6.4, 4.2)
     axis = figure.subplots()
     batches, norms = cells.axis("batch_size"), cells.axis("max_grad_norm")
     for i, b in enumerate(batches):
@@ -168,7 +168,7 @@ def width_figure(cells: Cells) -> Any:
                 axis.plot(eps, median, color=colour, ls=dash, marker="o", ms=3.5, lw=1.5, label=f"b = {b}")
                 axis.fill_between(eps, low, high, color=colour, alpha=0.1, lw=0)
     axis.set_xscale("log")
-    _log_numbers([axis])
+    log_numbers([axis])
     axis.invert_xaxis()
     axis.grid(alpha=0.25)
     axis.set_xlabel("ε (RDP), privacy grows →")
@@ -180,13 +180,14 @@ def width_figure(cells: Cells) -> Any:
     return figure
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Drawn without pyplot, in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=130)
 
 
-def _log_numbers(axes: Sequence[Any]) -> None:
+def log_numbers(axes: Sequence[Any]) -> None:
     """Logarithmic axes whose ticks are plain numbers, if what is drawn spans a factor of five; else they stay linear."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -214,7 +215,8 @@ def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """As a file; its folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})  # the same table gives the same bytes
     return path

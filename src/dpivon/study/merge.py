@@ -10,7 +10,8 @@ from dpivon.errors import bad
 from dpivon.study import table
 from dpivon.study.plan import read_plan
 
-DIAGNOSTICS = "diagnostics.csv"
+#: Tables of several rows a run.
+BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "beyond.csv": table.BEYOND_COLUMNS}
 
 
 def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
@@ -41,8 +42,10 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
             for r in theirs
             if r["id"] in mine and r["releases"] > mine[r["id"]]["releases"]
         ]
-        points = [d for d in table.read(folder / DIAGNOSTICS) if d["id"] in new]
-        table.add(out / DIAGNOSTICS, points, table.DIAGNOSTIC_COLUMNS)
+        for name, columns in BESIDE.items():
+            points = [d for d in table.read(folder / name) if d["id"] in new]
+            if points:
+                table.add(out / name, points, columns)
         table.add(out / plan.table, [*(r for r in theirs if r["id"] in new), *dearer])
         added[folder] = len(new)
     return added

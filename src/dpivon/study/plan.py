@@ -12,11 +12,13 @@ from typing import Any
 
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.stacked import Run
+from dpivon.study.evaluation import HELD_OUT, Evaluation
 
 FORMAT = "dpivon-study-1"
 DATASETS = ("cifar10", "fashion-mnist", "digits")
 NETWORKS = ("paper", "small")
 SPLITS = ("final", "tuning")
+CLASSES = 10  # of each of the data sets
 _FIX = "Write the plan with `dpivon study resolve`"
 
 
@@ -45,7 +47,8 @@ class PlannedRun:
 @dataclass(frozen=True)
 class Plan:
     """A resolved study. ``split`` "final" trains on all training data and reports the test set; "tuning" holds out a
-    tenth of the training data, reports that, and never sees the test set."""
+    tenth of the training data, reports that, and never sees the test set. ``classes`` are those to learn, all if there are
+    none; ``evaluate`` is what to look at beyond the test set."""
 
     name: str
     dataset: str
@@ -57,6 +60,8 @@ class Plan:
     seed: int
     runs: tuple[PlannedRun, ...]
     assumptions: tuple[str, ...] = ()
+    classes: tuple[int, ...] = ()
+    evaluate: Evaluation | None = None
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
@@ -66,6 +71,7 @@ class Plan:
         check_number("delta", self.delta, "Give δ, well below 1/N", above=0.0, below=1.0)
         check_whole("mc_samples", self.mc_samples, "Give the posterior samples of a prediction", at_least=1)
         check_whole("seed", self.seed, "Give a whole number")
+        self._check_beyond()
         if not self.runs:
             raise bad("runs", [], "there is nothing to run", "Give at least one method and one cell of the grid")
         seen: set[str] = set()
@@ -74,6 +80,29 @@ class Plan:
                 raise bad("runs", run.id, "is planned twice", "Remove the entry that repeats another")
             seen.add(run.id)
             self.stacked(run)  # checks method, numbers and options
+
+    def _check_beyond(self) -> None:
+        for c in self.classes:
+            check_whole("classes", c, "Give classes from 0 to 9")
+        if self.classes and (len(set(self.classes)) < max(2, len(self.classes)) or max(self.classes) >= CLASSES):
+            problem = "are not two or more different classes from 0 to 9"
+            raise bad("classes", list(self.classes), problem, "Give the classes to learn, or none for all")
+        if self.evaluate is None:
+            return
+        if self.split == "tuning":
+            fix = "Evaluate in the final study"
+            raise bad("evaluate", "given", "looks at test pictures, which a tuning study never sees", fix)
+        if self.dataset in self.evaluate.ood:
+            raise bad("ood", self.dataset, "is what the study learns", "Name foreign pictures")
+        if HELD_OUT in self.evaluate.ood and not 0 < len(self.classes) < CLASSES:
+            raise bad(
+                "ood", HELD_OUT, "but no class is held out", "Give the classes to learn, such as classes: [0, 1, 2]"
+            )
+
+    @property
+    def outputs(self) -> int:
+        """How many classes the network tells apart."""
+        return len(self.classes) or CLASSES
 
     def stacked(self, run: PlannedRun) -> Run:
         """The run as a stack takes it."""
@@ -90,7 +119,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """What makes results belong to this plan: all but the words."""
-        facts = {k: v for k, v in asdict(self).items() if k != "assumptions"}
+        facts = {k: v for k, v in self._values().items() if k != "assumptions"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -98,9 +127,15 @@ class Plan:
         """The name of the results table."""
         return "tuning.csv" if self.split == "tuning" else "runs.csv"
 
+    def _values(self) -> dict[str, Any]:
+        """As plain values; what a study does not use is left out, so that plans from before it existed stay the same."""
+        unused = {"classes"} if not self.classes else set()
+        unused |= {"evaluate"} if self.evaluate is None else set()
+        return {k: v for k, v in asdict(self).items() if k not in unused}
+
     def write(self, path: Path) -> None:
         # One run a line: differences between plans can be read.
-        head = {"format": FORMAT} | {k: v for k, v in asdict(self).items() if k != "runs"}
+        head = {"format": FORMAT} | {k: v for k, v in self._values().items() if k != "runs"}
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
         lines = ",\n".join("  " + json.dumps(asdict(run)) for run in self.runs)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +175,10 @@ def read_plan(path: Path) -> Plan:
     try:
         raw["runs"] = tuple(PlannedRun(**run) for run in raw["runs"])
         raw["assumptions"] = tuple(raw["assumptions"])
+        raw["classes"] = tuple(raw.get("classes", ()))
+        if raw.get("evaluate") is not None:
+            known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["evaluate"].items()}
+            raw["evaluate"] = Evaluation(**known)
         return Plan(**raw)
     except ArgumentError:
         raise

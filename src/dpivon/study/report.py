@@ -9,6 +9,9 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
 from dpivon.study.ablations import ablations_page, is_ablation
+from dpivon.study.beyond import BEYOND
+from dpivon.study.beyond_figures import draw_beyond
+from dpivon.study.beyond_page import beyond_page
 from dpivon.study.cells import Cells
 from dpivon.study.check import check_page
 from dpivon.study.claims_page import claims_page
@@ -25,6 +28,13 @@ def load(out: Path) -> tuple[list[Row], list[Row]]:
     if not rows:
         raise bad("out", str(out), "holds no runs.csv with a finished run", "Give what `dpivon study run` wrote")
     return rows, table.read(out / "diagnostics.csv")
+
+
+def figures_of(out: Path, rows: Sequence[Row], diagnostics: Sequence[Row]) -> list[Path]:
+    """The figures of a grid: the paper's, or those of what was looked at beyond it."""
+    if beyond := table.read(out / BEYOND):
+        return draw_beyond(rows, beyond, out / "figures")
+    return draw_figures(rows, diagnostics, out / "figures")
 
 
 def fill_pld(out: Path, rows: list[Row]) -> None:
@@ -44,7 +54,8 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
     """Rebuild all that follows from the tables.
 
     A grid gives figures, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md``; a study of variants gives
-    ``summary.csv`` and ``ablations.md``, since its cells hold several kinds of run.
+    ``summary.csv`` and ``ablations.md``, since its cells hold several kinds of run. One that looked beyond the test set
+    gives its own figures and ``beyond.md`` in place of the paper's, whose claims are about another grid.
     """
     rows, diagnostics = load(out)
     fill_pld(out, rows)
@@ -57,13 +68,17 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
         page = out / "ablations.md"
         page.write_text(ablations_page(rows, title=title, notes=notes), encoding="utf-8")
         return [summary, page]
-    written = [*draw_figures(rows, diagnostics, out / "figures"), summary]
-    claims = out / "claims.md"
-    claims.write_text(
-        claims_page(rows, diagnostics, title=title, notes=notes, dataset=plan.dataset if plan else "cifar10"),
-        encoding="utf-8",
-    )
-    written.append(claims)
+    beyond = table.read(out / BEYOND)
+    figures = figures_of(out, rows, diagnostics)
+    if beyond:
+        page = out / "beyond.md"
+        text = beyond_page(rows, beyond, title=title, notes=notes, figures=figures)
+    else:
+        page = out / "claims.md"
+        dataset = plan.dataset if plan else "cifar10"
+        text = claims_page(rows, diagnostics, title=title, notes=notes, dataset=dataset)
+    page.write_text(text, encoding="utf-8")
+    written = [*figures, summary, page]
     if others := table.read(out / HOOKS):
         page = out / "check.md"
         page.write_text(check_page(rows, others), encoding="utf-8")

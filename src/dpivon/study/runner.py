@@ -3,6 +3,7 @@
 OUT/study.json           the plan that the results belong to
 OUT/runs.csv             a row a finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
+OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
 OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints; gone when they are done
 OUT/ledgers/ID/          of finished ones: the ledger, and the ids of its runs in order
 """
@@ -32,6 +33,7 @@ from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
+from dpivon.study.beyond import BEYOND, Condition, beyond_rows, conditions
 from dpivon.study.datasets import StudyData, build_network, load_data
 from dpivon.study.evaluate import scores
 from dpivon.study.plan import Plan, PlannedRun, changed, read_plan, sample_seed, steps_of
@@ -98,6 +100,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         if len(finished(out, plan)) == len(plan.runs):
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, device)
+        made = conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
         size = settings.stack or (90 if device.type == "cuda" else 1)
         stacks = group(plan, out, size, settings.only)
         wanted = [r for r in plan.runs if settings.only in r.id]
@@ -113,7 +116,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                     break
                 title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
                 try:
-                    work = _Work(plan, runs, folder, out, data, settings, device, progress, title)
+                    work = _Work(plan, runs, folder, out, data, made, settings, device, progress, title)
                     with closing(work.kept):
                         if not work.train(stop):
                             break
@@ -193,6 +196,7 @@ class _Work:
         folder: Path,
         out: Path,
         data: StudyData,
+        made: Sequence[Condition],
         settings: Settings,
         device: torch.device,
         progress: Progress,
@@ -200,6 +204,7 @@ class _Work:
     ) -> None:
         self.plan, self.runs, self.folder, self.out, self.data = plan, list(runs), folder, out, data
         self.settings, self.device, self.progress, self.title = settings, device, progress, title
+        self.made = made
         default = "bfloat16" if device.type == "cuda" else "float32"
         self.precision = settings.precision or default
         if self.precision not in PRECISIONS:
@@ -263,16 +268,12 @@ class _Work:
         """Evaluate, write the rows, and forget the checkpoint."""
         self.progress.say(f"{self.title}: evaluating")
         last = {d["id"]: d for d in self.diagnostics}
-        rows = []
+        rows, beyond = [], []
         for i, run in enumerate(self.runs):
-            found = scores(
-                self.stack,
-                i,
-                self.data.eval_images,
-                self.data.eval_labels,
-                samples=self.plan.mc_samples,
-                seed=sample_seed(self.plan, run),
-            )
+            draws = {"samples": self.plan.mc_samples, "seed": sample_seed(self.plan, run)}
+            found = scores(self.stack, i, self.data.eval_images, self.data.eval_labels, **draws)
+            if self.plan.evaluate is not None:
+                beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, **draws)
             seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
             rows.append(self._facts(i, run) | seen | found)
             if self.settings.keep:
@@ -280,6 +281,8 @@ class _Work:
                 target.parent.mkdir(exist_ok=True)
                 self.stack.posterior(i).save(target)
         table.add(self.out / "diagnostics.csv", self.diagnostics, table.DIAGNOSTIC_COLUMNS)
+        if beyond:
+            table.add(self.out / BEYOND, beyond, table.BEYOND_COLUMNS)
         table.add(self.out / self.plan.table, rows)
         self.kept.close()
         retire(self.folder, self.out)

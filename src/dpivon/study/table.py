@@ -23,7 +23,28 @@ COLUMNS = (
 DIAGNOSTIC_COLUMNS = (
     "id", "step", "epoch", "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
 )  # fmt: skip
-_TEXT = {"method", "options", "dataset", "network", "split", "precision", "hardware", "torch", "version", "id"}
+OOD_SCORES = ("confidence", "entropy", "information")
+COVERAGES = tuple(range(10, 100, 10))
+SELECTIVE = ("aurc", *(f"accuracy_at_{c}" for c in COVERAGES))
+BEYOND_COLUMNS = (
+    "id", "predicts", "kind", "condition", "severity", "pictures", *SCORES,
+    *(f"auroc_{s}" for s in OOD_SCORES), *(f"fpr95_{s}" for s in OOD_SCORES), *SELECTIVE,
+)  # fmt: skip
+_TEXT = {
+    "method",
+    "options",
+    "dataset",
+    "network",
+    "split",
+    "precision",
+    "hardware",
+    "torch",
+    "version",
+    "id",
+    "predicts",
+    "kind",
+    "condition",
+}
 _WHOLE = {
     "batch_size",
     "seed",
@@ -35,6 +56,8 @@ _WHOLE = {
     "stack_size",
     "stack_methods",
     "step",
+    "severity",
+    "pictures",
 }
 
 Row = dict[str, Any]
