@@ -38,7 +38,9 @@ CORRUPTIONS: dict[str, Corruption] = {
     "pixelate": pixelate,
     "jpeg_compression": jpeg_compression,
 }
+"""The corruptions by their names in CIFAR-10-C."""
 SEVERITIES = (1, 2, 3, 4, 5)
+"""The severities, from the mildest."""
 
 
 def corrupt(pictures: Tensor, name: str, severity: int, *, seed: int = 0) -> Tensor:
