@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dpivon.report.chart import Axis, Chart, Panel, Series
+from dpivon.report.page import clean
 from dpivon.study.figures import STYLE, legend, save
 
 Confusion = tuple[tuple[str, ...], list[list[int]]]
@@ -17,7 +19,10 @@ def draw(charts: Sequence[Chart], confusion: Confusion | None, folder: Path, for
     import matplotlib
 
     out: list[Path] = []
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing"
+        )  # a class name in a script that the font lacks: drawn as a box
         for chart in charts:
             for number, view in enumerate(chart.views):
                 name = chart.id if len(chart.views) == 1 else f"{chart.id}-{number + 1}"
@@ -114,5 +119,5 @@ def _matrix(classes: Sequence[str], counts: list[list[int]]) -> Any:
 
 
 def _plain(text: str) -> str:
-    """matplotlib reads $…$ as mathematics; a class name means its dollars."""
-    return text.replace("$", r"\$")
+    """What can be drawn of a text. matplotlib reads $…$ as mathematics; a class name means its dollars."""
+    return str(clean(text)).replace("\n", " ").replace("$", r"\$")

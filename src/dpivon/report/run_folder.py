@@ -213,11 +213,11 @@ def _test_set(path: Path) -> TestSet | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as file:
-            probabilities, mean, targets = (file[k] for k in ("probabilities", "mean_probabilities", "targets"))
-            images = file["images"] if "images" in file.files else None
-            index = file["image_index"] if "image_index" in file.files else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            probabilities, mean, targets = (arrays[k] for k in ("probabilities", "mean_probabilities", "targets"))
+            images = arrays["images"] if "images" in arrays.files else None
+            index = arrays["image_index"] if "image_index" in arrays.files else None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise bad("folder", str(path), f"holds no predictions ({error})", _FIX) from None
     if images is None or index is None:
         return TestSet(torch.from_numpy(probabilities), torch.from_numpy(mean), torch.from_numpy(targets))

@@ -57,7 +57,7 @@ def reliability(t: TestSet) -> Chart:
                 continue
             low, high = wilson(correct, int(count))
             notes = (("mean confidence", f"{sure:.4f}"), ("examples", f"{int(count)}"))
-            right.append(Point((left + end) / 2, correct, max(0.0, low), min(1.0, high), notes))
+            right.append(Point((left + end) / 2, correct, max(0.0, low), max(correct, min(1.0, high)), notes))
             share.append(Point((left + end) / 2, count / len(t.labels), notes=notes))
         panels.append(
             Panel(
