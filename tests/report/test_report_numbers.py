@@ -91,7 +91,13 @@ def test_small_cases_in_words() -> None:
         "∞",
     )
     assert statement.plain(1e-5) == "one in 100,000"
-    assert statement.Reading(1.0, 1e-5).two_rows == f"ε = 2.00, δ = {2 * math.e * 1e-5:.2g}"
+    assert statement.Reading(1.0, 1e-5).two_rows == "ε = 2.00, δ = 5.5e-05"  # 2e·10⁻⁵ = 5.437e-5
+    assert [statement.Reading(e, 0.1).factor for e in (1.0, 6.0, 10.0, 30.0)] == [
+        "2.719",
+        "403.5",
+        "22,030",
+        "1.069e+13",
+    ]
 
 
 def constructed(right: list[bool], confidence: list[float]) -> TestSet:

@@ -40,7 +40,7 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 class _Values(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
 
 class Task(_Values):
@@ -68,7 +68,7 @@ class Summary(_Values):
     hardware: str = ""
     versions: dict[str, str] = {}
     task: Task = Task()
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, float | None] | None = None
     public_inputs: tuple[str, ...] = ()
     choices_not_made: tuple[str, ...] = ()
     ledger_digest: str = ""

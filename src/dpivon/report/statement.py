@@ -67,8 +67,8 @@ class Reading:
 
     @property
     def factor(self) -> str:
-        value = factor(self.epsilon)
-        return f"{value:,.1f}" if value < 1e6 else f"{value:.1e}"
+        value = _up(factor(self.epsilon), 4)
+        return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}" if value < 1e9 else f"{value:.3e}"
 
     @property
     def guess(self) -> str:
@@ -89,7 +89,7 @@ class Reading:
     @property
     def two_rows(self) -> str:
         """A person with two rows: group privacy."""
-        delta = 2 * factor(self.epsilon) * self.delta
+        delta = _up(2 * factor(self.epsilon) * self.delta, 2)
         return f"ε = {shown(2 * self.epsilon)}, δ = {min(1.0, delta):.2g}"
 
 
@@ -97,9 +97,14 @@ def shown(epsilon: float) -> str:
     """ε to three digits, rounded up: a bound must not be rounded down."""
     if not math.isfinite(epsilon):
         return "∞"
-    if epsilon == 0:
-        return "0"
-    digits = 2 - math.floor(math.log10(abs(epsilon)))
-    scaled = epsilon * 10.0**digits
-    whole = math.ceil(scaled - 1e-9 * abs(scaled))
-    return f"{whole / 10.0**digits:.{max(0, digits)}f}"
+    value = _up(epsilon, 3)
+    return "0" if value == 0 else f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _up(value: float, digits: int) -> float:
+    """The next larger number of so many digits."""
+    if value <= 0 or not math.isfinite(value):
+        return value
+    unit = digits - 1 - math.floor(math.log10(value))
+    scaled = value * 10.0**unit
+    return math.ceil(scaled - 1e-9 * scaled) / 10.0**unit
