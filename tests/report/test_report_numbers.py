@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpivon import Accountant, metrics
-from dpivon.report import curves, privacy, statement, study_sections, testset, width
+from dpivon.report import curves, privacy, statement, study_sections, testset, width, write
 from dpivon.report.run_folder import TestSet
 from dpivon.report.run_folder import read as read_run
 from dpivon.report.study_folder import read as read_study
+from dpivon.study import table
 
 QUICK = Path(__file__).parents[2] / "results" / "quick"
 BUDGETS = [(0.1, 0.0), (0.5, 1e-3), (1.0, 1e-5), (3.0, 1e-2), (8.0, 1e-5)]
@@ -193,7 +194,7 @@ def test_the_ledger_bears_the_summary_out(run: Path) -> None:
 
 def test_curves_are_means_and_deviations_of_the_table() -> None:
     with (QUICK / "runs.csv").open() as file:
-        table = list(csv.DictReader(file))
+        lines = list(csv.DictReader(file))
     chart = curves.privacy_curves(read_study(QUICK).rows)
     assert chart.x.log
     assert chart.x.reverse
@@ -209,7 +210,7 @@ def test_curves_are_means_and_deviations_of_the_table() -> None:
                     sigma, c, b = dict(point.notes)["σ, C, b"].split(", ")
                     mine = [
                         row
-                        for row in table
+                        for row in lines
                         if (row["method"], row["batch_size"]) == (method, b)
                         and (float(row["noise_multiplier"]), float(row["max_grad_norm"])) == (float(sigma), float(c))
                     ]
@@ -233,3 +234,25 @@ def test_all_runs_together_cost_their_composition() -> None:
     told = study_sections.privacy(study).values["together"]
     assert told.epsilon == pytest.approx(joint.get_epsilon(study.rows[0]["delta"]))
     assert told.epsilon > max(row["epsilon"] for row in study.rows)
+
+
+def test_variants_and_unusual_runs_are_kept_apart(tmp_path: Path) -> None:
+    """Two variants of a method are two series; a run that diverged or is not private is told and not drawn."""
+    rows = [row for row in read_study(QUICK).rows if row["method"] == "dp-sgd"]
+    changed = [row | {"options": '{"momentum": 0.5}', "id": row["id"] + "-m", "accuracy": 0.25} for row in rows]
+    odd = rows[0] | {"noise_multiplier": 0.0, "epsilon": math.inf, "epsilon_pld": math.inf, "id": "open"}
+    lost = rows[-1] | {"noise_multiplier": 9.0, "epsilon": 0.1, "accuracy": math.nan, "nll": math.nan, "id": "lost"}
+    table.write(tmp_path / "runs.csv", [*rows, *changed, odd, lost])
+    study = read_study(tmp_path)
+    chart = curves.privacy_curves(study.rows)
+    series = [s for panel in chart.views[0].panels for s in panel.series]
+    names = {s.groups[0] for s in series}
+    assert len(names) == 2
+    assert all(p.y == pytest.approx(0.25) for s in series if "momentum" in s.name for p in s.points)
+    assert all(math.isfinite(p.x) and math.isfinite(p.y) and p.x > 0.2 for s in series for p in s.points)
+    assert "1 of 50 runs diverged" in chart.caption
+    built = write(tmp_path)
+    text = built.report.read_text()
+    assert "<td>∞</td>" in text
+    assert "momentum = 0.5" in text
+    assert built.left_out["Posterior width"].startswith("No run of this study has a posterior")
