@@ -45,12 +45,14 @@ test: lint
 	@echo "== Tests (without the slow ones)"
 	$(BIN)/python -m pytest -q -m "not slow"
 
+PATIENCE := -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1
 browser:
 	@if command -v chromium >/dev/null; then echo "== chromium is there"; \
 	elif ! command -v apt-get >/dev/null; then echo "== No chromium: there is no apt-get here; the browser tests are skipped"; \
 	elif [ "$$(id -u)" != 0 ]; then echo "== No chromium: run 'sudo make browser' to get it; the browser tests are skipped"; \
 	else echo "== Installing chromium"; \
-	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+	{ apt-get $(PATIENCE) update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get $(PATIENCE) install -y -qq --no-install-recommends chromium >/dev/null; } \
 	|| echo "== No chromium: apt-get failed, see above; the browser tests are skipped"; fi
 
 test-all: lint

@@ -33,7 +33,7 @@ def hook(event, args):
                 opened[folder].add(os.path.relpath(path, folder))
 sys.addaudithook(hook)
 from dpivon.report import build
-build(Path(run), Path(out, "run.html"), Path(out, "figures"))
+build(Path(run), Path(out, "run.html"))
 build(Path(study), Path(out, "study.html"))
 print(json.dumps([sorted(opened[folder]) for folder in (run, study)]))
 """
@@ -79,9 +79,6 @@ def test_a_run_is_read_by_the_contract_and_nothing_else(written: tuple[Path, lis
     assert CANARY not in text
     assert str(SEED) not in text
     assert WITHHELD in text
-    drawn = list((out / "figures").iterdir())
-    assert drawn
-    assert not any(CANARY.encode() in path.read_bytes() for path in drawn)
 
 
 def test_a_study_is_read_by_its_tables_and_its_seeds_stay_there(written: tuple[Path, list[list[str]]]) -> None:
