@@ -19,8 +19,8 @@ def report(
 ) -> None:
     """Write one HTML file about a run or a study: what it reveals about a person, and what it can do.
 
-    It works offline, and holds no training example, no seed and nothing that was not released. Results on test data are in it,
-    and are not private.
+    It works offline, and holds no training example and no seed. Results on test and held-out data are in it; they are not
+    private.
 
     Example: dpivon report results/quick --out quick.html
     """
