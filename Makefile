@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study docs test test-all lint conformance audit faults fuzz bad-input clean
+.PHONY: help demo study docs test test-all browser lint conformance audit faults fuzz bad-input clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
 	@echo "make study       a small grid of private runs on digits, figures and claims in study-output/ (about ten minutes)"
 	@echo "make docs        the documentation as a site in site/, links checked; open site/index.html"
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
+	@echo "make browser     Debian's chromium, with which the tests of reports look at them (needs root; they are skipped without)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
 	@echo "make faults      kills, full disks and damaged files, counted into results/reliability/faults.json (about five minutes)"
@@ -48,6 +49,16 @@ lint: $(READY)
 test: lint
 	@echo "== Tests (without the slow ones)"
 	$(BIN)/python -m pytest -q -m "not slow"
+
+PATIENCE := -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1
+browser:
+	@if command -v chromium >/dev/null; then echo "== chromium is there"; \
+	elif ! command -v apt-get >/dev/null; then echo "== No chromium: there is no apt-get here; the browser tests are skipped"; \
+	elif [ "$$(id -u)" != 0 ]; then echo "== No chromium: run 'sudo make browser' to get it; the browser tests are skipped"; \
+	else echo "== Installing chromium"; \
+	{ apt-get $(PATIENCE) update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get $(PATIENCE) install -y -qq --no-install-recommends chromium >/dev/null; } \
+	|| echo "== No chromium: apt-get failed, see above; the browser tests are skipped"; fi
 
 test-all: lint
 	@echo "== All tests"

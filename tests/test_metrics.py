@@ -299,3 +299,11 @@ def test_scores_that_make_no_sense() -> None:
 def test_importing_metrics_does_not_import_torchmetrics() -> None:
     code = "import sys, dpivon.metrics; sys.exit('torchmetrics' in sys.modules or 'sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 1), (1, 1), (3, 7), (50, 50), (123, 1000)])
+def test_wilsons_interval_is_scipys(right: int, n: int) -> None:
+    from scipy.stats import binomtest
+
+    expected = binomtest(right, n).proportion_ci(0.95, "wilson")
+    assert metrics.wilson(right / n, n) == pytest.approx((expected.low, expected.high), abs=1e-4)

@@ -1,4 +1,4 @@
-"""The command line: demo, methods, budget, audit, study, data, ledger, export and version."""
+"""The command line: demo, methods, budget, audit, study, data, ledger, export, report and version."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
 from dpivon.errors import DpivonError, bad
 from dpivon.privacy.accounting import budget as plan
 from dpivon.privacy.accounting import tuning_costs
+from dpivon.report.command import report
 from dpivon.study import commands
 
 
@@ -49,6 +50,7 @@ app.add_typer(commands.study, name="study")
 app.add_typer(commands.data, name="data")
 app.add_typer(ledger_commands.ledger, name="ledger")
 app.command()(ledger_commands.export)
+app.command()(report)
 
 
 def main() -> None:

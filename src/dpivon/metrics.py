@@ -143,6 +143,13 @@ def reliability_bins(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliabili
     return ReliabilityBins(edges, count, summed[0] / count, summed[1] / count)
 
 
+def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a share of n, which stays sensible for a handful of examples and at 0 and 1."""
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return centre - half, centre + half
+
+
 def evaluate(probs: Tensor, labels: Tensor) -> dict[str, float]:
     """Accuracy, nll, brier, ece, adaptive_ece and aurc by name, each with its defaults."""
     scores = (accuracy, nll, brier, ece, adaptive_ece, aurc)

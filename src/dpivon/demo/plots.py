@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dpivon.diagnostics import Diagnostics, Row, Spread
-from dpivon.metrics import ReliabilityBins, ece, reliability_bins
+from dpivon.metrics import ReliabilityBins, ece, reliability_bins, wilson
 from dpivon.posterior import Posterior
 
 # Okabe and Ito's palette, told apart by colour-blind readers too.
@@ -73,7 +73,7 @@ def _draw_bins(ax: Any, bins: ReliabilityBins) -> None:
     gap = {"width": width, "bottom": [min(pair) for pair in pairs], "edgecolor": "white"}
     ax.bar(x, too_sure, **gap, color=ORANGE, hatch="///", label="gap: too confident")
     ax.bar(x, too_modest, **gap, color=SKY, hatch="\\\\\\", label="gap: not confident enough")
-    intervals = [_wilson(a, k) for a, k in zip(accuracy, n, strict=True)]
+    intervals = [wilson(a, k) for a, k in zip(accuracy, n, strict=True)]
     below = [max(a - low, 0.0) for a, (low, _) in zip(accuracy, intervals, strict=True)]
     above = [max(high - a, 0.0) for a, (_, high) in zip(accuracy, intervals, strict=True)]
     ax.errorbar(
@@ -105,13 +105,6 @@ def _draw_counts(ax: Any, bins: ReliabilityBins) -> None:
 def _centres(bins: ReliabilityBins) -> tuple[list[float], float]:
     edges = bins.edges.tolist()
     return [(a + b) / 2 for a, b in pairwise(edges)], 1 / len(bins.count)
-
-
-def _wilson(accuracy: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval, which stays sensible for a handful of examples and at 0 and 1."""
-    centre = (accuracy + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(accuracy * (1 - accuracy) / n + z**2 / (4 * n**2))
-    return centre - half, centre + half
 
 
 def posterior_width(posterior: Posterior, rows: Sequence[Row], path: Path, *, initial_std: float) -> None:

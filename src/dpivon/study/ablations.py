@@ -46,7 +46,7 @@ def ablations_page(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> 
         "",
         "Written by `dpivon study report` from `runs.csv`: mean ± standard deviation over seeds,",
     ]
-    lines += [f"and in brackets the difference from {_name(base)}.", ""]
+    lines += [f"and in brackets the difference from {describe(base)}.", ""]
     for b, sigma, c in grid:
         epsilons = [v.mean for key in found if (v := cells[key].get(key[0], b, sigma, c, "epsilon")) is not None]
         lines += [f"## b = {b}, σ = {sigma:g}, C = {c:g}: ε = {max(epsilons):.4g}", ""]
@@ -56,14 +56,15 @@ def ablations_page(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> 
             reference = [cells[base].get(base[0], b, sigma, c, k) for k in _COLUMNS]
             if any(v is not None for v in values):
                 shown = [_shown(v, None if variant == base else r) for v, r in zip(values, reference, strict=True)]
-                lines.append(f"| {_name(variant)} | " + " | ".join(shown) + " |")
+                lines.append(f"| {describe(variant)} | " + " | ".join(shown) + " |")
         lines.append("")
     if notes:
         lines += ["## Assumptions", "", *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
 
 
-def _name(variant: Variant) -> str:
+def describe(variant: Variant) -> str:
+    """A variant in words: its method, what of it was changed, and its learning rate."""
     method, options, lr = variant
     changes = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
     return f"{TITLES.get(method, method)}{', ' + changes if changes else ''}, lr {lr:g}"

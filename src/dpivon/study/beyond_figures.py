@@ -24,11 +24,11 @@ def draw_beyond(rows: Sequence[Row], beyond: Sequence[Row], folder: Path) -> lis
     with matplotlib.rc_context(STYLE):
         if cells.corruptions:
             for measure in _MEASURES:
-                out.append(save(severity_figure(cells, measure), folder / f"shift-{measure}.png"))
+                out.extend(save(severity_figure(cells, measure), folder / f"shift-{measure}"))
         if cells.foreign:
-            out.append(save(foreign_figure(cells), folder / "ood-auroc.png"))
+            out.extend(save(foreign_figure(cells), folder / "ood-auroc"))
         if any(row["aurc"] is not None for row in cells.beyond):
-            out.append(save(coverage_figure(cells), folder / "risk-coverage.png"))
+            out.extend(save(coverage_figure(cells), folder / "risk-coverage"))
     return out
 
 

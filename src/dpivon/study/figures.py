@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +14,42 @@ IVON = "dp-ivon-gradsq"
 TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", IVON: "DP-IVON-Gradsq"}
 NOISE_ONLY = math.erf(math.sqrt(0.5))  # P(z² < 1): the share that pure noise projects to zero
 # Okabe and Ito's palette, told apart by colour-blind readers too.
-_COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00"}
-_OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
-_MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}
-_MEASURES = {
+COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00"}
+OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
+MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}
+MEASURES = {
     "accuracy": "test accuracy",
     "nll": "test NLL (nats)",
     "ece": "test ECE (15 bins)",
 }
 STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
-_DASHES = ("-", "--", ":", "-.")
+DASHES = ("-", "--", ":", "-.")
 
 
-def draw_figures(rows: Sequence[Row], diagnostics: Sequence[Row], folder: Path) -> list[Path]:
+def draw_figures(
+    rows: Sequence[Row], diagnostics: Sequence[Row], folder: Path, formats: Sequence[str] = ("png",)
+) -> list[Path]:
     """All figures that the tables give, in ``folder``."""
     import matplotlib
 
-    out = []
     cells = Cells(rows)
     with matplotlib.rc_context(STYLE):
-        for measure in _MEASURES:
-            out.append(save(privacy_figure(cells, measure), folder / f"privacy-{measure}.png"))
+        figures = {f"privacy-{measure}": privacy_figure(cells, measure) for measure in MEASURES}
         if diagnostics:
-            out.append(save(over_training(rows, diagnostics, "projected_share"), folder / "projected-share.png"))
-            out.append(save(over_training(rows, diagnostics, "h_median"), folder / "curvature.png"))
-            out.append(save(width_figure(cells), folder / "posterior-width.png"))
-    return out
+            figures["projected-share"] = over_training(rows, diagnostics, "projected_share")
+            figures["curvature"] = over_training(rows, diagnostics, "h_median")
+            figures["posterior-width"] = width_figure(cells)
+        return [path for name, figure in figures.items() for path in save(figure, folder / name, formats)]
+
+
+def in_order(methods: Iterable[str]) -> list[str]:
+    """The paper's methods first, in its order; the others by name."""
+    return sorted(methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
+
+
+def colour(method: str, number: int) -> str:
+    """The colour of a method that is the given one in its figure's order."""
+    return COLOURS.get(method, OTHERS[number % len(OTHERS)])
 
 
 def privacy_figure(cells: Cells, measure: str) -> Any:
@@ -48,12 +58,11 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
     figure = new_figure(3.6 * len(batches) + 0.6, 3.9)
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     norms = cells.axis("max_grad_norm")
-    methods = sorted(cells.methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
     diverged: list[str] = []
     for axis, b in zip(axes, batches, strict=True):
-        for number, method in enumerate(methods):
-            for c, dash in zip(norms, _DASHES, strict=False):
-                colour = _COLOURS.get(method, _OTHERS[number % len(_OTHERS)])
+        for number, method in enumerate(in_order(cells.methods)):
+            paint = colour(method, number)
+            for c, dash in zip(norms, DASHES, strict=False):
                 averaged = cells.get(method, b, cells.axis("noise_multiplier")[0], c, f"mc_{measure}")
                 name = TITLES.get(method, method)
                 if averaged is None:
@@ -61,7 +70,7 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
                 else:  # the posterior mean in a paler line under the Monte-Carlo average
                     lines = [(measure, f"{name}, posterior mean", 0.4), (f"mc_{measure}", f"{name}, averaged", 1.0)]
                 for column, label, strength in lines:
-                    bad = _line(axis, cells, (method, b, c), column, color=colour, ls=dash, alpha=strength, label=label)
+                    bad = _line(axis, cells, (method, b, c), column, color=paint, ls=dash, alpha=strength, label=label)
                     diverged += [f"{label} at b={b}, C={c:g}"] if bad else []
         axis.set_xscale("log")
         axis.set_title(f"batch size {b}")
@@ -71,13 +80,13 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
         axis.invert_xaxis()
     if measure == "nll":
         log_numbers(axes)
-    axes[0].set_ylabel(_MEASURES[measure])
-    _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
+    axes[0].set_ylabel(MEASURES[measure])
+    legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     seeds = len(cells.axis("seed"))
     spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
     delta = cells.rows[0]["delta"]
     lost = f"; diverged, not drawn: {', '.join(sorted(set(diverged)))}" if diverged else ""
-    figure.suptitle(f"{_MEASURES[measure]} against privacy, δ = {delta:g}, {spread}{lost}", fontsize=11)
+    figure.suptitle(f"{MEASURES[measure]} against privacy, δ = {delta:g}, {spread}{lost}", fontsize=11)
     return figure
 
 
@@ -97,7 +106,7 @@ def _line(axis: Any, cells: Cells, at: tuple[str, int, float], column: str, **lo
     if found:
         eps, values = zip(*found, strict=True)
         means, stds = [v.mean for v in values], [v.std for v in values]
-        axis.plot(eps, means, marker=_MARKERS.get(method, "D"), ms=3.5, lw=1.5, **look)
+        axis.plot(eps, means, marker=MARKERS.get(method, "D"), ms=3.5, lw=1.5, **look)
         low, high = ([m + k * s for m, s in zip(means, stds, strict=True)] for k in (-1, 1))
         axis.fill_between(eps, low, high, color=look["color"], alpha=0.12 * look["alpha"], lw=0)
     return bad
@@ -124,7 +133,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
         axis = axes[batches.index(b)]
         epochs = sorted(points)
         values = [sum(points[e]) / len(points[e]) for e in epochs]
-        look = {"color": colours[sigmas.index(sigma)], "ls": _DASHES[norms.index(c) % len(_DASHES)]}
+        look = {"color": colours[sigmas.index(sigma)], "ls": DASHES[norms.index(c) % len(DASHES)]}
         axis.plot(epochs, values, lw=1.4, label=f"σ = {sigma:g}", **look)
     for axis, b in zip(axes, batches, strict=True):
         axis.set_xscale("log")
@@ -137,7 +146,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
         log_numbers(axes)
     share = column == "projected_share"
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
-    _legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
+    legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     figure.suptitle(
         "Share of curvature targets projected to zero, DP-IVON-Gradsq, mean over seeds"
         if share
@@ -156,7 +165,7 @@ def width_figure(cells: Cells) -> Any:
     batches, norms = cells.axis("batch_size"), cells.axis("max_grad_norm")
     for i, b in enumerate(batches):
         colour = colormaps["viridis"](0.85 * i / max(1, len(batches) - 1))
-        for c, dash in zip(norms, _DASHES, strict=False):
+        for c, dash in zip(norms, DASHES, strict=False):
             found = []
             for sigma in cells.axis("noise_multiplier"):
                 got = [cells.get(IVON, b, sigma, c, k) for k in ("epsilon", "std_q05", "std_median", "std_q95")]
@@ -173,7 +182,7 @@ def width_figure(cells: Cells) -> Any:
     axis.grid(alpha=0.25)
     axis.set_xlabel("ε (RDP), privacy grows →")
     axis.set_ylabel("posterior standard deviation of a weight")
-    _legend(figure, axis, [(f"C = {c:g}", dash) for c, dash in zip(norms, _DASHES, strict=False)])
+    legend(figure, axis, [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     figure.suptitle(
         "Posterior width at the end of training, DP-IVON-Gradsq\n(median; bands hold 90 % of the weights)", fontsize=11
     )
@@ -201,8 +210,8 @@ def log_numbers(axes: Sequence[Any]) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
-    """Each name once, in solid, then what the dashes mean."""
+def legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
+    """Under the figure: each name once, in solid, then what the dashes mean."""
     from matplotlib.lines import Line2D
 
     named: dict[str, Any] = {}
@@ -215,8 +224,11 @@ def _legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def save(figure: Any, path: Path) -> Path:
-    """As a file; its folder is made if need be."""
+def save(figure: Any, path: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
+    """``path`` with each ending. No dates and versions in it: the same table gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})  # the same table gives the same bytes
-    return path
+    silent = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
+    out = [path.with_name(f"{path.name}.{kind}") for kind in formats]
+    for target, kind in zip(out, formats, strict=True):
+        figure.savefig(target, metadata=silent[kind])
+    return out

@@ -1,0 +1,109 @@
+"""The HTML file: sections put into one page that asks nobody for anything, and in which no text can become markup.
+
+Templates escape every value. Charts' data is JSON whose ``<`` is written as an escape, so that no class name can end its
+script element. The page's policy allows its own two scripts and its style by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dpivon.report.chart import Chart
+
+GENERATOR = "dpivon report"
+_HERE = Path(__file__).parent
+# Control characters, halves of surrogate pairs, and the characters that turn text around.
+_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: its template and what that reads; or the sentence that says why it is not there."""
+
+    id: str
+    title: str
+    template: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    charts: tuple[Chart, ...] = ()
+    left_out: str = ""
+
+
+def page(title: str, intro: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], command: str) -> str:
+    """The whole file. ``facts`` are the few numbers at its top."""
+    style, script = _asset("report.css"), _asset("charts.js") + _asset("page.js")
+    environment = _environment()
+    shown = []
+    for section in sections:
+        charts = {chart.id: chart for chart in section.charts}
+        body = (
+            "" if section.left_out else environment.get_template(section.template).render(section.values, charts=charts)
+        )
+        shown.append({"id": section.id, "title": section.title, "left_out": section.left_out, "body": Markup(body)})
+    data = {chart.id: chart.data() for section in sections for chart in section.charts}
+    return environment.get_template("page.html").render(
+        title=title,
+        intro=intro,
+        facts=facts,
+        sections=shown,
+        command=command,
+        generator=GENERATOR,
+        policy=Markup(_policy(style, script)),
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(embedded(data)),
+    )
+
+
+def embedded(value: Any) -> str:
+    """JSON for a script element: no character of it can begin a tag, an entity or a comment."""
+    text = json.dumps(clean(value), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def clean(value: Any) -> Any:
+    """Texts without characters that cannot be shown, or that would change how others are."""
+    if isinstance(value, str):
+        return value if isinstance(value, Markup) else _UNSHOWN.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {key: clean(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    return value
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=clean,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["digits"] = lambda value, n=4: f"{value:.{n}g}"
+    environment.filters["fixed"] = lambda value, n=3: f"{value:.{n}f}"
+    return environment
+
+
+def _asset(name: str) -> str:
+    return (_HERE / "assets" / name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    def sha(text: str) -> str:
+        return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+    return (
+        f"default-src 'none'; script-src {sha(script)}; style-src {sha(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )

@@ -1,0 +1,120 @@
+"""What is said of a study besides its curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.privacy.accounting.history import History
+from dpivon.report.curves import privacy_curves, width_curves
+from dpivon.report.page import Section
+from dpivon.report.statement import Reading
+from dpivon.report.study_folder import StudyFolder
+from dpivon.study.ablations import describe, variants
+from dpivon.study.cells import Cells
+from dpivon.study.figures import TITLES, in_order
+from dpivon.study.table import Row
+from dpivon.study.tuning import history
+
+_COLUMNS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "mc_accuracy": "accuracy, averaged"}
+_COLUMNS |= {"mc_nll": "NLL, averaged", "mc_ece": "ECE, averaged"}
+
+
+def privacy(study: StudyFolder) -> Section:
+    """Of each run by itself, and of all of them together: who publishes all pays for all."""
+    delta = max(row["delta"] for row in study.rows)
+    spent = sorted({row["epsilon"] for row in study.rows})
+    together: History = [part for row in study.rows for part in history(row)]
+    picks = [spent[0], spent[len(spent) // 2], spent[-1]] if len(spent) > 2 else spent
+    values = {
+        "runs": len(study.rows),
+        "delta": delta,
+        "readings": [Reading(value, delta) for value in picks],
+        "together": Reading(epsilon(together, delta), delta),
+    }
+    return Section("privacy", "What the runs can reveal about one person", "study-privacy.html", values)
+
+
+def curves(study: StudyFolder) -> Section:
+    return Section("curves", "Privacy and utility", "curves.html", {}, (privacy_curves(study.rows),))
+
+
+def widths(study: StudyFolder) -> Section:
+    chart = width_curves(study.rows)
+    title = "Posterior width"
+    if chart is None:
+        return Section("widths", title, left_out="No run of this study has a posterior, so there is no width to draw.")
+    return Section("widths", title, "widths.html", {}, (chart,))
+
+
+def cells(study: StudyFolder) -> Section:
+    """Every cell of the grid as a row."""
+    head = ["method", "b", "σ", "C", "runs", "ε (RDP)", "ε (PLD)", *_COLUMNS.values()]
+    body = []
+    for variant in sorted(
+        variants(study.rows), key=lambda v: (in_order({r["method"] for r in study.rows}).index(v[0]), v)
+    ):
+        mine = [r for r in study.rows if (r["method"], r["options"], r["lr"]) == variant]
+        grid = Cells(mine)
+        for key in grid.keys:
+            eps, pld = grid.get(*key, "epsilon"), grid.get(*key, "epsilon_pld")
+            scores = [grid.get(*key, column) for column in _COLUMNS]
+            start = [describe(variant), f"{key[1]}", f"{key[2]:g}", f"{key[3]:g}", f"{eps.n if eps else 0}"]
+            start += [Reading(v.mean, 0.5).shown if v is not None else "" for v in (eps, pld)]
+            body.append(start + ["" if v is None else str(v) for v in scores])
+    return Section("cells", "Every cell of the grid", "cells.html", {"head": head, "body": body})
+
+
+def predictions() -> Section:
+    return Section(
+        "predictions",
+        "Reliability, risk and coverage, confusion, examples",
+        left_out="A study keeps scores and not predictions, so these are drawn in the report of a single run only.",
+    )
+
+
+def configuration(study: StudyFolder) -> Section:
+    """The grid, by what varies in it; the assumptions, in the study's own words. No seeds."""
+    rows = study.rows
+    names = {
+        "dataset": "data set",
+        "network": "network",
+        "split": "split",
+        "epochs": "epochs",
+        "train_size": "examples",
+    }
+    names |= {
+        "batch_size": "batch size b",
+        "noise_multiplier": "noise multiplier σ",
+        "max_grad_norm": "clipping norm C",
+    }
+    names |= {"delta": "δ", "mc_samples": "posterior samples of a prediction"}
+    facts = {label: _listed(rows, column) for column, label in names.items()}
+    facts = {"methods": "; ".join(describe(v) for v in variants(rows))} | {k: v for k, v in facts.items() if v}
+    notes = study.plan.assumptions if study.plan is not None else ()
+    planned = len(study.plan.runs) if study.plan is not None else None
+    values: dict[str, Any] = {"facts": facts, "notes": notes, "planned": planned, "runs": len(rows)}
+    return Section("configuration", "Configuration and assumptions", "study-configuration.html", values)
+
+
+def machine_facts(study: StudyFolder) -> dict[str, str]:
+    seconds = sum(row["seconds"] or 0.0 for row in study.rows)
+    facts = {name: _listed(study.rows, name) for name in ("hardware", "precision", "torch")}
+    return facts | {"dpivon of the runs": _listed(study.rows, "version"), "training took": f"{seconds:,.0f} s in all"}
+
+
+def headline(study: StudyFolder) -> list[tuple[str, str]]:
+    rows = study.rows
+    spent = [row["epsilon"] for row in rows if math.isfinite(row["epsilon"])]
+    reach = f"{Reading(min(spent), 0.5).shown} to {Reading(max(spent), 0.5).shown}" if spent else "∞"
+    methods = ", ".join(TITLES.get(m, m) for m in in_order({row["method"] for row in rows}))
+    return [("runs", str(len(rows))), ("ε of a run", reach), ("δ", _listed(rows, "delta")), ("methods", methods)]
+
+
+def _listed(rows: Sequence[Row], column: str) -> str:
+    found = {row.get(column) for row in rows} - {None, ""}
+    return ", ".join(
+        f"{v:g}" if isinstance(v, float) else str(v) for v in sorted(found, key=lambda v: (str(type(v)), v))
+    )

@@ -1,0 +1,128 @@
+"""How good and how honest the predictions are: scores, reliability, risk against coverage, confusion. On the test set only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.metrics import accuracy, adaptive_ece, aurc, brier, ece, nll, reliability_bins, risk_coverage, wilson
+from dpivon.report.chart import BLUE, GREY, ORANGE, Axis, Chart, Panel, Point, Series, View
+from dpivon.report.page import Section
+from dpivon.report.run_folder import RunFolder, TestSet
+
+BINS, MOST_POINTS, MOST_CLASSES = 15, 200, 20
+_SCORES = (
+    ("accuracy", accuracy, "higher is better"),
+    ("NLL (nats)", nll, "lower is better"),
+    ("Brier score", brier, "0 to 2, lower is better"),
+    (f"ECE ({BINS} bins)", ece, "lower is better"),
+    ("adaptive ECE", adaptive_ece, "lower is better"),
+    ("AURC", aurc, "area under the risk–coverage curve, lower is better"),
+)
+
+
+def section(run: RunFolder) -> Section:
+    title = "On the test set"
+    if run.test is None:
+        if run.summary.metrics:
+            return Section("test", title, "metrics.html", {"metrics": run.summary.metrics})
+        return Section(
+            "test", title, left_out="No test data was given, so there are no scores and no diagrams of them."
+        )
+    t = run.test
+    scores = [(name, score(t.averaged, t.labels), score(t.mean, t.labels), better) for name, score, better in _SCORES]
+    values: dict[str, Any] = {"scores": scores, "n": len(t.labels), "same": torch.equal(t.averaged, t.mean)}
+    return Section("test", title, "test.html", values | confusion(t, run.classes), (reliability(t), risk(t)))
+
+
+def _both(t: TestSet) -> tuple[tuple[str, Tensor, str], ...]:
+    """A point estimate has one prediction, and is drawn once."""
+    if torch.equal(t.averaged, t.mean):
+        return (("prediction", t.averaged, ORANGE),)
+    return (("averaged over the posterior", t.averaged, ORANGE), ("posterior mean", t.mean, BLUE))
+
+
+def reliability(t: TestSet) -> Chart:
+    """The bins of :func:`dpivon.metrics.reliability_bins`, with Wilson's 95 % interval of each."""
+    panels = []
+    diagonal = Series("perfectly calibrated", (Point(0, 0), Point(1, 1)), GREY, mark="reference", dash="--")
+    for name, probs, colour in _both(t):
+        bins = reliability_bins(probs, t.labels, BINS)
+        right, share = [], []
+        columns = (bins.edges[:-1], bins.edges[1:], bins.count, bins.confidence, bins.accuracy)
+        for left, end, count, sure, correct in zip(*(c.tolist() for c in columns), strict=True):
+            if not count:
+                continue
+            low, high = wilson(correct, int(count))
+            notes = (("mean confidence", f"{sure:.4f}"), ("examples", f"{int(count)}"))
+            right.append(Point((left + end) / 2, correct, max(0.0, low), max(correct, min(1.0, high)), notes))
+            share.append(Point((left + end) / 2, count / len(t.labels), notes=notes))
+        panels.append(
+            Panel(
+                f"{name}: ECE {ece(probs, t.labels, BINS):.4f}",
+                (
+                    Series("share of the examples", tuple(share), GREY, mark="bars", pale=True, width=1 / BINS),
+                    Series("accuracy in the bin", tuple(right), colour, mark="bars", width=0.7 / BINS),
+                    diagonal,
+                ),
+            )
+        )
+    return Chart(
+        "reliability",
+        "Reliability",
+        "Examples by the probability of the predicted class. Bars on the dashed line are honest: below it the model is "
+        "too sure, above it too modest. Whiskers are 95 % intervals.",
+        Axis("confidence", low=0, high=1),
+        (View("accuracy", Axis("accuracy", low=0, high=1), tuple(panels)),),
+        zoom=False,
+    )
+
+
+def risk(t: TestSet) -> Chart:
+    """Error among the most confident examples against their share, thinned to be drawn; AURC is of all of them."""
+    series: list[Series] = []
+    for name, probs, colour in _both(t):
+        coverage, error = risk_coverage(probs, t.labels)
+        n = len(coverage)
+        at = sorted({round(i) for i in torch.linspace(0, n - 1, min(n, MOST_POINTS)).tolist()})
+        points = tuple(Point(float(coverage[i]), float(error[i]), notes=(("answered", f"{i + 1} of {n}"),)) for i in at)
+        series.append(
+            Series(f"{name}, AURC {aurc(probs, t.labels):.4f}", points, colour, dash="-" if not series else "--")
+        )
+    return Chart(
+        "risk-coverage",
+        "Risk against coverage",
+        "If the model answers only where it is surest: how often it is wrong, by the share of examples that it answers. "
+        "A curve that falls to the left means that its confidence can be used.",
+        Axis("share of the examples answered", low=0, high=1),
+        (View("error", Axis("error rate among them", low=0), (Panel("", tuple(series)),)),),
+    )
+
+
+def counts(t: TestSet, k: int) -> Tensor:
+    """Examples by true and predicted class, [k, k]."""
+    return torch.bincount(t.labels * k + t.averaged.argmax(1), minlength=k * k).reshape(k, k)
+
+
+def confusion(t: TestSet, classes: tuple[str, ...]) -> dict[str, Any]:
+    """The confusion matrix; with many classes only the most frequent mistakes."""
+    k = len(classes)
+    found = counts(t, k)
+    if k <= MOST_CLASSES:
+        shares = found / found.sum(1, keepdim=True).clamp_min(1)
+        level = (shares * 10).ceil().long().clamp(0, 10)
+        matrix = [list(zip(row, shade, strict=True)) for row, shade in zip(found.tolist(), level.tolist(), strict=True)]
+        return {"classes": classes, "matrix": matrix, "mistakes": []}
+    wrong = found.clone().fill_diagonal_(0).flatten()
+    order = wrong.argsort(descending=True, stable=True)[:MOST_CLASSES].tolist()
+    mistakes = [(classes[i // k], classes[i % k], int(wrong[i])) for i in order if wrong[i] > 0]
+    return {"classes": classes, "matrix": [], "mistakes": mistakes}
+
+
+def confusion_of(run: RunFolder) -> tuple[tuple[str, ...], list[list[int]]] | None:
+    """The matrix for a picture, if there is one that can be read."""
+    if run.test is None or len(run.classes) > MOST_CLASSES:
+        return None
+    return run.classes, counts(run.test, len(run.classes)).tolist()
