@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,11 +52,11 @@ def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> O
         data = load_data(plan, settings.data, torch.device("cpu"))
         arrays = tuple(t.numpy() for t in (data.images, data.labels, data.eval_images, data.eval_labels))
         with connected(cluster, sum(a.nbytes for a in arrays)) as ray, stop_signals() as stopped:
-            device, workers = _places(ray, settings, cluster)
+            device, workers, handed_out = _places(ray, settings, cluster)
             stacks = group(plan, out, _stack_size(plan, out, settings, device, workers), settings.only)
             with progress_of(plan, stacks, data.size, settings) as progress, _token(out) as token:
                 driver = _Driver(ray, plan, out, settings, cluster, device, token, arrays, progress)
-                failed = driver.run(stacks, workers, stopped)
+                failed = driver.run(stacks, workers, handed_out, stopped)
         return Outcome(len(finished(out, plan)), len(plan.runs), stopped(), failed)
 
 
@@ -70,15 +70,19 @@ def _check(cluster: Cluster) -> None:
         check_number("gpus_per_stack", cluster.gpus_per_stack, fix, above=0.0, at_most=1.0)
 
 
-def _places(ray: Any, settings: Settings, cluster: Cluster) -> tuple[str, int]:
-    """The kind of device, one for the whole study, and how many stacks at once."""
+def _places(ray: Any, settings: Settings, cluster: Cluster) -> tuple[str, int, int]:
+    """The kind of device, one for the whole study; how many stacks at once; and how many to hand out.
+
+    Where the cluster itself holds no more, one waits in Ray's queue, and no worker waits for the driver.
+    """
     there = ray.cluster_resources()
     gpus = int(there.get("GPU", 0))
     if settings.device is not None and torch.device(settings.device).type == "cuda" and not gpus:
         raise bad("device", settings.device, "the cluster has no GPU", "Leave it out, or add a node that has one")
     device = "cuda" if gpus and settings.device != "cpu" else "cpu"
     hold = int(gpus * math.floor(1 / (cluster.gpus_per_stack or 1.0))) if device == "cuda" else int(there.get("CPU", 1))
-    return device, cluster.workers or max(1, hold)
+    workers = cluster.workers or max(1, hold)
+    return device, workers, workers + (workers >= hold)
 
 
 def _stack_size(plan: Plan, out: Path, settings: Settings, device: str, workers: int) -> int:
@@ -142,7 +146,9 @@ class _Driver:
         self.running: dict[Any, _Stack] = {}
         self.failed: dict[str, str] = {}
 
-    def run(self, stacks: list[tuple[Path, list[PlannedRun]]], workers: int, stopped: Any) -> dict[str, str]:
+    def run(
+        self, stacks: list[tuple[Path, list[PlannedRun]]], workers: int, handed_out: int, stopped: Callable[[], int]
+    ) -> dict[str, str]:
         """Until every stack is finished or given up, or the study is stopped; what was given up, and why."""
         deadline = time.monotonic() + 60 * self.settings.minutes if self.settings.minutes else float("inf")
         for number, (folder, runs) in enumerate(stacks, 1):
@@ -153,11 +159,11 @@ class _Driver:
             if not stopping and (stopped() or time.monotonic() > deadline):
                 stopping = True
                 self._stop()
-            while not stopping and len(self.running) < workers and (stack := self._next()) is not None:
+            while not stopping and len(self.running) < handed_out and (stack := self._next()) is not None:
                 self._submit(stack)
             if self.running:
                 done, _ = self.ray.wait(list(self.running), timeout=_WAIT)
-                self._show()
+                self._show(workers)
                 for reference in done:
                     self._end(self.running.pop(reference), reference, stopping)
             else:
@@ -221,9 +227,11 @@ class _Driver:
             self.waiting.append(stack)
             self.progress.say(f"{stack.title}: {reason}; it will be begun again from its last checkpoint")
 
-    def _show(self) -> None:
+    def _show(self, workers: int) -> None:
         reports: dict[str, Report] = self.ray.get(self.desk.poll.remote())
-        at_work = f"{len(reports)} at work" if len(reports) == len(self.running) else self._queued(len(reports))
+        at_work = f"{len(reports)} at work"
+        if len(reports) < min(workers, len(self.running)):
+            at_work += ", others wait for a place"
         for stack in self.running.values():
             report = reports.get(stack.name)
             if report is None or report.attempt != stack.attempts or not report.words:
@@ -233,6 +241,3 @@ class _Driver:
                 stack.shown = report.restored
             step, stack.shown = report.done - stack.shown, report.done  # less than nothing where work was lost
             self.progress.advance(step, partial(" · ".join, (report.words, at_work)))
-
-    def _queued(self, at_work: int) -> str:
-        return f"{at_work} of {len(self.running)} at work, the others wait for a place"

@@ -23,6 +23,7 @@ def ray_module(cluster: Cluster) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what it will do by itself, and warns about
     if _address(cluster) is None:  # a cluster of one machine listens on loopback alone: this is how Ray calls it
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: a busy machine would starve it
     return need("ray", "ray")
 
 
