@@ -2,16 +2,22 @@
 
     python -m benchmarks.ray_overhead --json results/benchmarks/ray-overhead-cpu.json
 
-Equal stacks, one at a time, by the local engine in this process and by one Ray worker. Throughput is over the time from the
-first stack's row to the last stack's: whole cycles of handing out, training, evaluating, bringing back and writing, without the
-start of either. The share of that time in which a stack was training is stated too: between neighbours on a busy machine its ratio
-varies less than that of throughput. What starting Ray and its processes takes (they import torch) is stated by itself. The two alternate, because a
-shared machine drifts; a ratio is of neighbours.
+Equal stacks, one at a time, by the local engine in this process and by one Ray worker, from the first stack's row to the last
+stack's: whole cycles of handing out, training, evaluating, bringing back and writing, without the start of either. Ratios, Ray's
+over direct, of neighbours in turn:
+
+throughput   examples a second by the clock. The aim, on a machine of one's own; where others work it says more about them,
+             since Ray's processes are a session of their own, which Linux gives a share of its own
+training     the share of that time in which a stack was training: below 1, a worker waits for the driver
+worker       examples a processor second of the process that trains: below 1, Ray's threads and reports take from it
+everything   the same with all that Ray runs counted. Its daemons take a little of every second, so a crowded machine, where
+             an example takes longer by the clock, makes it look worse
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -38,13 +44,27 @@ def plan(stacks: int, epochs: int) -> Plan:
     return Plan("ray-overhead", "digits", "small", "final", epochs, 1e-4, 2, 0, runs)
 
 
+def processor_seconds() -> dict[int, float]:
+    """Of this process and of all that descend from it, by process."""
+    used, parent = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            pid = int(stat.parts[2])
+            parent[pid], used[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    mine = {os.getpid()}
+    while more := {pid for pid, above in parent.items() if above in mine} - mine:
+        mine |= more
+    return {pid: used[pid] for pid in mine}
+
+
 def timed(run, module, study: Plan, settings: Settings) -> dict:
-    """Examples a second between the first row and the last, the share of it that was training, and the seconds before."""
-    at, busy, write = [], [], module.record
+    at, used, busy, write = [], [], [], module.record
 
     def record(out, plan, results):
         write(out, plan, results)
         at.append(time.perf_counter())
+        used.append(processor_seconds())
         busy.append(sum(row["seconds"] for row in results.rows))
 
     module.record = record
@@ -56,15 +76,26 @@ def timed(run, module, study: Plan, settings: Settings) -> dict:
         module.record = write
     assert outcome.finished == len(study.runs)
     trained = sum(steps_of(r, study.epochs, EXAMPLES) * r.batch_size for r in study.runs[1:])
-    window = at[-1] - at[0]
-    return {"examples_per_s": trained / window, "busy": sum(busy[1:]) / window, "first_row_s": at[0] - began}
+    window, me = at[-1] - at[0], os.getpid()
+    took = {pid: end - used[0].get(pid, 0.0) for pid, end in used[-1].items()}
+    worker = max((s for pid, s in took.items() if pid != me), default=0.0) if module is engine else took[me]
+    return {
+        "throughput": trained / window,
+        "training": sum(busy[1:]) / window,
+        "worker": trained / worker,
+        "everything": trained / (sum(took.values()) if module is engine else took[me]),
+        "first_row_s": at[0] - began,
+    }
+
+
+RATIOS = ("throughput", "training", "worker", "everything")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stacks", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=15, help="of a stack: longer stacks hide more of the cost")
+    parser.add_argument("--epochs", type=int, default=10, help="of a stack: longer stacks hide more of the cost")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -80,23 +111,15 @@ def main() -> None:
             }
             order = list(pair) if number % 2 == 0 else list(pair)[::-1]
             found = {name: pair[name]() for name in order} | {"load": os.getloadavg()[0]}
-            found["ratio"] = found["ray"]["examples_per_s"] / found["direct"]["examples_per_s"]
-            found["busy_ratio"] = found["ray"]["busy"] / found["direct"]["busy"]
+            found["ratios"] = {name: found["ray"][name] / found["direct"][name] for name in RATIOS}
             rounds.append(found)
-            print(
-                f"direct {found['direct']['examples_per_s']:8,.0f}/s   ray {found['ray']['examples_per_s']:8,.0f}/s   "
-                f"ratio {found['ratio']:.3f}   of busy time {found['busy_ratio']:.3f}   load {found['load']:.1f}", flush=True,
-            )  # fmt: skip
-    ratio = statistics.median(r["ratio"] for r in rounds)
-    seconds = (
-        steps_of(study.runs[0], study.epochs, EXAMPLES)
-        * 128
-        / statistics.median(r["direct"]["examples_per_s"] for r in rounds)
-    )
-    busy = statistics.median(r["busy_ratio"] for r in rounds)
-    print(
-        f"median ratio {ratio:.3f}, of busy time {busy:.3f}; a stack takes {seconds:.1f} s directly; Ray itself starts in {start:.1f} s"
-    )
+            words = ", ".join(f"{name} {ratio:.3f}" for name, ratio in found["ratios"].items())
+            print(f"{words}; direct {found['direct']['throughput']:,.0f}/s; load {found['load']:.1f}", flush=True)
+    medians = {name: statistics.median(r["ratios"][name] for r in rounds) for name in RATIOS}
+    work = steps_of(study.runs[0], study.epochs, EXAMPLES) * study.runs[0].batch_size
+    seconds = work / statistics.median(r["direct"]["throughput"] for r in rounds)
+    words = ", ".join(f"{name} {ratio:.3f}" for name, ratio in medians.items())
+    print(f"medians: {words}; a stack takes {seconds:.1f} s; Ray starts in {start:.1f} s")
     if given.json:
         import ray
 
@@ -105,8 +128,7 @@ def main() -> None:
             "hardware": f"{platform.machine()}, {os.cpu_count()} cores, one thread a worker",
             "torch": torch.__version__,
             "ray": ray.__version__,
-            "median_ratio": ratio,
-            "median_busy_ratio": busy,
+            "median_ratios": medians,
             "stack_seconds": seconds,
             "ray_start_seconds": start,
             "rounds": rounds,

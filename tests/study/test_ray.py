@@ -98,6 +98,41 @@ def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, loca
     assert kept == {row["releases"] for row in rows.values()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_stopping_in_time_costs_nothing_wherever_the_stack_is_kept(cluster, local, tmp_path, shared):
+    out, options = tmp_path / "out", Cluster(workers=2, scratch=None if shared else tmp_path / "scratch")
+    brief = Settings(quiet=True, block=4, device="cpu", checkpoint_seconds=0.2, minutes=1e-9)
+    assert run_with("ray", LONG, out, brief, options).exit_code == 75
+    under_way = [line for line in status_lines(out) if "releases charged" in line]
+    assert any("4 releases" in line or "8 releases" in line for line in under_way), under_way
+    assert run_with("ray", LONG, out, FAST, options).exit_code == 0
+    for name, row in rows_of(out).items():
+        assert same(row, local[name])
+        assert row["releases"] == row["steps"]
+        assert row["epsilon"] == local[name]["epsilon"]
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_desk_is_told_and_the_same_command_goes_on(cluster, local, tmp_path, monkeypatch):
+    from dpivon.study.cluster.engine import _Driver
+
+    show = _Driver._show
+
+    def losing(self, stacks):
+        show(self, stacks)
+        if self.moved:
+            self.ray.kill(self.desk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Driver, "_show", losing)
+        with pytest.raises(DpivonError, match="The same command goes on"):
+            run_with("ray", LONG, tmp_path, FAST, TWO)
+    assert run_with("ray", LONG, tmp_path, FAST, TWO).exit_code == 0
+    rows = rows_of(tmp_path)
+    assert all(same(row, local[name]) for name, row in rows.items())
+
+
 def test_a_run_that_fails_is_tried_again_then_named_and_the_others_finish(cluster, tmp_path):
     bad = PLAN.runs[1]
     folder = tmp_path / "stacks" / "0000"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from dpivon.durable.files import replace
-from dpivon.errors import bad, check_number, check_whole
+from dpivon.errors import DpivonError, bad, check_number, check_whole
 from dpivon.study.cluster.attempt import TOKEN, Ended, Task, attempt
 from dpivon.study.cluster.desk import Desk, Report
 from dpivon.study.cluster.start import connected, ray_module
 from dpivon.study.datasets import load_data
 from dpivon.study.folder import alone, claim, finished, group, open_stack, record, retire
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.runner import check_settings, progress_of, stop_signals
 from dpivon.study.settings import MOST, Cluster, Outcome, Settings
@@ -52,11 +52,19 @@ def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> O
         data = load_data(plan, settings.data, torch.device("cpu"))
         arrays = tuple(t.numpy() for t in (data.images, data.labels, data.eval_images, data.eval_labels))
         with connected(cluster, sum(a.nbytes for a in arrays)) as ray, stop_signals() as stopped:
-            device, workers, handed_out = _places(ray, settings, cluster)
+            device, workers = _places(ray, settings, cluster)
             stacks = group(plan, out, _stack_size(plan, out, settings, device, workers), settings.only)
             with progress_of(plan, stacks, data.size, settings) as progress, _token(out) as token:
                 driver = _Driver(ray, plan, out, settings, cluster, device, token, arrays, progress)
-                failed = driver.run(stacks, workers, handed_out, stopped)
+                try:
+                    failed = driver.run(stacks, workers, stopped)
+                except ray.exceptions.RayError as error:
+                    raise DpivonError(
+                        f"The Ray cluster failed the driver ({type(error).__name__}). The same command goes on: finished runs "
+                        "have their rows, and the others their ledgers."
+                    ) from error
+                finally:
+                    driver.close()
         return Outcome(len(finished(out, plan)), len(plan.runs), stopped(), failed)
 
 
@@ -70,10 +78,10 @@ def _check(cluster: Cluster) -> None:
         check_number("gpus_per_stack", cluster.gpus_per_stack, fix, above=0.0, at_most=1.0)
 
 
-def _places(ray: Any, settings: Settings, cluster: Cluster) -> tuple[str, int, int]:
-    """The kind of device, one for the whole study; how many stacks at once; and how many to hand out.
+def _places(ray: Any, settings: Settings, cluster: Cluster) -> tuple[str, int]:
+    """The kind of device, one for the whole study, and how many stacks at once.
 
-    Where the cluster itself holds no more, one waits in Ray's queue, and no worker waits for the driver.
+    No more are handed out: for a task that waits in its queue Ray starts another process, which imports torch once more.
     """
     there = ray.cluster_resources()
     gpus = int(there.get("GPU", 0))
@@ -81,8 +89,7 @@ def _places(ray: Any, settings: Settings, cluster: Cluster) -> tuple[str, int, i
         raise bad("device", settings.device, "the cluster has no GPU", "Leave it out, or add a node that has one")
     device = "cuda" if gpus and settings.device != "cpu" else "cpu"
     hold = int(gpus * math.floor(1 / (cluster.gpus_per_stack or 1.0))) if device == "cuda" else int(there.get("CPU", 1))
-    workers = cluster.workers or max(1, hold)
-    return device, workers, workers + (workers >= hold)
+    return device, cluster.workers or max(1, hold)
 
 
 def _stack_size(plan: Plan, out: Path, settings: Settings, device: str, workers: int) -> int:
@@ -112,6 +119,7 @@ class _Stack:
     name: str
     runs: tuple[PlannedRun, ...]
     title: str
+    total: float  # examples
     attempts: int = 0
     failures: int = 0  # in a row, without getting further
     furthest: float = 0.0  # examples that any attempt has seen
@@ -135,7 +143,7 @@ class _Driver:
         self.ray, self.plan, self.out, self.settings, self.cluster = ray, plan, out, settings, cluster
         self.device, self.token, self.progress = device, token, progress
         self.retries = 3 if cluster.retries is None else cluster.retries
-        self.data = ray.put(arrays)
+        self.data, self.examples = ray.put(arrays), len(arrays[0])
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )  # it writes to OUT
@@ -145,28 +153,39 @@ class _Driver:
         self.waiting: list[_Stack] = []
         self.running: dict[Any, _Stack] = {}
         self.failed: dict[str, str] = {}
+        self.moved = False
+
+    def close(self) -> None:
+        """Leave nothing running: what is not ended in good order is ended like a lost worker."""
+        for reference in self.running:
+            self.ray.cancel(reference, force=True)
+        self.ray.kill(self.desk)
 
     def run(
-        self, stacks: list[tuple[Path, list[PlannedRun]]], workers: int, handed_out: int, stopped: Callable[[], int]
+        self, stacks: list[tuple[Path, list[PlannedRun]]], workers: int, stopped: Callable[[], int]
     ) -> dict[str, str]:
         """Until every stack is finished or given up, or the study is stopped; what was given up, and why."""
         deadline = time.monotonic() + 60 * self.settings.minutes if self.settings.minutes else float("inf")
         for number, (folder, runs) in enumerate(stacks, 1):
             title = f"{self.plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
-            self.waiting.append(_Stack(folder.name, tuple(runs), title))
-        stopping = False
-        while self.running or (self.waiting and not stopping):
-            if not stopping and (stopped() or time.monotonic() > deadline):
+            total = sum(steps_of(r, self.plan.epochs, self.examples) * r.batch_size for r in runs)
+            self.waiting.append(_Stack(folder.name, tuple(runs), title, float(total)))
+        stopping = False  # by the clock only when a block was made: every call gets on
+        over: list[tuple[_Stack, Any]] = []
+        while self.running or over or (self.waiting and not stopping):
+            if not stopping and (stopped() or (self.moved and time.monotonic() > deadline)):
                 stopping = True
                 self._stop()
-            while not stopping and len(self.running) < handed_out and (stack := self._next()) is not None:
+            while not stopping and len(self.running) < workers and (stack := self._next()) is not None:
                 self._submit(stack)
+            self._show([*self.running.values(), *(ended for ended, _ in over)])
+            for ended, reference in over:  # last: their workers have something new to do by now
+                self._end(ended, reference, stopping)
+            over = []
             if self.running:
                 done, _ = self.ray.wait(list(self.running), timeout=_WAIT)
-                self._show(workers)
-                for reference in done:
-                    self._end(self.running.pop(reference), reference, stopping)
-            else:
+                over = [(self.running.pop(reference), reference) for reference in done]
+            elif self.waiting:
                 time.sleep(_WAIT / 5)  # only stacks that failed a moment ago are left
         return self.failed
 
@@ -210,6 +229,7 @@ class _Driver:
         if ended.results is not None:
             record(self.out, self.plan, ended.results)
             retire(self.out / "stacks" / stack.name, self.out)
+            self.progress.advance(stack.total - stack.shown, partial(str, stack.title))
             self.progress.say(f"{stack.title}: finished ({ended.where})")
         elif ended.error:
             self._failed(stack, ended, stopping)
@@ -227,15 +247,16 @@ class _Driver:
             self.waiting.append(stack)
             self.progress.say(f"{stack.title}: {reason}; it will be begun again from its last checkpoint")
 
-    def _show(self, workers: int) -> None:
+    def _show(self, stacks: Sequence[_Stack]) -> None:
         reports: dict[str, Report] = self.ray.get(self.desk.poll.remote())
         at_work = f"{len(reports)} at work"
-        if len(reports) < min(workers, len(self.running)):
+        if len(reports) < len(stacks):
             at_work += ", others wait for a place"
-        for stack in self.running.values():
+        for stack in stacks:
             report = reports.get(stack.name)
             if report is None or report.attempt != stack.attempts or not report.words:
                 continue
+            self.moved = True
             if stack.shown == 0.0:
                 self.progress.skip(report.restored)
                 stack.shown = report.restored
