@@ -260,13 +260,13 @@ def draw(c: Constants, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.3), dpi=150)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.2), dpi=150)
     found = h200()
     for runs, colour, label in ((90, "#0072B2", "90 runs stacked"), (1, "#D55E00", "one run")):
         points = sorted((k * b, 1e3 * s) for (k, b), (s, _) in found.items() if k == runs)
         left.plot(*zip(*points, strict=True), "o", color=colour, label=f"{label}, measured")
         base = c.parameter * runs * CNN if runs > 1 else c.floor
-        xs = [2**i for i in range(6, 17)]
+        xs = [2 ** (i / 4) for i in range(24, 65)]
         left.plot(xs, [1e3 * (base + c.example * x) for x in xs], "-", lw=1, color=colour, label=f"{label}, model")
     left.set(xscale="log", yscale="log", xlabel="examples a step, all runs", ylabel="ms a step")
     left.set_title("Measured: the paper's CNN on one H200", fontsize=10)
@@ -286,7 +286,7 @@ def draw(c: Constants, path: Path) -> None:
     right.set_xticks(ranks, [str(w) for w in ranks])
     right.minorticks_off()
     right.set_title("Modelled, not measured: more GPUs", fontsize=10)
-    right.legend(fontsize=8, loc="lower left")
+    right.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
     for axis in (left, right):
         axis.grid(alpha=0.25)
     figure.tight_layout()

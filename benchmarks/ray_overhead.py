@@ -3,8 +3,8 @@
     python -m benchmarks.ray_overhead --json results/benchmarks/ray-overhead-cpu.json
 
 Equal stacks, one at a time, by the local engine in this process and by one Ray worker, from the first stack's row to the last
-stack's: whole cycles of handing out, training, evaluating, bringing back and writing, without the start of either. Ratios, Ray's
-over direct, of neighbours in turn:
+stack's: whole cycles of handing out, training, evaluating, bringing back and writing, without the start of either. Ratios,
+Ray's over direct, of neighbours in turn:
 
 throughput   examples a second by the clock. The aim, on a machine of one's own; where others work it says more about them,
              since Ray's processes are a session of their own, which Linux gives a share of its own

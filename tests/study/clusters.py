@@ -45,8 +45,24 @@ def charged(folder: Path) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def caught(folder: Path, after: int):
+    """The process that trains in a folder, stopped where it has made releases that no checkpoint has; None elsewhere."""
+    process = holder(folder / "ledger.jsonl.lock") if charged(folder) >= after else None
+    try:
+        if process is not None:
+            os.kill(process, signal.SIGSTOP)
+    except ProcessLookupError:
+        process = None
+    newest = max((int(f.stem.split("-")[1]) for f in folder.glob("release-*.safetensors")), default=0)
+    yield process if charged(folder) > newest > 0 else None
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+
+
 class Killer(threading.Thread):
-    """Kills the first process that holds the ledger of one of ``folders()`` when that has ``after`` releases."""
+    """Kills the first process that trains in one of ``folders()`` and has ``after`` releases, some of them in no checkpoint."""
 
     def __init__(self, folders, *, after: int) -> None:
         super().__init__(daemon=True)
@@ -54,13 +70,12 @@ class Killer(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not self.killed:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
             for folder in self.folders():
-                if charged(folder) >= self.after:
-                    process = holder(folder / "ledger.jsonl.lock")
+                with caught(folder, self.after) as process:
                     if process is not None:
                         os.kill(process, signal.SIGKILL)
                         self.killed = charged(folder)
                         return
-            time.sleep(0.005)
+            time.sleep(0.002)

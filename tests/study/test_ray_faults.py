@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from clusters import LONG, charged, holder
+from clusters import LONG, caught, charged
 from test_ray import FAST, rows_of, same
 
 from dpivon.durable.ledger import read
@@ -138,11 +138,12 @@ class Taker(threading.Thread):
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             for folder in self.folders():
-                worker = holder(folder / "ledger.jsonl.lock") if charged(folder) >= self.after else None
-                if worker is not None and parent(worker) == self.raylet:
-                    self.nodes.remove_node(self.node, allow_graceful=False)
-                    self.taken = True
-                    return
+                with caught(folder, self.after) as worker:
+                    if worker is not None and parent(worker) == self.raylet:
+                        self.nodes.remove_node(self.node, allow_graceful=False)
+                        os.kill(worker, signal.SIGKILL)  # it was stopped, and could not see that its node is gone
+                        self.taken = True
+                        return
             time.sleep(0.01)
 
 
