@@ -251,7 +251,7 @@ class _Driver:
         reports: dict[str, Report] = self.ray.get(self.desk.poll.remote())
         at_work = f"{len(reports)} at work"
         if len(reports) < len(stacks):
-            at_work += ", others wait for a place"
+            at_work += ", others wait to begin"
         for stack in stacks:
             report = reports.get(stack.name)
             if report is None or report.attempt != stack.attempts or not report.words:
