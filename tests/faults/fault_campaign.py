@@ -35,7 +35,8 @@ from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.recorded import history
 from dpivon.study import table
 from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import Settings, run_study
+from dpivon.study.runner import run_study
+from dpivon.study.settings import Settings
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

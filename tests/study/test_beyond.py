@@ -26,6 +26,7 @@ from dpivon.study.evaluation import Evaluation
 from dpivon.study.merge import merge
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.runner import Settings, run_study
+from dpivon.study.work import Work
 
 WANTED = Evaluation(("gaussian_noise", "contrast"), (1, 5), ("fashion-mnist", "held-out"), True, 100)
 PLAN = Plan(
@@ -98,9 +99,9 @@ def test_conditions_are_the_same_pictures_in_other_states(tmp_path):
 def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path, monkeypatch):
     """The very stack that the study trained, evaluated here by the library's functions."""
     kept = []
-    monkeypatch.setattr(runner, "_clear", lambda device: None)
-    finish = runner._Work.finish
-    monkeypatch.setattr(runner._Work, "finish", lambda self: (kept.append((self.stack, self.runs)), finish(self)))
+    monkeypatch.setattr(runner, "clear", lambda device: None)
+    results = Work.results
+    monkeypatch.setattr(Work, "results", lambda self: (kept.append((self.stack, self.runs)), results(self))[1])
     run_study(PLAN, tmp_path, FAST)
     data = load_data(PLAN, tmp_path, CPU)
     found, made = rows_of(tmp_path), conditions(PLAN, data, tmp_path)

@@ -14,7 +14,8 @@ from dpivon.study.cells import Value
 from dpivon.study.check import check_page, distance
 from dpivon.study.hooks import run_hooks
 from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import Settings, run_study
+from dpivon.study.runner import run_study
+from dpivon.study.settings import Settings
 
 PLAN = Plan(
     name="tiny",

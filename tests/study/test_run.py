@@ -20,8 +20,10 @@ from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
 from dpivon.study import table
 from dpivon.study.__main__ import main
+from dpivon.study.folder import group
 from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import Settings, group, run_study
+from dpivon.study.runner import run_study
+from dpivon.study.settings import Settings
 from dpivon.study.status import status_lines
 from dpivon.study.watch import points
 
@@ -149,10 +151,10 @@ def test_a_crash_anywhere_changes_nothing(undisturbed, tmp_path, monkeypatch, at
 
 
 def test_killed_while_finishing_nothing_stands_twice(undisturbed, tmp_path, monkeypatch):
-    import dpivon.study.runner as runner
+    import dpivon.study.folder as folder
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.shutil, "rmtree", lambda folder: (_ for _ in ()).throw(RuntimeError("killed")))
+        patch.setattr(folder.shutil, "rmtree", lambda path: (_ for _ in ()).throw(RuntimeError("killed")))
         with pytest.raises(RuntimeError, match="killed"):
             run_study(PLAN, tmp_path, FAST)
     assert len(table.read(tmp_path / "runs.csv")) == 1

@@ -10,17 +10,19 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, uint8
 
-from dpivon.durable.files import SECRET
+from dpivon.durable.files import SECRET, replace
 from dpivon.durable.tree import flatten, unflatten
 from dpivon.errors import ArgumentError, DpivonError, bad, check_whole
 from dpivon.tensor_files import read_tensors, write_tensors
 
 _KEY, _VERSION = "dpivon_checkpoint", "1"
+_NAMES = "release-*.safetensors"
 _WARNING = "holds the state of noise generators: as secret as the training data; publish what `dpivon export` writes"
 
 
@@ -66,15 +68,25 @@ class Rotation:
 
     def files(self) -> list[Path]:
         """The newest first."""
-        return sorted(self.folder.glob("release-*.safetensors"), reverse=True)
+        return sorted(self.folder.glob(_NAMES), reverse=True)
 
     def write(self, releases: int, state: Mapping[str, Any]) -> Path:
         """The new one is on disk before an old one goes."""
         path = self.folder / f"release-{releases:012}.safetensors"
         write(path, state)
+        self._drop()
+        return path
+
+    def adopt(self, name: str, content: bytes) -> None:
+        """The same for one that :meth:`write` wrote on another machine."""
+        if not fnmatch(name, _NAMES) or Path(name).name != name:
+            raise bad("name", name, "is no checkpoint's", f"Give the name of a file {_NAMES}")
+        replace(self.folder / name, content, mode=SECRET)
+        self._drop()
+
+    def _drop(self) -> None:
         for old in self.files()[self.keep :]:
             old.unlink()
-        return path
 
     def read(self, *, tidy: bool = True) -> dict[str, Any] | None:
         """The newest that is whole; those that are not are named in a warning and put aside. None if there is none.

@@ -41,7 +41,7 @@ def build(folder: Path, out: Path | None = None, figures: Path | None = None) ->
 
 
 def write(folder: Path, out: Path | None = None, figures: Path | None = None) -> Built:
-    """As :func:`build`, with the list of what is in the report and what is not."""
+    """As :func:`dpivon.report.build`, with the list of what is in the report and what is not."""
     folder = Path(folder)
     target = folder / REPORT if out is None else Path(out)
     _check_out(target)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from dpivon.errors import DpivonError
+from dpivon.study.engines import ENGINES, run_with
 from dpivon.study.hooks import HOOKS, run_hooks
 from dpivon.study.plan import read_plan
-from dpivon.study.runner import PRECISIONS, Settings, run_study
+from dpivon.study.settings import PRECISIONS, Cluster, Settings
 from dpivon.study.status import status_lines
 
 
@@ -29,6 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--keep", action="store_true")
     run.add_argument("--quiet", action="store_true")
     run.add_argument("--only", default="", help="runs with this in their id, such as -b512-")
+    run.add_argument("--engine", choices=ENGINES, default="local", help="ray: on a Ray cluster")
+    run.add_argument("--address", help="of the Ray cluster; without it one is started on this machine")
+    run.add_argument("--workers", type=int, help="stacks at once, on Ray")
+    run.add_argument("--gpus-per-stack", type=float, help="the share of a GPU that a stack takes, on Ray")
+    run.add_argument("--retries", type=int, help="new attempts at a stack that fails, on Ray")
+    run.add_argument("--scratch", type=Path, help="folder on the workers' own disks, where they do not see --out")
     loop = commands.add_parser("hooks", help="run a plan one by one on Opacus's hooks, to hold the stacks to it")
     loop.add_argument("plan", type=Path)
     loop.add_argument("--out", type=Path, required=True)
@@ -44,13 +52,15 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(status_lines(given["out"])))
             return 0
         plan, out = read_plan(given.pop("plan")), given.pop("out")
-        outcome = (run_study if command == "run" else run_hooks)(plan, out, Settings(**given))
+        if command == "run":
+            engine, cluster = given.pop("engine"), Cluster(**{f.name: given.pop(f.name) for f in fields(Cluster)})
+            outcome = run_with(engine, plan, out, Settings(**given), cluster)
+        else:
+            outcome = run_hooks(plan, out, Settings(**given))
     except DpivonError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(
-        f"{outcome.finished} of {outcome.planned} runs finished, in {out / (plan.table if command == 'run' else HOOKS)}"
-    )
+    print("\n".join(outcome.lines(out / (plan.table if command == "run" else HOOKS))))
     return outcome.exit_code
 
 

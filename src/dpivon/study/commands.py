@@ -35,7 +35,12 @@ def resolve(
 @study.command()
 def run(
     study: Annotated[Path, typer.Argument(help="A study (.yaml) or a plan (.json).")],
-    out: Annotated[Path, typer.Option(help="Folder of results; a study that was stopped goes on in it.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of results; a study that was stopped goes on in it.", show_default="study-output/NAME"
+        ),
+    ] = None,
     data: _Data = Path("data"),
     lr: _Lr = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
@@ -47,19 +52,32 @@ def run(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the posterior of every run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     only: Annotated[str, typer.Option(help="Run only what has this in its id, such as -b512-.")] = "",
+    engine: Annotated[str, typer.Option(help="local: in this process. ray: on a Ray cluster (dpivon[ray]).")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Ray: the cluster's; without it one is started on this machine.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Ray: stacks at once; by default what the cluster holds.")] = None,
+    gpus_per_stack: Annotated[float | None, typer.Option(help="Ray: the share of a GPU that a stack takes: 1.")] = None,
+    retries: Annotated[int | None, typer.Option(help="Ray: new attempts at a stack that fails: 3.")] = None,
+    scratch: Annotated[
+        Path | None, typer.Option(help="Ray: folder on the workers' own disks, where they do not see --out.")
+    ] = None,
 ) -> None:
     """Run what is not finished yet. Stop it at any time; the same command goes on.
 
-    Example: dpivon study run studies/quick.yaml --out results/quick
+    Example: dpivon study run --engine ray studies/quick.yaml --out results/quick
     """
     from dpivon.study import config
+    from dpivon.study.engines import run_with
     from dpivon.study.plan import read_plan
-    from dpivon.study.runner import Settings, run_study
+    from dpivon.study.settings import Cluster, Settings
 
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study, lr)
     settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet, only)
-    outcome = run_study(plan, out, settings)
-    typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / plan.table}")
+    out = out or Path("study-output") / plan.name
+    cluster = Cluster(address, workers, gpus_per_stack, retries, scratch)
+    outcome = run_with(engine, plan, out, settings, cluster)
+    typer.echo("\n".join(outcome.lines(out / plan.table)))
     raise typer.Exit(outcome.exit_code)
 
 
@@ -78,7 +96,7 @@ def hooks(
     from dpivon.study import config
     from dpivon.study.hooks import HOOKS, run_hooks
     from dpivon.study.plan import read_plan
-    from dpivon.study.runner import Settings
+    from dpivon.study.settings import Settings
 
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study)
     outcome = run_hooks(plan, out, Settings(data, device, minutes=minutes))

@@ -20,8 +20,10 @@ from dpivon.stacked import AnyNetwork
 from dpivon.study import table
 from dpivon.study.datasets import StudyData, build_network, load_data
 from dpivon.study.evaluate import row_scores
+from dpivon.study.folder import alone, claim
 from dpivon.study.plan import Plan, PlannedRun, noise_seed, sample_seed, steps_of
-from dpivon.study.runner import Outcome, Settings, alone, claim, facts
+from dpivon.study.settings import Outcome, Settings
+from dpivon.study.work import facts
 
 HOOKS = "hooks.csv"
 

@@ -1,0 +1,119 @@
+"""A folder of results: which runs have their row, which stacks are under way, and how one becomes the other.
+
+OUT/study.json           the plan that the results belong to
+OUT/runs.csv             a row a finished run (tuning.csv for tuning)
+OUT/diagnostics.csv      IVON's curvature over training
+OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
+OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints; gone when they are done
+OUT/ledgers/ID/          of finished ones: the ledger, and the ids of its runs in order
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dpivon.durable.files import Lock, replace
+from dpivon.durable.ledger import read
+from dpivon.errors import bad
+from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.study import table
+from dpivon.study.beyond import BEYOND
+from dpivon.study.plan import Plan, PlannedRun, read_plan
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a finished stack leaves: rows of the three tables, and its posteriors' files by the run's id where they are kept."""
+
+    rows: Sequence[table.Row]
+    diagnostics: Sequence[table.Row]
+    beyond: Sequence[table.Row] = ()
+    posteriors: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Two processes on one folder would repeat each other's runs."""
+    lock = Lock(out / ".lock", str(out))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def finished(out: Path, plan: Plan) -> set[str]:
+    """Ids of the plan's runs that have their row."""
+    return {row["id"] for row in table.read(out / plan.table)} & {run.id for run in plan.runs}
+
+
+def claim(out: Path, plan: Plan) -> None:
+    """Results of two plans never meet in one folder."""
+    path = out / "study.json"
+    if not path.exists():
+        plan.write(path)
+    elif read_plan(path).digest != plan.digest:
+        raise bad("out", str(out), "holds the results of another plan", "Give another folder, or remove this one")
+
+
+def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, list[PlannedRun]]]:
+    """Stacks to run: those under way as they were begun, then what is left, in stacks of equal batch size,
+    the largest first, which take the fewest steps."""
+    done = finished(out, plan)
+    known = {run.id: run for run in plan.runs}
+    waiting = {i: run for i, run in known.items() if i not in done}
+    stacks: list[tuple[Path, list[PlannedRun]]] = []
+    folders = out / "stacks"
+    for folder in sorted(folders.iterdir()) if folders.exists() else ():
+        ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
+        # Whatever is asked for now, and even if others of its runs came in from elsewhere: their charges are one.
+        if any(i in waiting for i in ids):
+            stacks.append((folder, [known[i] for i in ids]))
+            waiting = {i: run for i, run in waiting.items() if i not in ids}
+        else:
+            retire(folder, out)  # its rows are in the table: it was killed between writing them and clearing up
+    by_batch: dict[int, list[PlannedRun]] = {}
+    for run in (run for run in waiting.values() if only in run.id):
+        by_batch.setdefault(run.batch_size, []).append(run)
+    taken = {int(folder.name) for folder, _ in stacks}
+    for batch_size in sorted(by_batch, reverse=True):
+        runs = by_batch[batch_size]
+        for start in range(0, len(runs), size):
+            number = next(n for n in range(len(plan.runs) + len(taken) + 1) if n not in taken)
+            taken.add(number)
+            stacks.append((folders / f"{number:04}", runs[start : start + size]))
+    return stacks
+
+
+def retire(folder: Path, out: Path) -> None:
+    """A stack is finished: its ledger, which says what its ε came from, is kept; the rest goes."""
+    if (folder / LEDGER).exists():
+        kept = out / "ledgers" / read(folder / LEDGER).id
+        kept.mkdir(parents=True, exist_ok=True)
+        if (folder / "runs.json").exists():
+            shutil.copy(folder / "runs.json", kept / "runs.json")
+        os.replace(folder / LEDGER, kept / LEDGER)
+    shutil.rmtree(folder)
+
+
+def open_stack(folder: Path, runs: Sequence[PlannedRun]) -> None:
+    """The stack is under way from here on, and its runs stay together."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace(folder / "runs.json", json.dumps([run.id for run in runs]).encode())
+
+
+def record(out: Path, plan: Plan, results: Results) -> None:
+    """Add a finished stack to the tables. Done twice it is done once: no run stands twice."""
+    for run, content in results.posteriors.items():
+        target = out / "posteriors" / f"{run}.safetensors"
+        target.parent.mkdir(exist_ok=True)
+        replace(target, content)
+    table.add(out / "diagnostics.csv", results.diagnostics, table.DIAGNOSTIC_COLUMNS)
+    if results.beyond:
+        table.add(out / BEYOND, results.beyond, table.BEYOND_COLUMNS)
+    table.add(out / plan.table, results.rows)

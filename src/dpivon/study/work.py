@@ -1,0 +1,231 @@
+"""One stack of a study, from its checkpoint to its rows, wherever it is run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dpivon._version import __version__
+from dpivon.durable.ledger import Terms, read
+from dpivon.errors import ArgumentError, bad
+from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.stacked import Stack
+from dpivon.stacked.checkpoint import StackCheckpoints
+from dpivon.study import table
+from dpivon.study.beyond import Condition, beyond_rows
+from dpivon.study.datasets import StudyData, build_network
+from dpivon.study.evaluate import scores
+from dpivon.study.folder import Results, open_stack
+from dpivon.study.plan import Plan, PlannedRun, changed, sample_seed, steps_of
+from dpivon.study.settings import PRECISIONS, Settings
+from dpivon.study.watch import Watch, points
+
+
+class Shown(Protocol):
+    """Where a stack says how far it is: :class:`~dpivon.study.progress.Progress`, or what stands for it elsewhere."""
+
+    def skip(self, examples: float) -> None: ...
+
+    def advance(self, examples: float, where: Callable[[], str]) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+class Custody:
+    """Who else keeps what a stack must not lose. Here nobody: its folder is enough."""
+
+    def ahead(self, terms: Terms, upto: int) -> None:
+        """Called before the releases up to number ``upto`` are made; they may be made when it returns."""
+
+    def saved(self, checkpoint: Path, charged: int) -> None:
+        """Called when a checkpoint is on disk, and no more than ``charged`` releases were made."""
+
+
+class Work:
+    """One stack. ``folder`` keeps its ledger and its checkpoints; where they are, it goes on."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        runs: Sequence[PlannedRun],
+        folder: Path,
+        data: StudyData,
+        made: Sequence[Condition],
+        settings: Settings,
+        device: torch.device,
+        progress: Shown,
+        title: str,
+        custody: Custody | None = None,
+    ) -> None:
+        self.plan, self.runs, self.folder, self.data = plan, list(runs), folder, data
+        self.settings, self.device, self.progress, self.title = settings, device, progress, title
+        self.made, self.custody = made, custody or Custody()
+        default = "bfloat16" if device.type == "cuda" else "float32"
+        self.precision = settings.precision or default
+        if self.precision not in PRECISIONS:
+            raise bad("precision", self.precision, "is not known", f"Use one of {', '.join(PRECISIONS)}")
+        self.total = steps_of(runs[0], plan.epochs, data.size)
+        self.stack = Stack(
+            [plan.stacked(run) for run in runs],
+            build_network(plan, data),
+            data.images,
+            data.labels,
+            dtype=PRECISIONS[self.precision],
+            block=settings.block,
+        )
+        open_stack(folder, runs)
+        self.kept = StackCheckpoints(self.stack, folder)
+        extra = self.kept.restore()
+        self.seconds = float(extra.get("seconds", 0.0))
+        self.diagnostics: list[dict[str, Any]] = extra.get("diagnostics", [])
+        self.watch = Watch(self.stack)
+        self._blocks = 1  # the first interval is short; then its length follows the clock
+        self._advanced = self.stack.steps_done
+        progress.skip(self._advanced * sum(run.batch_size for run in runs))
+
+    def train(self, stop: Callable[[], bool]) -> bool:
+        """Go on to the end, or to the block at which ``stop`` says so; True when the end is reached."""
+        probes = [p for p in points(self.total) if p > self.stack.steps_done] if self.watch.useful else []
+        while self.stack.steps_done < self.total:
+            began, first = time.monotonic(), self.stack.steps_done
+            end = min(self.total, first + self._blocks * self.stack.block)
+            self.custody.ahead(self.stack.mechanism.terms, self.stack.mechanism.charged + end - first)
+            self.stack.mechanism.write_ahead(end - first)  # on disk before any of it is made
+            halted = False
+            while self.stack.steps_done < end and not halted:
+                at = self.stack.steps_done
+                if probes and probes[0] == at + 1:
+                    self._probe(probes.pop(0))
+                    continue
+                target = min(end, probes[0] - 1) if probes else end
+                for _ in self.stack.train(target - at):
+                    self._advance(self.stack.steps_done)
+                    if stop():
+                        halted = True
+                        break
+            self._synchronize()
+            took = time.monotonic() - began
+            self.seconds += took
+            self.save()
+            if halted or stop():
+                return self.stack.steps_done >= self.total
+            done = self.stack.steps_done - first
+            wanted = self.settings.checkpoint_seconds / max(took / done, 1e-9) / self.stack.block
+            self._blocks = max(1, min(round(wanted), 4 * self._blocks))
+        return True
+
+    def save(self) -> None:
+        extra = {"seconds": self.seconds, "diagnostics": self.diagnostics}
+        checkpoint = self.kept.save(extra)
+        self.kept.settle()  # after the checkpoint: a crash in between charges more, not less
+        self.custody.saved(checkpoint, self.stack.mechanism.charged)
+
+    def results(self) -> Results:
+        """Evaluate: a row a run, and what the plan's ``evaluate`` asks for."""
+        self.progress.say(f"{self.title}: evaluating")
+        last = {d["id"]: d for d in self.diagnostics}
+        rows, beyond = [], []
+        for i, run in enumerate(self.runs):
+            draws = {"samples": self.plan.mc_samples, "seed": sample_seed(self.plan, run)}
+            found = scores(self.stack, i, self.data.eval_images, self.data.eval_labels, **draws)
+            if self.plan.evaluate is not None:
+                beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, **draws)
+            seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
+            rows.append(self._facts(i, run) | seen | found)
+        kept = {run.id: self._posterior(i) for i, run in enumerate(self.runs)} if self.settings.keep else {}
+        return Results(rows, self.diagnostics, beyond, kept)
+
+    def _posterior(self, i: int) -> bytes:
+        path = self.folder / "posterior.safetensors"
+        self.stack.posterior(i).save(path)
+        return path.read_bytes()
+
+    def _facts(self, i: int, run: PlannedRun) -> dict[str, Any]:
+        return facts(self.plan, run, self.data.size, self.device) | {
+            "epsilon": self.stack.epsilon(i, self.plan.delta),
+            "steps": self.stack.steps_done,
+            "releases": self.stack.mechanism.charged,
+            "seconds": self.seconds / len(self.runs),
+            "stack_size": len(self.runs),
+            "stack_methods": len({r.method for r in self.runs}),
+            "precision": self.precision,
+        }
+
+    def _probe(self, step: int) -> None:
+        self.watch.before()
+        for _ in self.stack.train(1):
+            self._advance(self.stack.steps_done)
+        epoch = step * self.runs[0].batch_size / self.data.size
+        for row in self.watch.after():
+            self.diagnostics.append({"id": self.runs[row.pop("run")].id, "step": step, "epoch": epoch} | row)
+
+    def _advance(self, steps: int) -> None:
+        examples = (steps - self._advanced) * sum(run.batch_size for run in self.runs)
+        self._advanced = steps
+        self.progress.advance(examples, lambda: f"{self.title} · {steps:,}/{self.total:,} steps · {self._live()}")
+
+    def _live(self) -> str:
+        """ε so far, from the least to the most private run of the stack."""
+        order = sorted(range(len(self.runs)), key=lambda i: self.runs[i].noise_multiplier)
+        low, high = (self.stack.epsilon(i, self.plan.delta) for i in (order[-1], order[0]))
+        return f"ε {low:.3g}" if low == high else f"ε {low:.3g} … {high:.3g}"
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def facts(plan: Plan, run: PlannedRun, examples: int, device: torch.device) -> dict[str, Any]:
+    """What a row says before anything has run."""
+    return {
+        "id": run.id,
+        "method": run.method,
+        "batch_size": run.batch_size,
+        "noise_multiplier": run.noise_multiplier,
+        "max_grad_norm": run.max_grad_norm,
+        "seed": run.seed,
+        "lr": run.lr,
+        "options": changed(run.options),
+        "epochs": plan.epochs,
+        "delta": plan.delta,
+        "train_size": examples,
+        "dataset": plan.dataset,
+        "network": plan.network,
+        "split": plan.split,
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "version": __version__,
+    }
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def fitting(runs: Sequence[PlannedRun], folder: Path) -> Iterator[None]:
+    """A stack that is too large for the GPU says so, and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ArgumentError(
+            f"{len(runs)} runs of b={runs[0].batch_size} do not fit on the GPU at once. "
+            f"Delete {folder}, which keeps them together (and at most {read(folder / LEDGER).releases} releases "
+            "of each, which you then must count yourself), and give a smaller --stack."
+        ) from None
+
+
+def clear(device: torch.device) -> None:
+    """A stack holds tens of gigabytes of a GPU, and compiled code may keep hold of it: the next begins afresh."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
