@@ -32,7 +32,7 @@ def train(
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(EXAMPLES, 5, generator=generator), torch.randint(3, (EXAMPLES,), generator=generator)
     net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 3))
-    engine = PrivacyEngine()
+    engine = PrivacyEngine(generator=torch.default_generator)
     model, optimizer, loader = engine.make_private(
         module=net,
         optimizer=dpivon.IVON(net.parameters(), lr=0.3, ess=EXAMPLES),
