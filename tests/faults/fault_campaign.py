@@ -1,9 +1,9 @@
 """The fault table with real processes: killed, stopped, out of disk, two at once, with damaged files. Counts to JSON.
 
-    python tests/faults/fault_campaign.py --kills 50 --flips 200 --out results/reliability/faults.json
+    python tests/faults/fault_campaign.py --kills 50 --aimed 4 --flips 200 --out results/reliability/faults.json
 
 Children are forked from this process, which has the libraries loaded: the kill then falls into training and not into
-imports. Every child is a process of its own and is killed as such.
+imports. Every child is a process of its own and is killed as such (children.py); moments.py says when.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -23,16 +22,17 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
-from fault_run import DELTA, STEPS, train
+from children import Child, Task, releases, spent
+from fault_run import STEPS, train, train_stack
+from moments import POINTS, TORN, Aim
 
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError, PrivacyError
-from dpivon.privacy.accounting import epsilon
-from dpivon.privacy.accounting.recorded import history
 from dpivon.study import table
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.runner import Settings, run_study
@@ -41,130 +41,134 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-class Child:
-    """A run in a process of its own."""
-
-    def __init__(self, folder: Path, **options) -> None:
-        self.folder, self.said = folder, folder.with_suffix(".said")
-        self.witness = folder.with_suffix(".seen")
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 3
-            try:
-                limit = options.pop("limit", None)
-                if limit:
-                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-                warnings.simplefilter("error")
-                self.said.write_text(train(folder, self.witness, **options))
-                code = 0
-            except SystemExit as stop:
-                code = stop.code
-            except BaseException as error:
-                with contextlib.suppress(OSError):
-                    self.said.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
-                    self.said.with_suffix(".trace").write_text(traceback.format_exc())
-            finally:
-                os._exit(code)
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    @property
-    def error(self) -> str:
-        path = self.said.with_suffix(".error")
-        return path.read_text() if path.exists() else ""
-
-
-def releases(folder: Path) -> int:
-    path = folder / "ledger.jsonl"
-    return read(path).releases if path.exists() else 0
-
-
-def spent(folder: Path) -> float:
-    return epsilon(history(read(folder / "ledger.jsonl"), 0), DELTA)
-
-
-def seen(child: Child) -> set[str]:
-    return set(child.witness.read_text().split()) if child.witness.exists() else set()
-
-
-def undisturbed(work: Path) -> tuple[str, set[str], float, float]:
+def undisturbed(work: Path, task: Task = train) -> tuple[str, set[str], list[float], float]:
+    """What a run ends with, all that is seen of it, its ε, and how long a step takes."""
+    child = Child(work / f"undisturbed-{task.__name__}", task)
+    child.after(1)
     began = time.monotonic()
-    child = Child(work / "undisturbed")
     assert child.wait() == 0, child.error
     took = time.monotonic() - began
-    return child.said.read_text(), seen(child), spent(child.folder), took
+    return child.said.read_text(), child.seen, spent(child.folder), took / STEPS
 
 
-def kills(work: Path, times: int, rng: random.Random) -> dict:
-    """SIGKILL at random moments, again and again, until so many processes have died; every run must end as if nothing was."""
-    final, all_seen, cost, took = undisturbed(work)
-    assert len(all_seen) == STEPS
-    killed, failures, lost_total, ended, during_write, in_training = 0, [], 0, 0, 0, 0
-    number = 0
+class Judge:
+    """Looks at a run after each of its deaths, and at its end."""
+
+    def __init__(self, work: Path, task: Task) -> None:
+        self.final, self.all_seen, self.cost, self.step_seconds = undisturbed(work, task)
+        assert len(self.all_seen) == STEPS
+        self.failures: list[str] = []
+        self.at_release: list[int] = []  # of the run, when it was killed
+        self.phases: Counter[str] = Counter()
+        self.lost = self.equal = self.renewed = self.in_write = 0
+
+    def died(self, child: Child, last: list[float]) -> list[float]:
+        name, folder, charged = child.folder.name, child.folder, releases(child.folder)
+        self.at_release.append(len(child.seen))
+        self.phases[child.clock.phase] += 1
+        if charged < len(child.seen):
+            self.failures.append(f"{name}: {len(child.seen)} releases were seen, {charged} are charged")
+        if not charged:
+            return last
+        known = spent(folder)
+        if any(now < before for now, before in zip(known, last or known, strict=True)):
+            self.failures.append(f"{name}: ε fell from {last} to {known}")
+        self.in_write += bool(list(folder.glob(".*.tmp")))
+        whole = Rotation(folder)
+        if whole.files():
+            if whole.read(tidy=False) is None:
+                self.failures.append(f"{name}: no checkpoint loads")
+            self.lost += charged - int(whole.files()[0].name[8:20])
+        return known
+
+    def ended(self, child: Child, code: int, torn: bool) -> None:
+        name, folder = child.folder.name, child.folder
+        if code != 0:
+            self.failures.append(f"{name}: exit {code}: {child.error}")
+            return
+        if list(folder.glob(".release-*.tmp")):
+            self.failures.append(f"{name}: half a checkpoint was left")
+        if torn:  # a release of which nobody knows what it was made of is charged, and all is new after it
+            self.renewed += 1
+            if any(now < cost for now, cost in zip(spent(folder), self.cost, strict=True)):
+                self.failures.append(f"{name}: ε = {spent(folder)} is less than {self.cost}")
+            if releases(folder) < len(child.seen):
+                self.failures.append(f"{name}: {len(child.seen)} releases were seen, {releases(folder)} are charged")
+            return
+        self.equal += 1
+        if child.said.read_text() != self.final:
+            self.failures.append(f"{name}: another model than the undisturbed run's")
+        if child.seen != self.all_seen:
+            self.failures.append(f"{name}: {len(child.seen ^ self.all_seen)} releases differ")
+        if spent(folder) != self.cost:
+            self.failures.append(f"{name}: ε = {spent(folder)} instead of {self.cost}")
+
+    def report(self, tried: int, **more: object) -> dict:
+        return {
+            "tried": tried,
+            "survived": tried - min(tried, len(self.failures)),
+            "failures": self.failures,
+            "killed_by_releases_made": _tenths(self.at_release, STEPS),
+            "killed_while": dict(self.phases),
+            "half_a_file_was_there": self.in_write,
+            "runs_ended_bit_equal": self.equal,
+            "runs_ended_with_new_noise_and_more_charged": self.renewed,
+            "releases_lost": self.lost,
+            "epsilon": self.cost,
+            **more,
+        }
+
+
+def _tenths(at: list[int], steps: int) -> list[int]:
+    """How many fell into each tenth of the run."""
+    counts = Counter(min(9, 10 * n // steps) for n in at)
+    return [counts[i] for i in range(10)]
+
+
+def kills(work: Path, task: Task, times: int, rng: random.Random) -> dict:
+    """SIGKILL from outside, each at a random release after the process's first, and a random moment of the step after it.
+
+    Every run is killed once or twice, and must end as if nothing had been.
+    """
+    judge, killed, number = Judge(work, task), 0, 0
     while killed < times:
-        folder, last = work / f"killed-{number}", 0.0
+        folder, last, code = work / f"killed-{task.__name__}-{number}", [], -signal.SIGKILL
         number += 1
-        while True:
-            child = Child(folder)
-            before = child.witness.stat().st_size if child.witness.exists() else 0
-            time.sleep(rng.uniform(0.0, 0.9 * took))
-            child.kill()
+        deaths = rng.randint(1, 2)  # the second in what was left
+        while code == -signal.SIGKILL:
+            child = Child(folder, task)
+            child.after(1)
+            if killed < times and deaths:
+                deaths -= 1
+                child.after(rng.randint(1, max(1, STEPS - len(child.seen))), rng.uniform(0.0, judge.step_seconds))
+                child.kill()
             code = child.wait()
-            made = child.witness.exists() and child.witness.stat().st_size > before
-            in_training += code == -signal.SIGKILL and made
-            if not (folder / "ledger.jsonl").exists():
-                killed += code == -signal.SIGKILL
-                if seen(child):
-                    failures.append(f"{folder.name}: something was seen, and there is no ledger")
-                continue
-            known = spent(folder)
-            if known < last:
-                failures.append(f"{folder.name}: ε fell from {last} to {known}")
-            last = known
-            if releases(folder) < len(seen(child)):
-                failures.append(f"{folder.name}: {len(seen(child))} releases were seen, {releases(folder)} are charged")
             if code == -signal.SIGKILL:
                 killed += 1
-                during_write += bool(list(folder.glob(".*.tmp")))
-                whole = Rotation(folder)
-                if whole.files() and whole.read(tidy=False) is None:
-                    failures.append(f"{folder.name}: no checkpoint loads")
-                if whole.files():
-                    at = int(whole.files()[0].name[8:20])
-                    lost_total += releases(folder) - at
-                if killed < times:
-                    continue
-                child = Child(folder)  # the last one is left alone
-                code = child.wait()
-            if code != 0:
-                failures.append(f"{folder.name}: exit {code}: {child.error}")
-            else:
-                ended += 1
-                if child.said.read_text() != final:
-                    failures.append(f"{folder.name}: another model than the undisturbed run's")
-                if seen(child) != all_seen:
-                    failures.append(f"{folder.name}: {len(seen(child) - all_seen)} other releases were seen")
-                if list(folder.glob(".*.tmp")):
-                    failures.append(f"{folder.name}: half a file was left")
-                if spent(folder) != cost:
-                    failures.append(f"{folder.name}: ε = {spent(folder)} instead of {cost}")
-            break
-    return {
-        "tried": killed,
-        "survived": killed - min(killed, len(failures)),
-        "failures": failures,
-        "killed_after_it_had_released_something": in_training,
-        "runs_ended_bit_equal": ended,
-        "releases_lost_and_repeated": lost_total,
-        "killed_in_the_middle_of_a_checkpoint": during_write,
-        "epsilon": cost,
-    }
+                last = judge.died(child, last)
+                if child.shown == 0:
+                    judge.failures.append(f"{folder.name}: killed before its first release")
+        judge.ended(child, code, torn=False)
+    return judge.report(killed, runs=number)
+
+
+def aimed_kills(work: Path, task: Task, each: int, rng: random.Random) -> dict:
+    """SIGKILL at every point of every write, each of a run of its own, at a random one of its writes."""
+    judge, points = Judge(work, task), Counter()
+    for point in POINTS:
+        for i in range(each):
+            folder = work / f"aimed-{task.__name__}-{POINTS.index(point)}-{i}"
+            most = 2 if "ledger" in point else STEPS // 8 if "checkpoint" in point else STEPS
+            child = Child(folder, task, aim=Aim(point, rng.randint(1, most)))
+            code = child.wait()
+            if code != -signal.SIGKILL:
+                judge.failures.append(f"{folder.name}: {point}: was not reached; exit {code} {child.error}")
+                continue
+            points[point] += 1
+            judge.died(child, [])
+            child = Child(folder, task, may_warn=point == TORN)
+            judge.ended(child, child.wait(), torn=point == TORN)
+    return judge.report(sum(points.values()), points=dict(points))
 
 
 def study_kills(work: Path, times: int, rng: random.Random) -> dict:
@@ -191,27 +195,38 @@ def study_kills(work: Path, times: int, rng: random.Random) -> dict:
         found = sorted(table.read(out / "runs.csv"), key=lambda r: r["id"])
         return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
 
-    began = time.monotonic()
-    os.waitpid(begin(work / "study"), 0)
-    took, whole = time.monotonic() - began, rows(work / "study")
-    killed, number, equal, in_training, failures = 0, 0, 0, 0, []
-
     def made(out: Path) -> int:
         return sum(read(path).releases for path in out.rglob("ledger.jsonl"))
 
+    def follow(pid: int, out: Path, until: int) -> None:
+        while made(out) < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.002)
+
+    pid = begin(work / "study")
+    follow(pid, work / "study", 1)
+    began = time.monotonic()
+    os.waitpid(pid, 0)
+    took, whole, total = time.monotonic() - began, rows(work / "study"), made(work / "study")
+    killed, number, equal, at, failures = 0, 0, 0, [], []
     while killed < times:
-        out = work / f"study-{number}"
+        out, last = work / f"study-{number}", 0
         number += 1
         code = -1
         while code != 0:
-            before, pid = made(out), begin(out)
+            pid = begin(out)
+            follow(pid, out, made(out) + 1)  # the first release that is its own
             if killed < times:
-                time.sleep(rng.uniform(0.0, 0.9 * took))
+                follow(pid, out, made(out) + rng.randrange(max(1, total - made(out))))
+                time.sleep(rng.uniform(0.0, took / total))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            killed += code == -signal.SIGKILL
-            in_training += code == -signal.SIGKILL and made(out) > before
+            if code == -signal.SIGKILL:
+                killed += 1
+                at.append(made(out))
+            if made(out) < last:
+                failures.append(f"{out.name}: {made(out)} releases are charged, and {last} were")
+            last = made(out)
             if code > 0:
                 failures.append(f"exit {code}: {(work / 'study-error').read_text()[-300:]}")
                 break
@@ -223,7 +238,8 @@ def study_kills(work: Path, times: int, rng: random.Random) -> dict:
         "tried": killed,
         "survived": killed - min(killed, len(failures)),
         "failures": failures,
-        "killed_after_it_had_released_something": in_training,
+        "killed_by_releases_made": _tenths(at, total),
+        "releases_of_a_whole_study": total,
         "studies": number,
         "studies_ended_equal": equal,
     }
@@ -234,17 +250,15 @@ def signals(work: Path) -> dict:
     final, _, cost, _ = undisturbed(work / "s")
     failures = []
     for number, wanted in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        child = Child(work / f"signal-{number}")
-        deadline = time.monotonic() + 60
-        while len(seen(child)) < 5 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        child = Child(work / f"signal-{number}", train)
+        child.after(5)
         child.kill(number)
         code = child.wait()
         made = releases(child.folder)
         saved = int(Rotation(child.folder).files()[0].name[8:20])
         if code != wanted or saved != made or made >= STEPS:
             failures.append(f"signal {number}: exit {code}, checkpoint at {saved} of {made}")
-        again = Child(child.folder)
+        again = Child(child.folder, train)
         if again.wait() != 0 or again.said.read_text() != final or spent(child.folder) != cost:
             failures.append(f"signal {number}: the run did not end as it would have. {again.error}")
     return {"tried": 2, "survived": 2 - len(failures), "failures": failures}
@@ -253,13 +267,11 @@ def signals(work: Path) -> dict:
 def two_processes(work: Path) -> dict:
     """The second process on one folder gets an error and changes nothing."""
     folder, failures = work / "two", []
-    first = Child(folder, hold=False)
-    deadline = time.monotonic() + 60
-    while len(seen(first)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.002)
+    first = Child(folder, train)
+    first.after(3)
     first.kill(signal.SIGSTOP)
     before = {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
-    second = Child(folder)
+    second = Child(folder, train)
     code = second.wait()
     after = {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
     if code == 0 or "another process is using it" not in second.error:
@@ -275,7 +287,7 @@ def two_processes(work: Path) -> dict:
 def damaged(work: Path, flips: int, rng: random.Random) -> dict:
     """One bit flipped, or the end cut off, at random places of the newest checkpoint and of the ledger."""
     folder = work / "damaged"
-    child = Child(folder)
+    child = Child(folder, train)
     assert child.wait() == 0, child.error
     newest, before = Rotation(folder).files()[:2]
     whole, good = newest.read_bytes(), json.dumps(_plain(Rotation(folder).read()))
@@ -367,22 +379,22 @@ def _fill(disk: Path, work: Path, limit: int | None = None) -> dict:
     folder = disk / "run"
     if limit is None:  # leave room for the ledger and one checkpoint, not for all of them
         (disk / "ballast").write_bytes(b"\0" * 20_000)
-    child = Child(folder, save_every=2, limit=limit)
+    child = Child(folder, train, save_every=2, limit=limit)
     # What is said goes to the full disk as well; the exit code is what counts.
     code = child.wait()
     if code == 0:
         failures.append("the disk was never full")
     if Rotation(folder).files() and Rotation(folder).read() is None:
         failures.append("no checkpoint loads")
-    known = spent(folder) if releases(folder) else 0.0
-    if releases(folder) < len(seen(child)):
+    known = spent(folder) if releases(folder) else [0.0]
+    if releases(folder) < len(child.seen):
         failures.append("a release is not in the ledger")
     if list(folder.glob(".*.tmp")):
         failures.append("half a file was left")
     (disk / "ballast").unlink(missing_ok=True)
     if limit is None:
         subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
-    again = Child(folder)
+    again = Child(folder, train)
     if again.wait() != 0 or again.said.read_text() != final:
         failures.append(f"with room again it did not end as it would have: {again.error}")
     elif not known <= spent(folder) == cost:
@@ -393,9 +405,43 @@ def _fill(disk: Path, work: Path, limit: int | None = None) -> dict:
 def pytest_rows() -> dict:
     """Rows of the table that have tests of their own, run as they are."""
     rows = {
-        "stop and resume at every step": ["tests/durable/test_resume.py", "tests/test_stacked_checkpoint.py"],
-        "same seed in both processes": ["tests/durable/test_resume.py::test_the_same_noise_never_meets_two_sums"],
-        "NaN or Inf example": ["tests/privacy/test_bookkeeping.py::test_a_non_finite_example_contributes_zero"],
+        "stop and resume at every step": [
+            "tests/durable/test_resume.py::test_stopped_and_resumed_at_every_step_nothing_differs",
+            "tests/durable/test_resume.py::test_stopped_in_the_middle_of_a_logical_batch",
+            "tests/test_stacked_checkpoint.py::test_a_restored_stack_goes_on_as_if_it_had_never_stopped",
+        ],
+        "resume after lost work": [
+            f"tests/durable/test_resume.py::{name}"
+            for name in (
+                "test_killed_at_every_step_lost_releases_are_repeated_to_the_bit_at_no_cost",
+                "test_a_step_that_does_not_repeat_is_dropped_and_all_is_new_from_there",
+                "test_secure_noise_is_always_new_and_what_was_lost_stays_charged",
+                "test_on_a_device_nothing_is_repeated",
+                "test_without_a_checkpoint_all_is_charged_and_nothing_is_drawn_again",
+                "test_an_old_checkpoint_never_takes_releases_back",
+            )
+        ]
+        + [
+            "tests/test_stacked_checkpoint.py::test_what_was_lost_is_repeated_to_the_bit_and_charged_once",
+            "tests/test_stacked_checkpoint.py::test_a_lost_step_that_comes_out_differently_gets_new_noise_and_a_new_batch",
+            "tests/test_stacked_checkpoint.py::"
+            "test_where_blocks_are_written_ahead_they_stay_charged_unless_it_stops_in_good_order",
+        ],
+        "same seed in both processes": [
+            "tests/durable/test_resume.py::test_the_same_noise_never_meets_two_sums",
+            "tests/privacy/test_randomness.py::test_a_refresh_is_new_whatever_seed_was_set",
+        ],
+        "truncated or bit-flipped checkpoint": [
+            "tests/durable/test_resume.py::test_damaged_checkpoints_are_named_and_the_one_before_is_used",
+            "tests/durable/test_ledger.py::test_every_changed_bit_is_found_or_counted_upwards",
+            "tests/durable/test_ledger.py::test_a_torn_last_line_is_counted_as_the_largest_block",
+        ],
+        "NaN or Inf example": [
+            "tests/privacy/test_bookkeeping.py::test_a_non_finite_example_contributes_zero",
+            "tests/privacy/test_tier_a.py",
+            "tests/methods/test_contract.py::test_an_example_that_is_not_finite_counts_for_nothing",
+            "tests/test_fit.py::test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing",
+        ],
         "out of memory on a micro-batch": ["tests/faults/test_retry.py"],
         "exception inside sampled_params": [
             "tests/privacy/test_pitfalls.py::test_an_exception_inside_sampled_params_restores_the_mean",
@@ -409,11 +455,22 @@ def pytest_rows() -> dict:
             "tests/study/test_run.py::test_killed_for_good_on_a_bare_machine_and_resumed",
             "tests/study/test_run.py::test_killed_while_finishing_nothing_stands_twice",
             "tests/study/test_run.py::test_a_crash_anywhere_changes_nothing",
+        ],
+        "two processes": [
+            "tests/durable/test_ledger.py::test_a_second_process_is_refused",
             "tests/study/test_run.py::test_two_processes_never_run_one_study",
+        ],
+        "SIGTERM or Ctrl-C of a study": [
+            "tests/study/test_run.py::test_an_interrupt_stops_at_a_block_and_costs_nothing"
         ],
         "a pickle with code in it": [
             "tests/durable/test_published.py::test_a_pickle_in_the_place_of_a_checkpoint_is_not_executed",
             "tests/privacy/test_pitfalls.py::test_a_checkpoint_with_code_in_it_is_refused_and_not_executed",
+        ],
+        "a checkpoint is a secret, an export is not": [
+            "tests/durable/test_resume.py::test_checkpoints_are_secret_and_hold_no_raw_gradient",
+            "tests/durable/test_published.py::test_an_export_has_the_model_and_nothing_that_draws",
+            "tests/test_stacked_checkpoint.py::test_seeds_are_not_written_and_the_file_is_secret",
         ],
     }
     out = {}
@@ -436,6 +493,7 @@ def pytest_rows() -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--aimed", type=int, default=1, help="deaths at each point of a write")
     parser.add_argument("--flips", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", action="store_true", help="also count the rows that are ordinary tests")
@@ -451,7 +509,10 @@ def main() -> int:
             return 0
         rng = random.Random(given.seed)
         rows = {
-            "SIGKILL at a random moment": kills(work, given.kills, rng),
+            "SIGKILL at a random moment of training": kills(work, train, given.kills, rng),
+            "SIGKILL at a random moment of a stack": kills(work, train_stack, given.kills // 2, rng),
+            "SIGKILL in the middle of a write": aimed_kills(work, train, given.aimed, rng),
+            "SIGKILL in the middle of a write of a stack": aimed_kills(work, train_stack, given.aimed, rng),
             "SIGKILL of a study": study_kills(work, given.kills // 3, rng),
             "SIGTERM and Ctrl-C": signals(work),
             "two processes on one folder": two_processes(work),
