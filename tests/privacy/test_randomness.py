@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from private_runs import data
@@ -15,9 +16,10 @@ from typer.testing import CliRunner
 from dpivon import ArgumentError, BatchMemoryManager, Checkpoints, PrivacyEngine, PrivacyError
 from dpivon.cli import app
 from dpivon.durable.ledger import read
-from dpivon.privacy import noise
+from dpivon.privacy import noise, streams
 from dpivon.privacy.accounting.recorded import drawn, seeded
 from dpivon.privacy.noise import TorchNoise, renewed
+from dpivon.privacy.streams import PRIVACY, Streams
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 
@@ -249,3 +251,50 @@ def test_a_sum_is_told_no_batch():
     made = private(PrivacyEngine(), loss_reduction="sum")
     train(made)
     assert made[1].last_release.batch_size is None
+
+
+# ---- floating point
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_noise_is_added_in_double_and_what_is_released_is_rounded(mode, dtype):
+    """So that low bits of the noise, on which attacks on floating point rest, are not in anything that anybody gets."""
+    if dtype == torch.bfloat16 and mode in ("ghost", "functorch", "ew"):
+        pytest.skip("refused, or not to be had there")
+    torch.manual_seed(0)
+    net = nn.Linear(5, 3).to(dtype)
+    x, y = data()
+    made = PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x.to(dtype), y), batch_size=12),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+        **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
+    )
+    model, optimizer, *wrapped, loader = made
+    criterion = wrapped[0] if wrapped else nn.functional.cross_entropy
+    normal, drawn_in = optimizer.noise.normal, set()
+    optimizer.noise.normal = lambda like, std: drawn_in.add(like.dtype) or normal(like, std)
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        criterion(model(inputs), labels).backward()
+        optimizer.step()
+    assert drawn_in == {torch.float64}
+    rounded = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {g.dtype for g in optimizer.last_release.gradients.values()} == {rounded}
+
+
+def test_how_coarse_the_noise_of_stacks_is():
+    """What docs/threat-model.md says of it: fp32 Box–Muller of 32 bits, so a largest value and a hole around zero."""
+    words = np.array([0, 1, 2**31, 2**32 - 1], np.uint64)
+    largest, _ = streams._box_muller(words[:1], words[:1])
+    assert 6.76 < float(largest[0]) < 6.77  # √(2 ln 2³³)
+    smallest, zero = streams._box_muller(words[-1:], words[:1])
+    radius = float(np.hypot(smallest[0], zero[0]))
+    assert 3.4e-4 < radius < 3.5e-4  # √(2·2⁻²⁴): no pair of values is nearer to zero
+    noise = Streams([7], torch.device("cpu")).normal(torch.zeros(1, 200_000), torch.tensor(0), PRIVACY)[0]
+    assert float(noise.abs().max()) < 6.77
+    pairs = noise.view(-1, 2).norm(dim=1)
+    assert float(pairs.min()) > 3.4e-4
