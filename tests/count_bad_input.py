@@ -37,7 +37,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "target ε ≤ 0": (f"{_BUDGET}[ε", f"{ACCOUNT}::test_target_epsilon"),
     "target ε unreachable": (f"{CALIBRATION}::test_an_unreachable_target_names_the_smallest_one",),
     "σ < 0, NaN, inf": (f"{_CALL}[σ", f"{ACCOUNT}::test_noise_multiplier"),
-    "σ = 0: runs, recorded as non-private, a warning": (f"{ENGINE}::test_no_noise_runs_only_as_recorded_non_private",),
+    "σ = 0: runs, recorded as non-private, a warning": (
+        f"{PITFALLS}::test_training_without_a_guarantee_says_so_and_costs_infinity",
+        f"{PITFALLS}::test_one_noiseless_release_among_private_ones_costs_infinity",
+    ),
     "q outside (0, 1]": (
         f"{ACCOUNT}::test_sample_rate",
         f"{ENGINE}::test_a_release_cannot_be_described_wrongly[sample_rate",
@@ -62,7 +65,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fp16 accumulation": (f"{PITFALLS}::test_half_precision_parameters_are_refused",),
     "wrapping twice": (f"{ENGINE}::test_wrapping_twice_is_refused",),
     "unknown keyword argument": (
-        f"{ENGINE}::test_an_unknown_keyword_is_named_and_changes_nothing",
+        f"{PITFALLS}::test_a_misspelt_keyword_is_a_type_error",
         f"{EVERYWHERE}::test_methods[option unknown",
     ),
     "scalar loss where per-example is required": (
@@ -84,6 +87,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "empty dataset, iterable dataset without length": (_DATA,),
     "NaN inputs, labels out of range or of the wrong dtype: the pre-flight": (f"{EVERYWHERE}::test_preflight",),
     "the same after step 0: contributes zero, raises nothing": (
+        f"{PITFALLS}::test_a_bad_record_contributes_zero_and_the_update_is_that_of_the_data_without_it",
         "privacy/test_bookkeeping.py::test_a_non_finite_example_contributes_zero",
         "test_fit.py::test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing",
     ),

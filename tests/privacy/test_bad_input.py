@@ -342,35 +342,6 @@ def test_another_sampler_runs_only_as_recorded_non_private(options):
         assert engine.get_epsilon(1e-5) == math.inf
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_no_noise_runs_only_as_recorded_non_private():
-    engine = PrivacyEngine()
-    with pytest.warns(PrivacyWarning, match="noise_multiplier=0"):
-        run = make(engine=engine, noise_multiplier=0.0)
-    run.release(*data())
-    assert len(engine.accountant) == 1
-    with pytest.warns(PrivacyWarning, match="infinite"):
-        assert engine.get_epsilon(1e-5) == math.inf
-
-
-@pytest.mark.parametrize("call", ["make_private", "make_private_with_epsilon"])
-def test_an_unknown_keyword_is_named_and_changes_nothing(call):
-    """Python's own error, before anything is made: a signature that took any name would hide it from a type checker."""
-    module = mlp()
-    optimizer = dpivon.IVON(module.parameters(), lr=0.1, ess=100.0)
-    engine, before = PrivacyEngine(), state(module, optimizer)
-    options = GOOD if call == "make_private" else BUDGET
-    with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
-        getattr(engine, call)(
-            module=module, optimizer=optimizer, data_loader=plain_loader(), noise_multiplyer=1.0, **options
-        )
-    assert state(module, optimizer) == before
-    assert engine._limit is None
-    for thing in (PrivacyEngine, dpivon.Checkpoints, dpivon.fit):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'noise_multiplyer'"):
-            thing(noise_multiplyer=1.0)
-
-
 def test_a_second_data_set_under_one_engine_is_warned_of():
     engine = PrivacyEngine()
     make(engine=engine)
