@@ -1,4 +1,4 @@
-"""The threat model names a test for what it says: each of them exists."""
+"""The threat model names a test for what it says: each of them exists. And the page of what was tried is that of its counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+
+from count_bad_input import ROWS
+from reliability_page import FAULTS, build
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
@@ -28,3 +31,16 @@ def test_every_section_names_one_or_says_that_nothing_is_tested():
 def test_its_make_targets_exist():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"`make ([\w-]+)`", PAGE)) <= set(targets)
+
+
+def test_the_page_of_results_is_that_of_its_counts():
+    assert (ROOT / "results" / "reliability" / "README.md").read_text(encoding="utf-8") == build()
+
+
+def test_every_row_of_both_lists_names_what_exists():
+    tests = [f"tests/{test}" for row in ROWS.values() for test in row]
+    assert all(rows for _, _, rows in FAULTS)
+    assert all(ROWS.values())
+    for test in tests:
+        file, _, function = test.split("[")[0].partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
