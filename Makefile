@@ -54,7 +54,8 @@ conformance: $(READY)
 
 faults: $(READY)
 	@echo "== Faults: real processes killed at random and in every write, a full disk, damaged files"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --tests --out results/reliability/faults.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --out results/reliability/faults.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_tests.py --out results/reliability/fault-tests.json
 
 fuzz: $(READY)
 	@echo "== Damaged files and random configurations: success or one of our errors"

@@ -5,16 +5,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
-from xml.etree import ElementTree
 
-HERE = Path(__file__).parent
+from counted_tests import main
+
 ENGINE = "privacy/test_bad_input.py"
 ACCOUNT = "privacy/accounting/test_accounting_bad_input.py"
 CALIBRATION = "privacy/accounting/test_accounting_calibration.py"
@@ -117,58 +111,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 
 
-def others() -> list[str]:
-    """Tests of the rows that are not in the files that are counted whole."""
-    wanted = {test.split("[")[0] for tests in ROWS.values() for test in tests}
-    return sorted(test for test in wanted if test.split("::")[0] not in FILES)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        tests = [str(HERE / name) for name in (*FILES, *others())]
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
-        subprocess.run(command, check=False, cwd=HERE.parent)
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    outcome: dict[str, bool] = {}
-    for case in cases:
-        if case.find("skipped") is not None:  # the case does not exist in that mode
-            continue
-        path = str(case.get("classname")).removeprefix("tests.").replace(".", "/") + ".py"
-        outcome[f"{path}::{case.get('name')}"] = case.find("failure") is None and case.find("error") is None
-    rows = {row: _count(outcome, tests) for row, tests in ROWS.items()}
-    tried = Counter(test.split("::")[0] for test in outcome)
-    right = Counter(test.split("::")[0] for test, passed in outcome.items() if passed)
-    found = {
-        "command": "python tests/count_bad_input.py",
-        "what": "one a test case: a bad input refused in one sentence with nothing changed, or its good neighbour accepted",
-        "rows": rows,
-        "files": {name: {"tried": tried[name], "as it must be": right[name]} for name in tried},
-        "total": {"tried": len(outcome), "as it must be": sum(outcome.values())},
-    }
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    unseen = [row for row, counts in rows.items() if not counts["tried"] or counts["tried"] != counts["as it must be"]]
-    print(json.dumps(found["total"]), *unseen, sep="\n")
-    return 0 if all(outcome.values()) and not unseen else 1
-
-
-def _count(outcome: dict[str, bool], tests: tuple[str, ...]) -> dict[str, object]:
-    """The cases of these tests; each of the tests has to have one."""
-    cases = {test: [name for name in outcome if _is_of(name, test)] for test in tests}
-    missing = [test for test, names in cases.items() if not names]
-    every = {name for names in cases.values() for name in names}
-    counts: dict[str, object] = {"tried": len(every), "as it must be": sum(outcome[name] for name in every)}
-    return counts | {"tests": list(tests)} | ({"tried": 0, "missing": missing} if missing else {})
-
-
-def _is_of(name: str, test: str) -> bool:
-    return name.startswith(test) if "[" in test else name.split("[")[0] == test
-
+WHAT = "one a test case: a bad input refused in one sentence with nothing changed, or its good neighbour accepted"
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ROWS, "python tests/count_bad_input.py", WHAT, whole=FILES))

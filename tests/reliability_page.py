@@ -1,7 +1,7 @@
 """``results/reliability/README.md`` from the counts beside it: ``python tests/reliability_page.py``.
 
 Row by row: what must hold, which tests show it, what was seen. The rows of faults are those of the fault table, and each
-names the entries of ``faults.json`` that belong to it.
+names the entries of ``faults.json`` and ``fault-tests.json`` that belong to it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def build() -> str:
-    faults, bad, fuzz, load, mutants = (
+    faults, tests, bad, fuzz, load, mutants = (
         json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("faults", "bad-input", "fuzz", "load", "mutants")
+        for name in ("faults", "fault-tests", "bad-input", "fuzz", "load", "mutants")
     )
     return "\n".join(
         [
@@ -83,7 +83,7 @@ def build() -> str:
             "",
             "Made by `python tests/reliability_page.py` from the JSON files beside it, which the commands below write.",
             "",
-            *_faults(faults),
+            *_faults(faults, tests),
             *_kills(faults["faults"]),
             *_bad_input(bad),
             *_fuzz(fuzz),
@@ -98,14 +98,15 @@ def _said(*sentences: str) -> list[str]:
     return [" ".join(sentences), ""]
 
 
-def _faults(report: dict[str, Any]) -> list[str]:
+def _faults(report: dict[str, Any], tested: dict[str, Any]) -> list[str]:
     lines = [
         "## The fault table",
         "",
         *_said(
-            f"`make faults`, that is `{report['command']}` ·",
-            f"{report['machine']}, two shared cores · `faults.json` ·",
-            f"**{report['tried']} tried, {report['survived']} survived**",
+            f"`make faults`, that is `{report['command']}` and `{tested['command']}` ·",
+            f"{report['machine']}, two shared cores · `faults.json`, `fault-tests.json` ·",
+            f"**{report['tried']} faults tried, {report['survived']} survived**, and {tested['survived']} of",
+            f"{tested['tried']} test cases",
         ),
         "| fault | what must happen | tests | seen |",
         "|---|---|---|---|",
@@ -113,8 +114,8 @@ def _faults(report: dict[str, Any]) -> list[str]:
     for fault, what, entries in FAULTS:
         tests, seen = [], []
         for entry in entries:
-            row = report["faults"][entry]
-            tests += [f"`{test.removeprefix('tests/')}`" for test in row.get("tests", [])] or [f"`{CAMPAIGN}`: {entry}"]
+            row = report["faults"].get(entry) or tested["rows"][entry]
+            tests += [f"`{test}`" for test in row.get("tests", [])] or [f"`{CAMPAIGN}`: {entry}"]
             kind = "cases" if "tests" in row else entry
             seen.append(f"{row['survived']} of {row['tried']} {kind}")
         lines.append(f"| {fault} | {what} | {'<br>'.join(tests)} | {'<br>'.join(seen)} |")
@@ -187,13 +188,12 @@ def _ended(row: dict[str, Any]) -> str:
 
 
 def _bad_input(report: dict[str, Any]) -> list[str]:
-    total = report["total"]
     lines = [
         "## Bad input",
         "",
         *_said(
             "`make bad-input` · `bad-input.json` ·",
-            f"**{total['tried']} cases, {total['as it must be']} as they must be**;",
+            f"**{report['tried']} cases, {report['survived']} as they must be**;",
             "the rows count those of their own tests, and a case may be in several",
         ),
         "| input | tests | seen |",
@@ -201,7 +201,7 @@ def _bad_input(report: dict[str, Any]) -> list[str]:
     ]
     for row, counts in report["rows"].items():
         tests = "<br>".join(f"`{test}`" if "[" not in test else f"`{test}…]`" for test in counts["tests"])
-        lines.append(f"| {row} | {tests} | {counts['as it must be']} of {counts['tried']} |")
+        lines.append(f"| {row} | {tests} | {counts['survived']} of {counts['tried']} |")
     return [
         *lines,
         "",

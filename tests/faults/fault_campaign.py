@@ -402,101 +402,12 @@ def _fill(disk: Path, work: Path, limit: int | None = None) -> dict:
     return {"tried": 1, "survived": 0 if failures else 1, "failures": failures, "exit_when_full": code}
 
 
-def pytest_rows() -> dict:
-    """Rows of the table that have tests of their own, run as they are."""
-    rows = {
-        "stop and resume at every step": [
-            "tests/durable/test_resume.py::test_stopped_and_resumed_at_every_step_nothing_differs",
-            "tests/durable/test_resume.py::test_stopped_in_the_middle_of_a_logical_batch",
-            "tests/test_stacked_checkpoint.py::test_a_restored_stack_goes_on_as_if_it_had_never_stopped",
-        ],
-        "resume after lost work": [
-            f"tests/durable/test_resume.py::{name}"
-            for name in (
-                "test_killed_at_every_step_lost_releases_are_repeated_to_the_bit_at_no_cost",
-                "test_a_step_that_does_not_repeat_is_dropped_and_all_is_new_from_there",
-                "test_secure_noise_is_always_new_and_what_was_lost_stays_charged",
-                "test_on_a_device_nothing_is_repeated",
-                "test_without_a_checkpoint_all_is_charged_and_nothing_is_drawn_again",
-                "test_an_old_checkpoint_never_takes_releases_back",
-            )
-        ]
-        + [
-            "tests/test_stacked_checkpoint.py::test_what_was_lost_is_repeated_to_the_bit_and_charged_once",
-            "tests/test_stacked_checkpoint.py::test_a_lost_step_that_comes_out_differently_gets_new_noise_and_a_new_batch",
-            "tests/test_stacked_checkpoint.py::"
-            "test_where_blocks_are_written_ahead_they_stay_charged_unless_it_stops_in_good_order",
-        ],
-        "same seed in both processes": [
-            "tests/durable/test_resume.py::test_the_same_noise_never_meets_two_sums",
-            "tests/privacy/test_randomness.py::test_a_refresh_is_new_whatever_seed_was_set",
-        ],
-        "truncated or bit-flipped checkpoint": [
-            "tests/durable/test_resume.py::test_damaged_checkpoints_are_named_and_the_one_before_is_used",
-            "tests/durable/test_ledger.py::test_every_changed_bit_is_found_or_counted_upwards",
-            "tests/durable/test_ledger.py::test_a_torn_last_line_is_counted_as_the_largest_block",
-        ],
-        "NaN or Inf example": [
-            "tests/privacy/test_bookkeeping.py::test_a_non_finite_example_contributes_zero",
-            "tests/privacy/test_tier_a.py",
-            "tests/methods/test_contract.py::test_an_example_that_is_not_finite_counts_for_nothing",
-            "tests/test_fit.py::test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing",
-        ],
-        "out of memory on a micro-batch": ["tests/faults/test_retry.py"],
-        "exception inside sampled_params": [
-            "tests/privacy/test_pitfalls.py::test_an_exception_inside_sampled_params_restores_the_mean",
-            "tests/optim/test_ivon_optimizer.py::test_weights_are_restored_exactly_whatever_happens_inside",
-        ],
-        "data file short or flipped": [
-            "tests/data/test_cifar10.py::test_one_wrong_byte_is_refused",
-            "tests/data/test_fashion_mnist.py::test_damage_is_refused_with_words",
-        ],
-        "a sweep killed": [
-            "tests/study/test_run.py::test_killed_for_good_on_a_bare_machine_and_resumed",
-            "tests/study/test_run.py::test_killed_while_finishing_nothing_stands_twice",
-            "tests/study/test_run.py::test_a_crash_anywhere_changes_nothing",
-        ],
-        "two processes": [
-            "tests/durable/test_ledger.py::test_a_second_process_is_refused",
-            "tests/study/test_run.py::test_two_processes_never_run_one_study",
-        ],
-        "SIGTERM or Ctrl-C of a study": [
-            "tests/study/test_run.py::test_an_interrupt_stops_at_a_block_and_costs_nothing"
-        ],
-        "a pickle with code in it": [
-            "tests/durable/test_published.py::test_a_pickle_in_the_place_of_a_checkpoint_is_not_executed",
-            "tests/privacy/test_pitfalls.py::test_a_checkpoint_with_code_in_it_is_refused_and_not_executed",
-        ],
-        "a checkpoint is a secret, an export is not": [
-            "tests/durable/test_resume.py::test_checkpoints_are_secret_and_hold_no_raw_gradient",
-            "tests/durable/test_published.py::test_an_export_has_the_model_and_nothing_that_draws",
-            "tests/test_stacked_checkpoint.py::test_seeds_are_not_written_and_the_file_is_secret",
-        ],
-    }
-    out = {}
-    for name, tests in rows.items():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        words = done.stdout.splitlines()[-1].replace(",", "").split()
-        counts = {word: int(words[i - 1]) for i, word in enumerate(words) if word in ("passed", "failed", "error")}
-        passed = counts.get("passed", 0)
-        tried = sum(counts.values())
-        out[name] = {
-            "tried": tried,
-            "survived": passed,
-            "failures": [] if done.returncode == 0 else [done.stdout[-400:]],
-        }
-        out[name]["tests"] = tests
-    return out
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--aimed", type=int, default=1, help="deaths at each point of a write")
     parser.add_argument("--flips", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", action="store_true", help="also count the rows that are ordinary tests")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inside-small-disk", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -519,8 +430,6 @@ def main() -> int:
             "bit flipped or end cut off": damaged(work, given.flips, rng),
             "disk full": full_disk(work),
         }
-        if given.tests:
-            rows |= pytest_rows()
     finally:
         shutil.rmtree(work, ignore_errors=True)
     report = {
