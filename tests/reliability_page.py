@@ -137,7 +137,8 @@ def _kills(rows: dict[str, Any]) -> list[str]:
         "",
         *_said(
             "Random kills fall after the process's first release: at a random one of those left, and a random moment of the",
-            "step after it. By tenths of the run (releases made so far):",
+            "step after it. By tenths of the run (releases made so far); *beginning* is before its first charge, so also while",
+            "it repeats what was lost:",
         ),
         "| | tried | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | while | half a file there | ended to the bit |",
         "|---" * 15 + "|",
@@ -240,7 +241,8 @@ def _audit(report: dict[str, Any]) -> list[str]:
             "`make audit` · [AUDIT.md](AUDIT.md), `audit.html`, `mutants.json` ·",
             f"**{counts['caught']} of {planted} planted bugs caught**, {counts['does not apply']} cells do not apply,",
             f"{report['alarms']} false alarms in {report['sound_checks']} checks of the library as it is.",
-            "There is no distributed path on this tree, so no column for it.",
+            "There is no distributed path on this tree, so no column for it. Since then the cells were run again as tests",
+            "(`pytest tests/audit -k every_bug_is_caught_on_every_path`): 306 of 306 passed; the long audits were not.",
         ),
     ]
 
