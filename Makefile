@@ -14,7 +14,7 @@ help:
 	@echo "make browser     Debian's chromium, with which the tests of reports look at them (needs root; they are skipped without)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
-	@echo "make faults      kills, full disks and damaged files, counted into results/reliability/faults.json (about five minutes)"
+	@echo "make faults      kills, full disks and damaged files, counted into results/reliability/faults.json (about ten minutes)"
 	@echo "make fuzz        damaged files and random configurations, by coverage too (about fifteen minutes)"
 	@echo "make bad-input   every bad argument that must be refused, counted into results/reliability/"
 	@echo "make audit       the privacy audit, and every seeded bug on every path, in results/reliability/ (about ten minutes)"
@@ -69,8 +69,9 @@ conformance: $(READY)
 	CONFORMANCE_EXAMPLES=20 $(BIN)/python -m pytest -q -s tests/conformance
 
 faults: $(READY)
-	@echo "== Faults: real processes killed fifty times, a full disk, damaged files"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --flips 200 --tests --out results/reliability/faults.json
+	@echo "== Faults: real processes killed at random and in every write, a full disk, damaged files"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --out results/reliability/faults.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_tests.py --out results/reliability/fault-tests.json
 
 fuzz: $(READY)
 	@echo "== Damaged files and random configurations: success or one of our errors"

@@ -34,7 +34,7 @@ def main() -> float:
     train_set, test_x, test_y = TensorDataset(x[:2000], y[:2000]), x[2000:], y[2000:]
     model = make_model()
     adapters = [p for p in model.parameters() if p.requires_grad]
-    engine = PrivacyEngine()
+    engine = PrivacyEngine(generator=torch.default_generator)  # to be repeated, on made-up data; leave it out on yours
     private_model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
         optimizer=IVON(adapters, lr=1.0, ess=len(train_set)),

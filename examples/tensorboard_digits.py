@@ -22,7 +22,7 @@ def main(mlflow: bool = False) -> float:
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(digits.target)
     model = SmallCNN()
-    engine = PrivacyEngine()
+    engine = PrivacyEngine(generator=torch.default_generator)  # to be repeated, on public data; leave it out on yours
     private_model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=IVON(model.parameters(), lr=1.0, ess=1400),

@@ -10,6 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import dpivon
+from dpivon.audit.stack_session import TracedNetwork
 from dpivon.models import SmallCNN
 from dpivon.stacked import AnyNetwork, Run, Stack
 
@@ -45,6 +46,27 @@ def test_it_starts_from_the_models_weights_and_leaves_the_model_alone(digits):
     for name, t in fitted.model.state_dict().items():
         torch.testing.assert_close(t, before[name])
         assert torch.equal(model.state_dict()[name], before[name])
+
+
+@pytest.mark.parametrize("label", [-1, 10, -100, 2**40])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing(digits, label, traced):
+    """After step 0 no exception depends on data: such a record is as one that is not finite, to the bit."""
+    kind = TracedNetwork if traced else AnyNetwork
+    ends = []
+    for bad in ("label", "input"):
+        x, y = digits[0][:60].clone(), digits[1][:60].clone()
+        if bad == "label":
+            y[3] = label
+        else:
+            x[3] = float("nan")
+        network = kind(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        stack = Stack([Run("dp-sgd", 5, 1.0, 1.0, 0.1, 30)], network, x, y)
+        for _ in stack.train(6):
+            pass
+        ends.append(stack.mean)
+    assert torch.equal(*ends)
+    assert bool(torch.isfinite(ends[0]).all())
 
 
 def test_frozen_parameters_get_neither_noise_nor_steps(digits):

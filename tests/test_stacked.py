@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpivon import budget
+from dpivon import PrivacyError, budget
 from dpivon.models import StandardisedConv2d
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.layout import Layout
@@ -241,6 +241,44 @@ def test_the_traced_program_of_any_network_gives_the_sums_of_the_loop(data, name
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert empty > 0
     assert struck > 0
+
+
+def test_the_traced_program_hears_of_another_bound(data):
+    """The bound is a constant of the compiled program: another one, or the same tensor changed, must not find the old."""
+    stack = Stack(RUNS, AnyNetwork(NETWORKS["images"]), *data)
+    traced = PaddedGradients(stack.network, stack.device, torch.float32)
+    batch, theta, bound = stack._batch(*stack.sampler.parts(0)[0]), stack._theta(), stack.mechanism.bound.clone()
+
+    def both():
+        return traced.clipped_sums(theta, batch, bound), stack.gradients.clipped_sums(theta, batch, bound)
+
+    first, expected = both()
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    bound /= 100  # in place
+    smaller, expected = both()
+    torch.testing.assert_close(smaller, expected, rtol=1e-5, atol=1e-6)
+    assert float(smaller.norm()) < 0.5 * float(first.norm())
+    bound = stack.mechanism.bound  # another tensor
+    torch.testing.assert_close(both()[0], first, rtol=0, atol=0)
+
+
+def test_a_captured_step_refuses_another_bound(data):
+    """As after a capture, without a GPU."""
+
+    class Graph:
+        replayed = 0
+
+        def replay(self):
+            self.replayed += 1
+
+    stack = Stack(RUNS, AnyNetwork(NETWORKS["images"]), *data)
+    stack._graph, stack.device = Graph(), torch.device("cuda")
+    stack._captured_bound = id(stack.mechanism.bound), stack.mechanism.bound._version
+    stack._launch()
+    stack.mechanism.bound *= 2
+    with pytest.raises(PrivacyError, match=r"max_grad_norm=.*changed after the step was captured.*new Stack"):
+        stack._launch()
+    assert stack._graph.replayed == 1
 
 
 def test_layout_is_a_rearrangement_and_nothing_else():

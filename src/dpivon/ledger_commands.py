@@ -14,7 +14,7 @@ from dpivon.durable.ledger import Record, read
 from dpivon.errors import bad
 from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import History, merged
-from dpivon.privacy.accounting.recorded import epsilons, find, history
+from dpivon.privacy.accounting.recorded import LEDGER, drawn, epsilons, find, history, seeded
 
 ledger = typer.Typer(help="The record of what was released.", no_args_is_help=True)
 
@@ -61,6 +61,8 @@ def show(
             for row in account["rows"]:
                 told = "ε = inf, not private" if row["noise_multiplier"] == 0 else f"σ = {row['noise_multiplier']:.6g}"
                 typer.echo(f"    {row['steps']} × {told}, q = {row['sample_rate']:.6g}")
+            for text, releases in account["drawn_by"].items():
+                typer.echo(f"    {releases} × {text}")
             spent = ", ".join(f"{name} {value:.6g}" for name, value in account["epsilon"].items() if value != "inf")
             typer.echo(f"    ε at δ = {delta:g}: {spent or 'inf'}")
 
@@ -79,6 +81,12 @@ def export(
     spent = write(run, out, delta)
     told = ", ".join(f"{name} {value:.6g}" for name, value in spent.items())
     typer.echo(f"model in {out}; ε at δ = {delta:g}: {told}")
+    if removable := seeded(read(run / LEDGER), 0):
+        typer.echo(
+            f"warning: {removable} releases have noise of a seeded generator: publish this only if the data is public or "
+            "the seed is a secret that no script, log or plan holds.",
+            err=True,
+        )
 
 
 def _described(path: Path, delta: float) -> dict[str, Any]:
@@ -91,7 +99,8 @@ def _described(path: Path, delta: float) -> dict[str, Any]:
         key = repr(rows)
         if key not in known:
             known[key] = {k: v if math.isfinite(v) else "inf" for k, v in epsilons(rows, delta).items()}
-        runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), "epsilon": known[key]})
+        told = {"drawn_by": drawn(record, i), "epsilon": known[key]}
+        runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), **told})
     return {"ledger": str(path), "releases": record.releases, "torn": record.torn, "delta": delta, "runs": runs}
 
 

@@ -1,6 +1,7 @@
 """A pytest plugin that runs Opacus's own tests against us.
 
-``opacus.PrivacyEngine`` becomes ours, and ``torch.optim.SGD`` a degenerate IVON that is exactly SGD: with N_ess = 1e30 the
+``opacus.PrivacyEngine`` becomes ours, seeded by torch's global generator as Opacus's is (ours takes the operating system's
+entropy unless it is told otherwise), and ``torch.optim.SGD`` a degenerate IVON that is exactly SGD: with N_ess = 1e30 the
 posterior has no width, with β₂ = 1 its curvature stays at one, with β₁ = 0 there is no momentum.
 """
 
@@ -38,7 +39,12 @@ class DegenerateIVON(dpivon.IVON):
         )
 
 
-opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = dpivon.PrivacyEngine
+class SeededEngine(dpivon.PrivacyEngine):
+    def __init__(self, *, secure_mode=False, **options):
+        super().__init__(secure_mode=secure_mode, generator=None if secure_mode else torch.default_generator, **options)
+
+
+opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = SeededEngine
 torch.optim.SGD = DegenerateIVON
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 from resumable import DELTA, STEPS, Run
 
-from dpivon import ArgumentError, Checkpoints, PrivacyError, PrivacyWarning, budget
+from dpivon import ArgumentError, Checkpoints, PrivacyEngine, PrivacyError, PrivacyWarning, budget
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError
+from dpivon.privacy.accounting.recorded import drawn
+from dpivon.privacy.noise import SecureNoise
+from dpivon.privacy.resume import repeatable
 
 
 def spent(releases, sigma=1.0):
@@ -165,6 +168,33 @@ def test_secure_noise_is_always_new_and_what_was_lost_stays_charged(tmp_path):
     with pytest.warns(PrivacyWarning, match=r"2 releases were made and lost.*cannot be repeated"):
         second.train()
     assert second.epsilon == spent(5 + 7)
+
+
+def test_on_a_device_nothing_is_repeated(tmp_path):
+    """Sums there differ in their last bits from run to run; the noise of a lost release must not meet another sum."""
+    run = Run(tmp_path, "adam")
+    noise, params = run.optimizer.noise, run.optimizer.params
+    assert repeatable(noise, params)
+    assert not repeatable(noise, [*params, torch.zeros(2, device="meta")])  # stands for any other device
+    assert not repeatable(SecureNoise(), params)
+    run.close()
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("k", [2, 4])
+def test_who_drew_is_remembered_with_the_generators(tmp_path, monkeypatch, seeded, k):
+    """The terms of a lost release say who drew its noise: without it none would ever be the same again."""
+    if seeded:
+        monkeypatch.setattr(
+            "resumable.PrivacyEngine", lambda **o: PrivacyEngine(generator=torch.Generator().manual_seed(5), **o)
+        )
+    first = Run(tmp_path, "adam").train(stop_at=k, save_every=3)
+    first.close()
+    monkeypatch.undo()
+    second = Run(tmp_path, "adam").train()  # whatever this process would have drawn from
+    assert second.kept._journal.replayed == k % 3
+    words = "seeded" if seeded else "os-entropy"
+    assert drawn(read(tmp_path / "ledger.jsonl"), 0) == {f"noise {words}, batches {words}": STEPS}
 
 
 def test_with_workers_a_resume_makes_the_remaining_steps_with_new_noise(tmp_path):

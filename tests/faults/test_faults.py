@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from moments import POINTS
 
 HERE = Path(__file__).parent
 
@@ -22,20 +23,26 @@ def campaign(out, *arguments):
     return json.loads(out.read_text())
 
 
-def check(report, kills, flips):
+def check(report, kills, aimed, flips):
     faults = report["faults"]
     assert {name: row["failures"] for name, row in faults.items() if row["failures"]} == {}
-    assert report["survived"] == report["tried"] == kills + kills // 3 + 2 * flips + 4
-    assert faults["SIGKILL at a random moment"]["tried"] == kills
+    deaths = kills + kills // 2 + kills // 3 + 2 * len(POINTS) * aimed
+    assert report["survived"] == report["tried"] == deaths + 2 * flips + 4
+    assert faults["SIGKILL at a random moment of training"]["tried"] == kills
+    for name in ("SIGKILL in the middle of a write", "SIGKILL in the middle of a write of a stack"):
+        assert faults[name]["points"] == dict.fromkeys(POINTS, aimed)
+        assert faults[name]["runs_ended_bit_equal"] == (len(POINTS) - 1) * aimed
     assert faults["bit flipped or end cut off"]["checkpoints"]["found_and_fell_back"] > 0.8 * flips
 
 
 def test_killed_stopped_damaged_and_out_of_disk(tmp_path):
-    check(campaign(tmp_path / "faults.json", "--kills", 6, "--flips", 20), 6, 20)
+    check(campaign(tmp_path / "faults.json", "--kills", 3, "--aimed", 1, "--flips", 20), 3, 1, 20)
 
 
 @pytest.mark.slow
 def test_killed_fifty_times(tmp_path):
-    report = campaign(tmp_path / "faults.json", "--kills", 50, "--flips", 200, "--seed", 1)
-    check(report, 50, 200)
-    assert report["faults"]["SIGKILL at a random moment"]["releases_lost_and_repeated"] > 10
+    report = campaign(tmp_path / "faults.json", "--kills", 50, "--aimed", 2, "--flips", 200, "--seed", 1)
+    check(report, 50, 2, 200)
+    row = report["faults"]["SIGKILL at a random moment of training"]
+    assert row["releases_lost"] > 10
+    assert sum(n > 0 for n in row["killed_by_releases_made"]) >= 8  # all over the run

@@ -21,8 +21,14 @@ from dpivon.data import cifar10
 from dpivon.data.idx import read_idx
 from dpivon.data.parts import read_parts
 from dpivon.data.pickles import read_pickle
+from dpivon.durable.checkpoint import Rotation
+from dpivon.durable.checkpoint import read as read_run_checkpoint
+from dpivon.durable.ledger import Ledger
+from dpivon.durable.ledger import read as read_record
 from dpivon.errors import DpivonError
 from dpivon.posterior import Posterior
+from dpivon.privacy.accounting.recorded import history
+from dpivon.privacy.spec import NoiseSpec
 from dpivon.sampled_posterior import SampledPosterior
 from dpivon.study import config, table
 from dpivon.study.plan import read_plan
@@ -138,7 +144,36 @@ def _load_checkpoint(path: Path) -> Any:
     return dpivon.PrivacyEngine().load_checkpoint(path=path, module=nn.Linear(2, 1))
 
 
+def _ledger() -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.jsonl")
+        for n, sigma in ((3, 1.0), (1, 2.0), (32, 1.0)):
+            ledger.charge((NoiseSpec(sigma, 1.0, 8.0, 0.2).terms,), n, f"{n:032x}" if n == 1 else "")
+        ledger.close()
+        return ledger.path.read_bytes()
+
+
+def _read_ledger(path: Path) -> Any:
+    """Read, accounted for, and opened for charging."""
+    record = read_record(path)
+    if record.runs:
+        history(record, 0)
+    Ledger(path).close()
+
+
+def _run_checkpoint() -> bytes:
+    import tempfile
+
+    state = {"model": {"w": torch.ones(2, 3)}, "steps": 3, "also": {}, "pairs": {0: (1, 2.5), 1: [None, "a"]}}
+    with tempfile.TemporaryDirectory() as folder:
+        return Rotation(Path(folder)).write(3, state).read_bytes()
+
+
 READERS: dict[str, Reader] = {
+    "ledger": Reader("ledger.jsonl", _ledger, _read_ledger, text=True),
+    "run-checkpoint": Reader("release-000000000003.safetensors", _run_checkpoint, read_run_checkpoint),
     "posterior": Reader("p.safetensors", _posterior, Posterior.load),
     "sampled-posterior": Reader("s.safetensors", _samples, SampledPosterior.load),
     "cifar-binary": Reader("data_batch_1.bin", lambda: binary(*pictures(2)), _five(binary(*pictures(2)), ".bin")),

@@ -106,6 +106,18 @@ def test_a_non_finite_example_contributes_zero(data):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("label", [-100, 10])
+def test_a_label_that_is_no_class_contributes_zero(data, label):
+    images, labels = channels_last(data[0]), data[1].clone()
+    theta, bound = rows(1), torch.ones(1, device=DEVICE)
+    program = kernels(1, 24)
+    order = torch.cat([torch.arange(7), torch.arange(8, 30)]).to(DEVICE)
+    expected = program.clipped_sums(theta, batch_of([19], images[order], labels[order], spare=5), bound)
+    labels[7] = label
+    got = program.clipped_sums(theta, batch_of([20], images, labels, spare=4), bound)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_streams_are_those_of_the_cpu():
     seeds = [5, 1234567890123]
     gpu, cpu = Streams(seeds, DEVICE), Streams(seeds, torch.device("cpu"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dpivon
 from dpivon import ArgumentError, PerExampleLoss, PrivacyError
+from dpivon.privacy import losses
 from dpivon.privacy.losses import _roots
 
 C = 0.3
@@ -92,6 +93,7 @@ def test_a_weighted_mean_is_refused_in_backward_though_never_handed_over(mode, l
 
 
 def test_without_the_check_one_example_moves_the_sum_by_several_c(monkeypatch):
+    monkeypatch.setattr("dpivon.privacy.losses.check_watch", lambda: None)
     monkeypatch.setattr("dpivon.privacy.losses._check_nll", lambda node: None)
     assert moved(nn.CrossEntropyLoss(weight=WEIGHT), "bookkeeping") > 3.0
 
@@ -180,6 +182,42 @@ def test_the_loss_is_found_from_another_thread_as_on_a_gpu():
     loss = F.cross_entropy(z, torch.zeros(4, dtype=torch.long), weight=WEIGHT)
     loss.backward()
     assert any(root is loss for root in found)
+
+
+def renamed_function(monkeypatch):
+    monkeypatch.setattr(losses, "_started_by", lambda frame: [])  # as if it were found under no name
+
+
+def renamed_node(monkeypatch):
+    monkeypatch.setattr(losses, "_NLL", "NegativeLogLikelihood")
+
+
+def renamed_attribute(monkeypatch):
+    def fails(node):
+        raise AttributeError("no attribute '_saved_ignore_index'")
+
+    monkeypatch.setattr(losses, "_check_nll", fails)
+
+
+@pytest.mark.parametrize("change", [renamed_function, renamed_node, renamed_attribute])
+def test_a_torch_in_which_losses_cannot_be_inspected_is_refused_before_anything_is_made(monkeypatch, change):
+    change(monkeypatch)
+    losses.check_watch.cache_clear()
+    try:
+        with pytest.raises(PrivacyError, match=r"torch=.*cannot be inspected.*tested with\.$"):
+            make("bookkeeping", optimizer=sgd)
+    finally:
+        losses.check_watch.cache_clear()
+
+
+def test_a_backward_whose_losses_are_not_found_is_refused(monkeypatch):
+    """As on a device whose threads torch starts in another way: the trial before was on a CPU."""
+    run = make("bookkeeping", optimizer=sgd)
+    renamed_function(monkeypatch)
+    with pytest.raises(PrivacyError, match="nobody knows which losses"):
+        run.release(*data())
+    assert len(run.engine.accountant) == 0
+    assert run.contributions == []
 
 
 def test_watching_the_loss_keeps_no_graph_alive():

@@ -25,7 +25,8 @@ from dpivon.study.evaluate import Predicted, predicted
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.merge import merge
 from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import Settings, run_study
+from dpivon.study.runner import run_study
+from dpivon.study.settings import Settings
 from dpivon.study.work import Work
 
 WANTED = Evaluation(("gaussian_noise", "contrast"), (1, 5), ("fashion-mnist", "held-out"), True, 100)

@@ -52,7 +52,7 @@ class EngineSession:
         self.subject, self.setting, self.answer = subject, setting, answer
         self.charged: list[int] = []
         torch.manual_seed(setting.seed)
-        self.engine = PrivacyEngine()
+        self.engine = PrivacyEngine(generator=torch.default_generator)  # equal settings, equal streams
         model, self.inner = self._make_optimizer()
         self.module = model
         loader = DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1)

@@ -155,6 +155,7 @@ class Checkpoints:
             "optimizer": self._optimizer.state_dict(),
             "also": {name: part.state_dict() for name, part in self._also.items()},
             "generators": generators,
+            "drawn_by": list(self._optimizer.drawn_by),
             "extra": extra,
         }
         return self._files.write(self._journal.position, state)
@@ -215,6 +216,8 @@ class Checkpoints:
         if exact and (not lost or at in self._ledger.record.evidence):
             self._journal.repeat_from(at)
             self._set(saved)
+            noise: Any = self._optimizer.noise
+            noise.origin, self._sampler.origin = state.get("drawn_by", self._optimizer.drawn_by)
             self._due = saved if state["inside"] else {}
             return
         refresh(self._optimizer)

@@ -24,7 +24,7 @@ from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients
 from dpivon.privacy.gradients.modes import attach, choose
 from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
 from dpivon.privacy.losses import check_criterion
-from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
+from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.resume import refresh
@@ -45,6 +45,9 @@ class PrivacyEngine(OpacusVerbs):
     Args:
         accountant: ``"rdp"`` (the paper's), ``"prv"`` or ``"pld"`` (tighter).
         secure_mode: draw noise and batches from the operating system's cryptographic generator.
+        generator: seeds the generators of noise and batches, for experiments on public data that others shall repeat; the
+            ledger then says "seeded". By default the operating system seeds them, and ``torch.manual_seed`` changes neither.
+            ``generator=torch.default_generator`` is Opacus's behaviour.
         orders: Rényi orders, ``"wide"`` or ``"opacus"``.
         ledger: a file that records every release before it is made, as :meth:`attach_ledger`.
     """
@@ -56,7 +59,14 @@ class PrivacyEngine(OpacusVerbs):
         secure_mode: bool = False,
         orders: str | Sequence[float] = "wide",
         ledger: str | os.PathLike[str] | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
+        if generator is not None and not hasattr(generator, "get_state"):
+            fix = "Use torch.Generator().manual_seed(seed), or leave it out"
+            raise bad("generator", generator, "is not a torch.Generator", fix)
+        if generator is not None and secure_mode:
+            raise bad("generator", generator, "contradicts secure_mode=True", "Leave one of them out")
+        self._seeded_by = generator
         self.accountant = Accountant(accountant, orders=orders)
         self.secure_mode = secure_mode
         self._dataset: Any = None
@@ -109,7 +119,7 @@ class PrivacyEngine(OpacusVerbs):
             loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.
             poisson_sampling: with False your loader is used as it is, recorded as non-private.
             clipping: ``"flat"`` or ``"per_layer"``.
-            noise_generator: source of the noise, for reproducible experiments. Its seed is a secret.
+            noise_generator: source of the noise, for reproducible experiments. Who knows its seed can remove the noise.
             grad_sample_mode: ``"bookkeeping"``, or one of Opacus's ``"hooks"``, ``"functorch"``, ``"ew"``,
                 ``"ghost"``. None takes book-keeping if every trainable layer has a rule for it, otherwise hooks.
             wrap_model: False attaches hooks to the model instead of wrapping it; go on using your own model then.
@@ -142,7 +152,7 @@ class PrivacyEngine(OpacusVerbs):
         loader: DataLoader[Any] = data_loader
         if poisson_sampling:
             loader = poisson_loader(
-                data_loader, sampling, batch_first=batch_first, generator=None, secure=self.secure_mode
+                data_loader, sampling, batch_first=batch_first, parent=self._seeded_by, secure=self.secure_mode
             )
         try:
             collector, source = attach(
@@ -163,6 +173,8 @@ class PrivacyEngine(OpacusVerbs):
             ) from error
         if poisson_sampling:
             collector.forbid_grad_accumulation()
+        if noise_generator is None and self._seeded_by is not None:
+            noise_generator = own_generator(self._seeded_by)
         noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
         dp_optimizer = DPOptimizer(
             optimizer,

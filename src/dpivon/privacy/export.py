@@ -18,7 +18,7 @@ from dpivon.durable.ledger import read
 from dpivon.errors import bad
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
-from dpivon.privacy.accounting.recorded import LEDGER, epsilons, history
+from dpivon.privacy.accounting.recorded import LEDGER, drawn, epsilons, history
 from dpivon.tensor_files import write_tensors
 
 
@@ -51,6 +51,7 @@ def export(run: Path, out: Path, delta: float = 1e-5) -> dict[str, float]:
         "delta": delta,
         "epsilon": {name: value if math.isfinite(value) else "inf" for name, value in spent.items()},
         "releases": [{"noise_multiplier": sigma, "sample_rate": q, "steps": n} for sigma, q, n in rows],
+        "drawn_by": drawn(record, 0),
         "steps": state["steps"],
         "version": __version__,
     }

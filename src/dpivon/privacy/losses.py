@@ -14,6 +14,7 @@ rescales the gradients of all others before they are clipped, and the sum may mo
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import threading
@@ -28,6 +29,7 @@ from dpivon.errors import PrivacyError, bad, check_choice
 from dpivon.privacy.gradients.collect import tensors_in
 
 _MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph
+_NLL = "NllLoss"  # how its names of those nodes begin
 _DEFAULT_IGNORE = -100
 _FIX = "Use dpivon.PerExampleLoss(loss), which takes the plain mean of weighted losses"
 
@@ -204,8 +206,20 @@ def _slope(criterion: Any, rows: Tensor, target: Tensor) -> Tensor:
     return gradient[0]
 
 
+class WeightedLossError(PrivacyError):
+    """A mean that divides by what the labels of the batch weigh."""
+
+
 class LossWatch:
-    """Refuses a backward into a private model's output through one of torch's weighted means."""
+    """Refuses a backward into a private model's output through one of torch's weighted means.
+
+    It reads what torch does not promise to keep: names in the graph, and the frame of the function that starts a
+    backward. So it is tried on losses that it must refuse before it is relied on, and a backward whose losses it
+    cannot find is refused.
+    """
+
+    def __init__(self) -> None:
+        check_watch()
 
     def watch(self, output: Any) -> None:
         """Look at the backward that will reach this output of the model."""
@@ -214,13 +228,42 @@ class LossWatch:
                 z.register_hook(_Look(z))
 
 
+@functools.cache
+def check_watch() -> None:
+    """Refuse a torch in which weighted losses would pass unseen. Made-up numbers; once a process."""
+    labels, weight = torch.tensor([0, 1]), torch.tensor([1.0, 2.0])
+    for options in ({"weight": weight}, {"ignore_index": 1}):
+        with torch.enable_grad():
+            z = torch.zeros(2, 2, requires_grad=True) * 1.0
+            z.register_hook(_Look(z))
+            try:
+                nn.functional.cross_entropy(z, labels, **options).backward()
+            except WeightedLossError:
+                continue
+            except PrivacyError:  # it says itself that it sees nothing
+                raise
+            except Exception as error:
+                raise _unseen(f"{type(error).__name__}: {error}") from error
+        raise _unseen(f"a loss with {next(iter(options))}= passed unseen")
+
+
+def _unseen(why: str) -> PrivacyError:
+    return PrivacyError(
+        f"torch={torch.__version__}: the losses of a backward cannot be inspected in it ({why}), so one example might rescale "
+        "all others before clipping and nothing was released. Use a torch that dpivon was tested with."
+    )
+
+
 class _Look:
     def __init__(self, z: Tensor) -> None:
         self._end = _name(z.grad_fn)  # not the node itself, which would make a ring of the graph
 
     def __call__(self, g: Tensor) -> None:
-        for node in _below([r.grad_fn for r in _roots() if isinstance(r, Tensor)], self._end):
-            if not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
+        roots = [r.grad_fn for r in _roots() if isinstance(r, Tensor)]
+        if not roots:
+            raise _unseen("nobody knows which losses it began with")
+        for node in _below(roots, self._end):
+            if not node.name().startswith(_NLL) or node._saved_reduction != _MEAN:
                 continue
             if any(_name(n) == self._end for n in _below([node], self._end)):  # else it is the loss of another model
                 _check_nll(node)
@@ -255,7 +298,7 @@ def _check_nll(node: Any) -> None:
     if not weighted and ignored == _DEFAULT_IGNORE:
         return
     what, value = ("weight", "given") if weighted else ("ignore_index", ignored)
-    raise PrivacyError(
+    raise WeightedLossError(
         f"loss with {what}={value} and reduction='mean': {_divides('the weights' if weighted else 'the number')}, so nothing "
         f"was released. {_FIX}, or reduction='sum' with loss_reduction='sum'."
     )

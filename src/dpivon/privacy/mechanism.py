@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from dpivon.optim.precision import full_dtype
 from dpivon.optim.tensors import TensorList
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.spec import NoiseSpec
@@ -24,12 +25,16 @@ def release(
 
     If the process dies between the charge and the release, the budget has paid for something nobody saw; the other
     order could show something nobody paid for.
+
+    Noise is drawn and added in double and the result is rounded to the parameter's precision (never below fp32) here, before
+    anybody sees it: attacks on noise in floating point read its low bits.
     """
     charge(spec)
-    noises = TensorList([noise.normal(total, spec.noise_std) for total in clipped_sums.values()])
-    released = (noises + TensorList(list(clipped_sums.values()))) / spec.divisor
+    sums = TensorList([total.double() for total in clipped_sums.values()])
+    noises = TensorList([noise.normal(total, spec.noise_std) for total in sums])
+    released = (noises + sums) / spec.divisor
     return Release(
-        gradients=dict(zip(clipped_sums, released, strict=True)),
+        gradients={p: g.to(full_dtype(p)) for p, g in zip(clipped_sums, released, strict=True)},
         variance=spec.variance,
         batch_size=spec.divisor if spec.loss_reduction == "mean" else None,
     )

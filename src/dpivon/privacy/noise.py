@@ -10,21 +10,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpivon.errors import PrivacyError
+
+#: Who can repeat what was drawn: whoever knows the caller's seed; nobody, short of breaking the generator; nobody.
+SEEDED, OS_ENTROPY, CRYPTOGRAPHIC = "seeded", "os-entropy", "cryptographic"
+
 
 class NoiseSource(Protocol):
+    origin: str  # one of the three above, for the ledger
+
     def normal(self, like: Tensor, std: float) -> Tensor:
         """Independent N(0, std²) in the shape, dtype and on the device of ``like``."""
         ...
 
 
 class TorchNoise:
-    """PyTorch's pseudo-random generator: fast, reproducible from its seed, and only as secret as that seed.
+    """PyTorch's pseudo-random generator: fast, and not cryptographic.
 
-    Without a generator it makes its own, seeded once from the global one: a ``torch.manual_seed`` inside the training
-    loop would otherwise add the same noise again, and two such releases subtract to the data.
+    Without a generator it makes its own from the operating system's entropy, never from torch's global one: a
+    ``torch.manual_seed`` in a published script would publish the noise, and one inside the training loop would add the
+    same noise again. With one it is reproducible from its seed, and only as secret as that seed.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.origin = OS_ENTROPY if generator is None else SEEDED
         self.generator = generator if generator is not None else own_generator()
         self._elsewhere: dict[torch.device, torch.Generator] = {}
 
@@ -39,7 +48,7 @@ class TorchNoise:
 
     def refresh(self) -> None:
         """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
-        self.generator = torch.Generator(self.generator.device).manual_seed(secrets.randbits(63))
+        self.generator, self.origin = renewed(torch.Generator(self.generator.device)), OS_ENTROPY
         self._elsewhere.clear()
 
     def _on(self, device: torch.device) -> torch.Generator:
@@ -58,6 +67,7 @@ class SecureNoise:
     single draw (Holohan and Braghin, *Secure Random Sampling in Differential Privacy*, 2021, section 5.1).
     """
 
+    origin = CRYPTOGRAPHIC
     generator: torch.Generator | None = None  # none whose state could be saved, on purpose
 
     def normal(self, like: Tensor, std: float) -> Tensor:
@@ -75,10 +85,42 @@ class SecureNoise:
 
 
 def own_generator(parent: torch.Generator | None = None, device: torch.device | str = "cpu") -> torch.Generator:
-    """A new generator, seeded by one draw from its parent (the global generator if None)."""
-    source = None if parent is None or parent.device.type != "cpu" else parent
-    seed = int(torch.randint(2**63 - 1, (1,), generator=source))
-    return torch.Generator(device).manual_seed(seed)
+    """A new generator, seeded by one draw from its parent, or by the operating system if it has none."""
+    if parent is None:
+        return os_generator(device)
+    return torch.Generator(device).manual_seed(
+        int(torch.randint(2**63 - 1, (1,), generator=parent, device=parent.device))
+    )
+
+
+def os_generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator that starts where nobody knows."""
+    return renewed(torch.Generator(device))
+
+
+def renewed(generator: torch.Generator) -> torch.Generator:
+    """The generator itself, from here on in a state drawn from the operating system.
+
+    Not by ``manual_seed`` on a CPU: torch's Mersenne twister reads only 32 bits of its seed, and four thousand million
+    streams of noise can all be tried. Its whole state is drawn instead. A GPU's generator takes all 64 bits.
+    """
+    if generator.device.type != "cpu":
+        return generator.manual_seed(secrets.randbits(63))
+    state = generator.manual_seed(_KNOWN_SEED).get_state()
+    words = state[_WORDS_AT : _WORDS_AT + 8 * _WORDS].view(torch.int64) if len(state) == _STATE_BYTES else state[:0]
+    if words[:2].tolist() != _KNOWN_WORDS:
+        raise PrivacyError(
+            f"torch={torch.__version__}: keeps its generator's state in a form that dpivon does not know, so noise would have "
+            "32 secret bits only. Use PrivacyEngine(secure_mode=True), or a torch that dpivon was tested with."
+        )
+    words.copy_(torch.frombuffer(bytearray(os.urandom(4 * _WORDS)), dtype=torch.int32).long() & 0xFFFFFFFF)
+    generator.set_state(state)
+    return generator
+
+
+# The Mersenne twister in the state of a CPU generator: 624 words, each in eight bytes; and how it begins after a known seed.
+_STATE_BYTES, _WORDS_AT, _WORDS = 5056, 24, 624
+_KNOWN_SEED, _KNOWN_WORDS = 5489, [5489, 1301868182]
 
 
 def secure_uniform(n: int) -> Tensor:

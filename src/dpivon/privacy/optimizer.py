@@ -151,6 +151,12 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         return generator
 
     @property
+    def drawn_by(self) -> tuple[str, str]:
+        """Where noise and batches come from, for the ledger."""
+        sampler = None if self.draws is None else self.draws.sampler()
+        return getattr(self.noise, "origin", "unstated"), "not ours" if sampler is None else sampler.origin
+
+    @property
     def accumulated_iterations(self) -> int:
         """How many batches the pending gradients come from."""
         return self.source.batches(self.params)
@@ -254,7 +260,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                 "another bound. Step schedulers between logical batches."
             )
         self._check_micro_batch_is_new()
-        spec = self._spec.replace(accumulated=self.accumulated_iterations)
+        spec = self._spec.replace(accumulated=self.accumulated_iterations, drawn_by=self.drawn_by)
         self._open_spec = self._spec
         self.clip_and_accumulate()
         self._micro_batch_is_summed = True

@@ -7,7 +7,6 @@ kept by construction: the loader draws so, and :class:`Draws` counts that no dra
 from __future__ import annotations
 
 import math
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data._utils.collate import default_collate
 
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.noise import own_generator, secure_uniform
+from dpivon.privacy.noise import CRYPTOGRAPHIC, OS_ENTROPY, SEEDED, own_generator, renewed, secure_uniform
 
 
 @dataclass
@@ -80,9 +79,10 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         steps: int,
         generator: torch.Generator | None = None,
         secure: bool = False,
+        origin: str = SEEDED,
     ) -> None:
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
-        self.secure = secure
+        self.secure, self.origin = secure, CRYPTOGRAPHIC if secure else origin
         self.draws = Draws(sampler=weakref.ref(self))
 
         self.passes, self.position = 0, 0  # where the draws are: in which pass, and how many were made in it
@@ -111,7 +111,8 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     def refresh(self) -> None:
         """From here on batches that are independent of all before, whatever seed was set."""
         if not self.secure:  # in place: the data loader may draw from the same one
-            self.generator.manual_seed(secrets.randbits(63))
+            renewed(self.generator)
+            self.origin = OS_ENTROPY
 
 
 def _nothing() -> None:
@@ -218,19 +219,20 @@ def poisson_loader(
     sampling: Sampling,
     *,
     batch_first: bool,
-    generator: torch.Generator | None,
+    parent: torch.Generator | None,
     secure: bool,
 ) -> PoissonDataLoader:
-    """The caller's loader with its batches drawn by Poisson sampling."""
+    """The caller's loader with its batches drawn by Poisson sampling, from its own generator if it has one."""
     _refuse_other_samplers(data_loader)
     dataset = data_loader.dataset
     sampler = PoissonSampler(
         num_samples=len(dataset),  # type: ignore[arg-type]
         sample_rate=sampling.sample_rate,
         steps=sampling.steps,
-        # One of its own: reseeding the global generator in the loop would draw the same batches again.
-        generator=generator or data_loader.generator or own_generator(),
+        # Never the global one: reseeding it in the loop would draw the same batches again.
+        generator=data_loader.generator or own_generator(parent),
         secure=secure,
+        origin=OS_ENTROPY if data_loader.generator is None and parent is None else SEEDED,
     )
     return PoissonDataLoader(
         dataset,

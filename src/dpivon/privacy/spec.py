@@ -24,6 +24,7 @@ class NoiseSpec:
         loss_reduction: ``"mean"`` releases sum/b, ``"sum"`` the sum itself.
         accumulated: how many batches this release merges (1 under Poisson sampling).
         poisson: whether batches are really drawn by Poisson sampling; without it q amplifies nothing.
+        drawn_by: where noise and batches come from (:mod:`dpivon.privacy.noise`), for the ledger; it changes no number.
     """
 
     noise_multiplier: float
@@ -33,6 +34,7 @@ class NoiseSpec:
     loss_reduction: str = "mean"
     accumulated: int = 1
     poisson: bool = True
+    drawn_by: tuple[str, str] = ("unstated", "unstated")
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -93,11 +95,13 @@ class NoiseSpec:
             "max_grad_norm": self.max_grad_norm,
             "sample_rate": self.sample_rate,
             "unaccounted": self.unaccounted,
+            "noise": self.drawn_by[0],
+            "batches": self.drawn_by[1],
             "spec": self.digest,
         }
 
     @property
     def digest(self) -> str:
-        """A short fingerprint, the same for equal specs on every machine."""
-        text = json.dumps({k: repr(v) for k, v in asdict(self).items()}, sort_keys=True)
+        """A short fingerprint of the mechanism, the same for equal specs on every machine."""
+        text = json.dumps({k: repr(v) for k, v in asdict(self).items() if k != "drawn_by"}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -45,7 +45,7 @@ class StackedMechanism:
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
-        self.specs, self.streams = list(specs), streams
+        self.specs, self.streams = [s.replace(drawn_by=(streams.origin, streams.origin)) for s in specs], streams
         self.accountants = [Accountant("rdp") for _ in specs]
         column: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.noise_std = torch.tensor([[s.noise_std] for s in specs], **column)

@@ -35,6 +35,8 @@ def philox(seed: int, element: np.ndarray, step: int, stream: int) -> tuple[np.n
 class Streams:
     """The generators of K runs on one device."""
 
+    origin = "seeded, counter-based"  # by each run's own seed; for the ledger
+
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.seeds, self.device = list(seeds), device
         self._seed_rows = torch.tensor(self.seeds, dtype=torch.int64, device=device)

@@ -48,8 +48,15 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Of logits and classes, one loss an example."""
-    return F.cross_entropy(outputs, labels, reduction="none")
+    """Of logits and classes, one loss an example; zero, without a word, where the label is none of the classes.
+
+    torch would raise, in whichever step such a record is first drawn: an exception that tells of the data.
+    """
+    if labels.is_floating_point():  # a probability of every class
+        return F.cross_entropy(outputs, labels, reduction="none")
+    known = (labels >= 0) & (labels < outputs.shape[1])
+    losses = F.cross_entropy(outputs, labels.where(known, 0), reduction="none")
+    return losses.where(known, 0.0)
 
 
 class AnyNetwork:

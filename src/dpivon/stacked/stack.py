@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
+from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
 from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
@@ -146,6 +146,7 @@ class Stack:
         self.parts = [self._part(kind, mean, n) for kind in dict.fromkeys(r.kind for r in self.runs)]
         self._buffers: BatchBlock | None = None
         self._graph: Any = None
+        self._captured_bound = (0, 0)  # which C the graph clips to: it may be a constant in it
         self._warm_steps = 0
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
@@ -223,6 +224,11 @@ class Stack:
             self._warm_steps += 1
             if self._warm_steps == 3:
                 self._capture()
+        elif self._captured_bound != (id(self.mechanism.bound), self.mechanism.bound._version):
+            raise PrivacyError(
+                f"max_grad_norm={self.mechanism.bound.tolist()!r}: changed after the step was captured, which clips to what "
+                "it was, so nothing was released. Make a new Stack."
+            )
         else:
             self._graph.replay()
 
@@ -232,6 +238,7 @@ class Stack:
         with torch.cuda.graph(graph):
             self._step()
         self._graph = graph
+        self._captured_bound = id(self.mechanism.bound), self.mechanism.bound._version
 
     def _step(self) -> None:
         block, at = self._buffers, self._position.view(1)

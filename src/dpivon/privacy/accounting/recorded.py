@@ -34,6 +34,21 @@ def history(record: Record, run: int) -> History:
     return rows
 
 
+def drawn(record: Record, run: int) -> dict[str, int]:
+    """Releases of one run by where their noise and batches came from."""
+    counts: dict[str, int] = {}
+    for terms, n in record.rows:
+        own = terms[run]
+        key = f"noise {own.get('noise', 'unstated')}, batches {own.get('batches', 'unstated')}"
+        counts[key] = counts.get(key, 0) + n
+    return counts
+
+
+def seeded(record: Record, run: int) -> int:
+    """How many releases of one run can be undone by whoever knows a seed."""
+    return sum(n for terms, n in record.rows if str(terms[run].get("noise", "seeded")).startswith("seeded"))
+
+
 def _row(terms: Mapping[str, Any]) -> tuple[float, float, str | None]:
     try:
         sigma, rate, _ = check_entry(terms["noise_multiplier"], terms["sample_rate"], 0)

@@ -39,20 +39,27 @@ class PaddedGradients:
         self.step = _Step(network, device, dtype)
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[float, Sums] = {}
-        self._bounds: list[float] = []
+        self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
 
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
     def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
-        if not self._bounds:
-            self._bounds = bound.tolist()
         with full_precision():
             sums = [
                 self._compiled(c)(row, batch.inputs, batch.labels, places)
-                for row, places, c in zip(theta, batch.places, self._bounds, strict=True)
+                for row, places, c in zip(theta, batch.places, self._numbers(bound), strict=True)
             ]
         return torch.stack(sums)
+
+    def _numbers(self, bound: Tensor) -> list[float]:
+        """The bounds, read once and again whenever they change: a capture cannot read them off the device, so it refuses a
+        change instead of clipping to what they were. A graph that was captured keeps its own."""
+        known, version, numbers = self._bounds
+        if known is not bound or version != bound._version:
+            numbers = bound.tolist()
+            self._bounds = bound, bound._version, numbers
+        return numbers
 
     def _compiled(self, bound: float) -> Sums:
         """The program for this bound, made when it is first used: all runs of one bound share it."""

@@ -159,7 +159,8 @@ def head(
     h = F.relu(torch.baddbmm(w[f"b{n}"].unsqueeze(1), a, w[f"w{n}"]))
     logits = torch.baddbmm(w[f"b{n + 1}"].unsqueeze(1), h, w[f"w{n + 1}"]).float()
     target = labels.unsqueeze(2) == torch.arange(layout.classes, device=labels.device)
-    g_out = (torch.softmax(logits, -1) - target.float()).to(a.dtype)
+    known = target.any(2, keepdim=True)  # a label that is no class: the example contributes zero
+    g_out = torch.where(known, torch.softmax(logits, -1) - target.float(), 0.0).to(a.dtype)
     g_hidden = (g_out @ w[f"w{n + 1}"].mT) * (h > 0)
     squared = _linear_norm(a, g_hidden) + _linear_norm(h, g_out)
     dy = (g_hidden @ w[f"w{n}"].mT).flatten(0, 1)[batch.seats]

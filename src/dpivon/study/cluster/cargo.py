@@ -1,4 +1,4 @@
-"""What every worker needs of the data, as arrays: Ray keeps them once a machine, in memory that its workers share and only read."""
+"""What workers need of the data, as arrays: Ray keeps them once a machine, in memory that its workers share and only read."""
 
 from __future__ import annotations
 
