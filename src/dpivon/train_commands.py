@@ -114,7 +114,8 @@ def train(
         int | None, typer.Option(help="Expected batch b; N/8 by default, 16 to 1024.", rich_help_panel=_MODEL)
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Step size; the method's by default.", rich_help_panel=_MODEL)
+        float | None,
+        typer.Option(help="Step size; by default the method's, smaller under much noise.", rich_help_panel=_MODEL),
     ] = None,
     max_grad_norm: Annotated[
         float | None, typer.Option(help="Clip bound C; 1 by default.", rich_help_panel=_MODEL)
@@ -349,8 +350,16 @@ def _options(given: Sequence[str] | None) -> dict[str, Any] | None:
         name, separator, value = text.partition("=")
         if not separator:
             raise bad("option", text, "is not NAME=VALUE", "Write --option hess_init=0.5")
-        try:
-            out[name] = float(value) if any(c in value for c in ".einf") else int(value)
-        except ValueError:
-            out[name] = value
+        out[name] = _value(value)
     return out
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -17,6 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # script, arguments, the package it needs, its extra, accuracy that chance would not reach
 RUNS = [
     ("sklearn_breast_cancer.py", [], "sklearn", "dev", 0.80),
+    ("train_patients.py", [], "sklearn", "dev", 0.85),
+    pytest.param("train_digit_images.py", [], "sklearn", "dev", 0.70, marks=pytest.mark.slow),
     ("lightning_digits.py", [], "lightning.pytorch", "lightning", 0.5),
     ("tensorboard_digits.py", [], "tensorboard", "tensorboard", 0.4),
     ("tensorboard_digits.py", ["--mlflow"], "mlflow", "mlflow", 0.4),
@@ -44,4 +46,5 @@ def test_it_runs_and_learns(script, arguments, package, extra, accuracy, tmp_pat
 
 
 def test_none_is_left_out():
-    assert {script for script, *_ in RUNS} == {path.name for path in EXAMPLES.glob("*.py")}
+    scripts = {run.values[0] if isinstance(run, type(pytest.param())) else run[0] for run in RUNS}
+    assert scripts == {path.name for path in EXAMPLES.glob("*.py")}

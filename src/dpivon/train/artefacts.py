@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpivon.durable.files import replace as replace_file
 from dpivon.durable.files import replacing
+from dpivon.errors import StorageError
 from dpivon.metrics import evaluate
 from dpivon.train.columns import Array
 from dpivon.train.published import Published
@@ -55,10 +56,13 @@ class Progress:
         return 0.0 if self.last is None else self.last.seconds
 
     def add(self, line: Line) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be written ({error}). Make room and resume.") from error
         self.last = line
 
 

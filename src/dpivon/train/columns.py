@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from dpivon.bounds import Bounds
 
@@ -98,7 +98,14 @@ class Categorical(Strict):
         return f"{', '.join(self.categories)}, or another"
 
 
-Column = Numeric | Categorical
+def _which(value: Any) -> str:
+    names = value if isinstance(value, dict) else type(value).model_fields if isinstance(value, BaseModel) else {}
+    return "categorical" if "categories" in names else "numeric"
+
+
+Column = Annotated[
+    Annotated[Numeric, Tag("numeric")] | Annotated[Categorical, Tag("categorical")], Discriminator(_which)
+]
 
 
 def scaled(values: Array, bounds: Bounds) -> tuple[Array, Array]:

@@ -52,7 +52,7 @@ class Config(BaseModel):
     channels: Literal[1, 3] = 3
 
     method: str = METHOD
-    options: dict[str, float | int | str] = Field(default_factory=dict)
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     network: str = "auto"
     hidden: tuple[Width, ...] = (64,)
     batch_size: Whole

@@ -26,6 +26,8 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError, OverflowError):
         n = 1
     found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
+    if given.get("lr") is not None:
+        return found
     return {**found, "lr": method.lr * (_calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0)}
 
 
@@ -35,15 +37,15 @@ def _calm(given: Mapping[str, Any]) -> float:
     T steps of noise σC/b walk a weight by about lr·√T·σC/b; that is held to half a unit, and the share to 0.5.
     """
     try:
-        b = given["batch_size"]
+        b = int(given["batch_size"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what there is to warn of is said when the run is planned
             plan = budget(
-                dataset_size=given["dataset_size"],
+                dataset_size=int(given["dataset_size"]),
                 batch_size=b,
-                epochs=given["epochs"],
-                delta=given["delta"],
-                target_epsilon=given["epsilon"],
+                epochs=int(given["epochs"]),
+                delta=float(given["delta"]),  # YAML reads 1e-5 as a text
+                target_epsilon=float(given["epsilon"]),
             )
         walk = math.sqrt(plan.steps) * plan.noise_multiplier * float(given.get("max_grad_norm", 1.0)) / b
         return min(_LARGEST, _WANDER / walk)

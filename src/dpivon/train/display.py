@@ -82,9 +82,10 @@ def _lines(summary: dict[str, Any]) -> dict[str, str]:
     by = ", ".join(f"{name} {value:.4g}" for name, value in summary["epsilon_by_accountant"].items())
     lines = {
         "Guarantee": f"ε = {summary['epsilon']:.4g} at δ = {summary['delta']:g}, against adding or removing one example, "
-        f"for the published model of {summary['releases']} releases (by accountant: {by}).",
+        f"for the published model of {summary['releases']} releases (by accountant: {by}). "
+        "Another run on the same data costs its own ε on top.",
     }
-    if not summary["seed_is_secret"]:
+    if summary["seed_was_given"]:
         lines["Seed"] = "was given, and decides the noise: whoever knows it can take the noise away."
     if (scores := summary["metrics"]) is not None:
         lines["Test data"] = (

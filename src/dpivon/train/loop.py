@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,8 @@ class Seeds:
             return secrets.randbits(62)
         return int.from_bytes(hashlib.sha256(f"{self.seed} {purpose}".encode()).digest()[:8], "big") >> 2
 
-    def generator(self, purpose: str) -> torch.Generator:
-        return torch.Generator().manual_seed(self.number(purpose))
+    def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed(self.number(purpose))
 
 
 class Loop:
@@ -52,7 +52,7 @@ class Loop:
         assert examples.targets is not None
         seeds = Seeds(config.seed)
         torch.manual_seed(seeds.number("weights"))
-        self.learner = description.learner(seeds.generator("theta"), config.ema)
+        self.learner = description.learner(seeds.generator("theta", self.device), config.ema)
         self.learner.model.to(self.device)
         self.engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure
@@ -69,7 +69,7 @@ class Loop:
             max_grad_norm=config.max_grad_norm,
             dataset_size=config.dataset_size,
             expected_batch_size=config.batch_size,
-            noise_generator=seeds.generator("noise") if own else None,
+            noise_generator=seeds.generator("noise", self.device) if own else None,
             criterion=nn.CrossEntropyLoss(),
         )
         self.loss = nn.CrossEntropyLoss()
@@ -79,6 +79,7 @@ class Loop:
         )
         self.progress = Progress(folder)
         self.done, self.before = 0, 0.0  # steps, and seconds of earlier processes
+        self.spent = False  # whether the budget refused a step
         self.optimizer.attach_step_hook(self._count)
 
     def _count(self, optimizer: Any) -> None:
@@ -105,11 +106,7 @@ class Loop:
         signals: AbstractContextManager[None] = self.kept.saving_on_signals() if main else nullcontext()
         with signals:
             for epoch in range(resumed.epoch, self.config.epochs):
-                spent = False
-                for _ in self._steps():
-                    if _ is None:
-                        spent = True
-                        break
+                for _ in self._pass():
                     show(None, self.done)
                     if time.monotonic() - saved > self.config.checkpoint_seconds:
                         self.kept.save()
@@ -119,11 +116,11 @@ class Loop:
                 show(line, self.done)
                 self.kept.save()
                 saved = time.monotonic()
-                if spent:
+                if self.spent:
                     break
 
-    def _steps(self) -> Any:
-        """A pass, one item a micro-batch; None if the budget refused the step, and then nothing more."""
+    def _pass(self) -> Iterator[None]:
+        """What is left of a pass, an item a micro-batch; broken off where the budget refuses a step."""
         size = self.config.physical_batch_size
         with BatchMemoryManager(
             data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
@@ -134,9 +131,9 @@ class Loop:
                 except torch.OutOfMemoryError:
                     batches.retry()
                 except BudgetSpent:
-                    yield None
+                    self.spent = True
                     return
-                yield self.done
+                yield
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()

@@ -42,7 +42,7 @@ class Description(BaseModel):
     classes: Labels
     network: Network
     method: str
-    options: dict[str, float | int | str]
+    options: dict[str, bool | int | float | str]
     lr: float
     dataset_size: Annotated[int, Field(ge=1)]
     samples: Annotated[int, Field(ge=0, le=10_000)]

@@ -17,7 +17,7 @@ from dpivon._version import __version__
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.hardware import hardware_name
-from dpivon.privacy.accounting.recorded import LEDGER, epsilons, history
+from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.train import config as configs
 from dpivon.train.artefacts import PROGRESS as PROGRESS_FILE
 from dpivon.train.artefacts import SUMMARY, Line, read_progress, write_json, write_test, write_widths
@@ -25,7 +25,7 @@ from dpivon.train.config import Config
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
 from dpivon.train.published import FOLDER, Description, load, publish
-from dpivon.train.sources import Examples
+from dpivon.train.sources import Examples, files_of, kind_of
 from dpivon.train.statements import choices_not_made, public_inputs
 from dpivon.train.task import source_of
 
@@ -56,9 +56,9 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
         return _again(config, folder, watcher)
     description = describe(config)
     examples = description.inputs.read(config.data, config.classes)
-    heldout = _read(config.heldout, description)
-    test = _read(config.test, description)
-    folder.mkdir(parents=True, exist_ok=True)
+    heldout = _read("heldout", config.heldout, config, description)
+    test = _read("test", config.test, config, description)
+    _make(folder)
     configs.write(config, folder)
     with torch.random.fork_rng(devices=[]):
         loop = Loop(config, description, examples, folder)
@@ -88,6 +88,13 @@ def describe(config: Config) -> Description:
     )
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise bad("out", str(folder), f"cannot be made ({error})", "Give another --out folder") from None
+
+
 def _check_folder(folder: Path, config: Config) -> None:
     """New, empty, or a run that was begun with this configuration."""
     if folder.exists() and not folder.is_dir():
@@ -98,16 +105,30 @@ def _check_folder(folder: Path, config: Config) -> None:
         raise bad("out", str(folder), "is not empty and holds no run", "Give another --out folder")
 
 
-def _read(where: str | None, description: Description) -> Examples | None:
-    return None if where is None else description.inputs.read(where, description.classes)
+def _read(name: str, where: str | None, config: Config, description: Description) -> Examples | None:
+    """Examples to score. Never those of training: their scores would be released without any noise."""
+    if where is None:
+        return None
+    if (kind := kind_of(where, name)) != description.inputs.kind:
+        raise bad(name, where, f"is of the kind {kind}, and the training data is not", "Give data of the same kind")
+    ours, theirs = ({Path(part).resolve() for part in files_of(text)} for text in (config.data, where))
+    if ours & theirs:
+        raise bad(name, where, "is the training data, and scores on it are not private", "Give rows that are not in it")
+    return description.inputs.read(where, description.classes)
 
 
 def _again(config: Config, folder: Path, watcher: Watcher) -> dict[str, Any]:
     """A finished run: its summary, with the scores on test data that was not given before."""
-    summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    try:
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "Remove it; the same command then writes it again"
+        raise bad("out", str(folder / SUMMARY), f"cannot be read ({error})", fix) from None
+    watcher.say(f"The run in {folder} is finished; nothing was trained.")
     if config.test is not None and config.test != configs.read(folder).test:
         published = load(folder)
-        test = published.description.inputs.read(config.test, config.classes)
+        test = _read("test", config.test, config, published.description)
+        assert test is not None
         summary["metrics"] = write_test(published, test, folder)
         write_json(folder / SUMMARY, summary)
         configs.write(config, folder)
@@ -125,7 +146,7 @@ def _finish(
     metrics = None if test is None else write_test(published, test, folder)
     write_widths(published, folder)
     record = read_ledger(folder / LEDGER)
-    spent = epsilons(history(record, 0), config.delta)
+    spent: dict[str, float] = json.loads((folder / FOLDER / "privacy.json").read_text(encoding="utf-8"))["epsilon"]
     lines = read_progress(folder / PROGRESS_FILE)
     summary: dict[str, Any] = {
         "format": 1,
@@ -165,7 +186,8 @@ def _finish(
         "choices_not_made": choices_not_made(description),
         "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
         "heldout_is_private": False,
-        "seed_is_secret": config.seed is None,
+        "test_is_private": False,
+        "seed_was_given": config.seed is not None,
     }
     write_json(folder / SUMMARY, summary)
     _report(folder, watcher)
@@ -173,7 +195,7 @@ def _finish(
 
 
 def _report(folder: Path, watcher: Watcher) -> None:
-    """``report.html``, where the module that writes it is there."""
+    """``report.html``, where the module that writes it is there. The run is finished whatever becomes of its page."""
     try:
         module = importlib.import_module("dpivon.report")
     except ModuleNotFoundError as error:
@@ -181,4 +203,7 @@ def _report(folder: Path, watcher: Watcher) -> None:
             raise
         watcher.say(f"{REPORT} was not written: this version of dpivon writes no reports.")
         return
-    module.build(folder)
+    try:
+        module.build(folder)
+    except Exception as error:
+        watcher.say(f"{REPORT} was not written ({error}). The run is finished; the same command tries again.")

@@ -49,5 +49,6 @@ def choices_not_made(description: Description) -> list[str]:
         *own,
         "No class weights and no resampling by class: how frequent a class is stays private.",
         "No early stopping and no choice among models by held-out or test results.",
-        "Network, batch, epochs and step size follow from declared numbers alone.",
+        "Network, batch, epochs and step size were given, or follow from declared numbers. If you chose them by trying runs on "
+        "this data, ε does not cover that choice: see `dpivon budget --tuning`.",
     ]

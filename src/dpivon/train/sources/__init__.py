@@ -43,9 +43,15 @@ class Source(Protocol):
         """What an example is, in words."""
 
 
-def kind_of(where: str) -> str:
+def files_of(where: str) -> list[str]:
+    """The one path, or the two of ``x.npy,y.npy``."""
+    parts = where.split(",")
+    return parts if len(parts) == 2 and all(part.endswith(".npy") for part in parts) else [where]
+
+
+def kind_of(where: str, name: str = "data") -> str:
     """``image``, ``table`` or ``array``: by the name alone, before anything is read."""
-    path = Path(where.split(",")[0])
+    path = Path(files_of(where)[0])
     if path.is_dir():
         return "image"
     kinds = {".csv": "table", ".parquet": "table", ".npz": "array", ".npy": "array"}
@@ -53,9 +59,9 @@ def kind_of(where: str) -> str:
         return "image"
     if path.suffix.lower() not in kinds:
         fix = "Give a folder with a folder of PNG or JPEG a class, a .csv or .parquet table, or .npz or .npy arrays"
-        raise bad("data", where, "is of no kind that is known", fix)
+        raise bad(name, where, "is of no kind that is known", fix)
     if not path.exists():
-        raise bad("data", where, "does not exist", "Check the path")
+        raise bad(name, where, "does not exist", "Check the path")
     return kinds[path.suffix.lower()]
 
 

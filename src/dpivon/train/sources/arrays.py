@@ -13,7 +13,7 @@ from pydantic import Field
 from dpivon.bounds import Bounds
 from dpivon.errors import bad
 from dpivon.train.columns import Array, Numeric, Strict, find, scaled
-from dpivon.train.sources import Examples, index_of, no_examples, targets
+from dpivon.train.sources import Examples, files_of, index_of, no_examples, targets
 
 _KINDS = "biuf"  # bool, int, unsigned, float
 
@@ -67,10 +67,8 @@ def example_shape(where: str) -> tuple[int, ...]:
 
 def _arrays(where: str, labels: bool) -> tuple[Array, Array | None]:
     fix = "Give an .npz with x and y, or x.npy,y.npy"
-    parts = [Path(part) for part in where.split(",")]
-    if len(parts) > 2 or (len(parts) == 2 and any(part.suffix != ".npy" for part in parts)):
-        raise bad("data", where, "is neither one .npz nor two .npy", fix)
-    if parts[0].suffix == ".npz":
+    parts = [Path(part) for part in files_of(where)]
+    if parts[0].suffix.lower() == ".npz":
         found = _load(parts[0])
     else:
         found = {name: _load(part)[""] for name, part in zip("xy", parts, strict=False)}

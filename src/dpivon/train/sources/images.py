@@ -95,4 +95,7 @@ def _files(folder: Path, deep: bool) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise bad("data", str(folder), f"cannot be read ({error})", "Check the path and its permissions") from None
