@@ -228,7 +228,12 @@ def _train(settings: Any, as_json: bool, quiet: bool) -> None:
     if settings.seed is not None:
         why = "decides the privacy noise, so whoever knows it can take the noise away"
         typer.echo(f"warning: seed={settings.seed}: {why}. Leave it out unless the data is public.", err=True)
-    summary = run(settings, Display(quiet or as_json))
+    try:
+        summary = run(settings, Display(quiet or as_json))
+    except SystemExit:  # by a signal, after the checkpoint was written
+        if not quiet:
+            typer.echo(f"stopped and saved in {settings.out}; the same command goes on", err=True)
+        raise
     if as_json:
         typer.echo(json.dumps(summary, ensure_ascii=False, allow_nan=False))
     elif not quiet:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_check_counts_what_does_not_fit(tmp_path: Path) -> None:
         "3 examples, every label is among the classes",
     ]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpivon.train.loop import Loop
+
+    whole_step = Loop._step
+
+    def step(self: Loop, x: Any, y: Any) -> None:
+        whole_step(self, x, y)
+        if self.done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    flags = as_flags(clinic(tmp_path) | {"epochs": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_step", step)
+        stopped = invoke("train", *flags)
+    assert stopped.exit_code == 130
+    assert "the same command goes on" in stopped.stderr
+    assert json.loads(invoke("train", *flags, "--json").stdout)["releases"] == 6
 
 
 # ---- predict

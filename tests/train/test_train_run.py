@@ -470,6 +470,16 @@ def test_nothing_published_can_be_code(whole: Any) -> None:
     assert "seed" not in json.dumps(told)
 
 
+def test_a_description_that_asks_for_all_memory_is_refused(whole: Any, tmp_path: Path) -> None:
+    for path in (Path(whole[0]["out"]) / "model").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    told = json.loads((tmp_path / "model.json").read_text())
+    told["network"]["hidden"] = [65536, 65536, 65536, 65536]
+    (tmp_path / "model.json").write_text(json.dumps(told))
+    with pytest.raises(DpivonError, match=r"describes a network of 1\d+ weights, and its posterior has"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["{", '{"format": 2}', "[]", '{"network": {"kind": "os.system"}}'])
 def test_a_damaged_description_is_refused(whole: Any, tmp_path: Path, damage: str) -> None:
     for path in (Path(whole[0]["out"]) / "model").iterdir():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,13 +35,10 @@ class Display(Watcher):
         )
         self.console.print(Text(plan))
         bar = self._bar = Progress(
-            BarColumn(bar_width=24),
-            TextColumn(
-                "step {task.completed:.0f}/{task.total:.0f}  ε = {task.fields[epsilon]:.3f}{task.fields[heldout]}"
-            ),
-            TimeElapsedColumn(),
-            TextColumn("left"),
+            BarColumn(bar_width=10),  # all of it fits into 80 columns
+            TextColumn("{task.completed:.0f}/{task.total:.0f}  ε = {task.fields[epsilon]:.3f}{task.fields[heldout]}"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self.console,
             disable=self.console.quiet,
         )
@@ -85,7 +82,7 @@ def _lines(summary: dict[str, Any]) -> dict[str, str]:
         f"for the published model of {summary['releases']} releases (by accountant: {by}). "
         "Another run on the same data costs its own ε on top.",
     }
-    if summary["seed_was_given"]:
+    if not summary["seed_is_secret"]:
         lines["Seed"] = "was given, and decides the noise: whoever knows it can take the noise away."
     if (scores := summary["metrics"]) is not None:
         lines["Test data"] = (

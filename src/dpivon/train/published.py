@@ -106,6 +106,11 @@ def load(where: Path) -> Published:
     sampled = folder / "samples.safetensors"
     kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
     posterior = kind.load(sampled if sampled.exists() else folder / "posterior.safetensors")
+    with torch.device("meta"):  # sizes only: a description may ask for more memory than there is
+        size = sum(p.numel() for p in description.network.build().parameters())
+    if posterior.num_parameters != size:
+        problem = f"describes a network of {size} weights, and its posterior has {posterior.num_parameters}"
+        raise bad("model", str(folder), problem, _FIX)
     with torch.random.fork_rng(devices=[]):  # first weights, all of them replaced by the posterior's
         model = description.learner().model
     posterior.for_model(model)

@@ -187,7 +187,7 @@ def _finish(
         "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
         "heldout_is_private": False,
         "test_is_private": False,
-        "seed_was_given": config.seed is not None,
+        "seed_is_secret": config.seed is None,
     }
     write_json(folder / SUMMARY, summary)
     _report(folder, watcher)
