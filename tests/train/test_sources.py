@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import random
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from clinic import HEADER, rows, write_csv
 from PIL import Image
 
-from dpivon import ArgumentError
+from dpivon import ArgumentError, DpivonError
 from dpivon.train.columns import Categorical, Numeric
 from dpivon.train.sources import kind_of
 from dpivon.train.sources.arrays import Arrays, example_shape
@@ -197,3 +199,50 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         kind_of(str(tmp_path / "a.xls"))
     with pytest.raises(ArgumentError, match="does not exist"):
         kind_of(str(tmp_path / "none.csv"))
+
+
+# ---- damaged files
+
+
+def files() -> dict[str, bytes]:
+    """One whole file of each kind."""
+    made = {"csv": b"age,ill\n3,yes\n4,no\n"}
+    pixels = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 9, 3), dtype=np.uint8))
+    for suffix, kind in (("png", "PNG"), ("jpg", "JPEG")):
+        out = io.BytesIO()
+        pixels.save(out, kind)
+        made[suffix] = out.getvalue()
+    for suffix, save in (("npz", np.savez), ("packed.npz", np.savez_compressed)):
+        out = io.BytesIO()
+        save(out, x=np.zeros((3, 2)), y=np.arange(3) % 2)
+        made[suffix] = out.getvalue()
+    out = io.BytesIO()
+    np.save(out, np.zeros((3, 2)))
+    return made | {"npy": out.getvalue()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("suffix", files())
+def test_a_damaged_file_is_read_or_refused_and_never_a_traceback(tmp_path: Path, suffix: str) -> None:
+    draw = random.Random(0)
+    sources = {
+        "csv": (Table(columns={"age": Numeric(min=0, max=6)}, target="ill"), CLASSES),
+        "npy": (Arrays(sizes=(2,), bounds=Numeric(min=0, max=1)), None),
+        "npz": (Arrays(sizes=(2,), bounds=Numeric(min=0, max=1)), ("0", "1")),
+    }
+    source, classes = sources.get(suffix.split(".")[-1], (Images(size=8), None))
+    path, refused = tmp_path / f"a.{suffix}", 0
+    for _ in range(150):
+        content = bytearray(files()[suffix])
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(content))
+            if draw.random() < 0.8:
+                content[at] = draw.randrange(256)
+            else:
+                del content[max(1, at) :]
+        path.write_bytes(content)
+        try:
+            source.read(str(path), classes)
+        except DpivonError:
+            refused += 1
+    assert refused > 20

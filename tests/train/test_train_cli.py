@@ -274,6 +274,18 @@ def test_the_shell_completes(typed: str, offered: str, monkeypatch: pytest.Monke
     assert offered in invoke().stdout.split()
 
 
+def test_every_option_of_the_configuration_is_a_flag() -> None:
+    from typer.main import get_command
+
+    from dpivon.train import Config
+
+    group: Any = get_command(app)
+    flags = {parameter.name for parameter in group.commands["train"].params}
+    by_another_name = {"columns": {"bounds", "categories"}, "value_bounds": {"bounds"}, "options": {"option"}}
+    for name in Config.model_fields:
+        assert by_another_name.get(name, {name}) <= flags
+
+
 def test_an_examples_flags_are_all_known() -> None:
     """The examples in the help of train and predict parse: a renamed flag would break them."""
     import shlex

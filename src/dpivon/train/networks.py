@@ -38,8 +38,13 @@ class Network(Strict):
         return make[self.kind]()
 
     def told(self) -> str:
-        widths = f" with hidden layers of {', '.join(map(str, self.hidden)) or 'none'}" if self.kind == "mlp" else ""
-        return f"{self.kind}{widths}"
+        if self.kind != "mlp":
+            return self.kind
+        return (
+            f"mlp with hidden layers of {', '.join(map(str, self.hidden))}"
+            if self.hidden
+            else "mlp without hidden layers"
+        )
 
 
 def choose(wanted: str, shape: tuple[int, ...], classes: int, hidden: tuple[int, ...]) -> Network:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from dpivon.errors import bad
+from dpivon.errors import ArgumentError, bad
 from dpivon.train.columns import Array, Strict
 from dpivon.train.sources import Examples, index_of, no_examples, targets
 
@@ -59,9 +59,9 @@ class Images(Strict):
                     upright.convert("RGBA").convert(mode) if "transparency" in opened.info else upright.convert(mode)
                 )
                 image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            if isinstance(error, ValueError) and str(error).startswith("data="):
-                raise
+        except ArgumentError:
+            raise
+        except Exception as error:  # a damaged image raises one of a dozen kinds
             raise bad("data", str(path), f"cannot be read as an image ({error})", fix) from None
         return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
 
