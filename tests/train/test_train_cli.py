@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -62,6 +63,27 @@ def test_it_says_what_was_spent_assumed_and_not_chosen(made: Any) -> None:
     ):  # fmt: skip
         assert text in words, text
     assert "24 steps of 50 examples on average" in " ".join(result.stderr.split())
+
+
+def test_the_epsilon_that_is_shown_is_that_of_the_steps_made(tmp_path: Path) -> None:
+    """Live, and not that of the last epoch: it would say less than was spent."""
+    from dpivon.train.config import resolve
+    from dpivon.train.display import Display
+    from dpivon.train.run import train
+
+    shown: list[tuple[float, float]] = []
+
+    class Watched(Display):
+        def _update(self, bar: Any, task: Any, loop: Any, line: Any, step: int) -> None:
+            self._due = 0.0
+            super()._update(bar, task, loop, line, step)
+            shown.append((bar.tasks[task].fields["epsilon"], loop.epsilon))
+
+    display = Watched(quiet=False)
+    display.console.file = io.StringIO()
+    train(resolve(clinic(tmp_path) | {"epochs": 2}), display)
+    assert len(shown) == 14
+    assert all(told == spent > 0 for told, spent in shown)
 
 
 def test_json_is_the_summary_and_nothing_else_and_quiet_is_nothing(made: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Display(Watcher):
     def __init__(self, quiet: bool) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
         self._bar: Progress | None = None
+        self._due = 0.0  # when ε is to be computed again
 
     def begin(self, config: Config, description: Description, loop: Loop) -> Show:
         plan = (
@@ -40,14 +42,19 @@ class Display(Watcher):
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self.console,
-            disable=self.console.quiet,
         )
+        if self.console.quiet:
+            return lambda line, step: None
         task = bar.add_task("", total=loop.steps, epsilon=loop.epsilon, heldout="")
         bar.start()
-        return lambda line, step: self._update(bar, task, line, step)
+        return lambda line, step: self._update(bar, task, loop, line, step)
 
-    def _update(self, bar: Progress, task: TaskID, line: Line | None, step: int) -> None:
+    def _update(self, bar: Progress, task: TaskID, loop: Loop, line: Line | None, step: int) -> None:
         if line is None:
+            now = time.monotonic()
+            if now >= self._due:  # some accountants take seconds: they may take a twentieth of the time
+                bar.update(task, epsilon=loop.epsilon)
+                self._due = time.monotonic() + max(0.2, 20 * (time.monotonic() - now))
             bar.update(task, completed=step)
             return
         told = "" if line.heldout_nll is None else f"  held-out loss {line.heldout_nll:.3f} ({NOT_PRIVATE})"
