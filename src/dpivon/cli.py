@@ -1,13 +1,10 @@
-"""The command line: demo, methods, budget, audit, study, data, ledger, export, report and version."""
+"""The command line: train, predict, report, demo, methods, budget, audit, study, data, ledger, export and version."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dpivon import ledger_commands
+from dpivon import ledger_commands, train_commands
 from dpivon._version import __version__
 from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
 from dpivon.errors import DpivonError, bad
@@ -24,6 +21,7 @@ from dpivon.privacy.accounting import budget as plan
 from dpivon.privacy.accounting import tuning_costs
 from dpivon.report.command import report
 from dpivon.study import commands
+from dpivon.terminal import warnings_as_lines
 
 
 class _Commands(TyperGroup):
@@ -41,11 +39,12 @@ app = typer.Typer(
     cls=_Commands,
     help="Private Bayesian deep learning for PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(train_commands.train)
+app.command()(train_commands.predict)
 app.add_typer(commands.study, name="study")
 app.add_typer(commands.data, name="data")
 app.add_typer(ledger_commands.ledger, name="ledger")
@@ -169,7 +168,7 @@ def budget(
         raise bad(
             "tuning-law", tuning_law, "was given without --tuning", "Give --tuning and the expected number of runs"
         )
-    with _warnings_as_lines():
+    with warnings_as_lines():
         planned = plan(
             dataset_size=dataset_size,
             batch_size=batch_size,
@@ -220,12 +219,3 @@ def audit(
 def _json_number(value: Any) -> Any:
     """JSON has no infinity."""
     return "inf" if isinstance(value, float) and math.isinf(value) else value
-
-
-@contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        typer.echo(f"warning: {' '.join(str(warning.message).split())}", err=True)

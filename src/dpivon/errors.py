@@ -19,6 +19,10 @@ class PrivacyError(DpivonError, ValueError):
     """Going on would have weakened the guarantee. Nothing was released."""
 
 
+class BudgetSpent(PrivacyError):
+    """The next release would pass the budget, so it was not made. What was released before it is within the budget."""
+
+
 class StorageError(DpivonError, OSError):
     """Something could not be written. What was on disk before is intact."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import History, merged
 from dpivon.privacy.accounting.recorded import LEDGER, drawn, epsilons, find, history, seeded
+from dpivon.terminal import warnings_as_lines
 
 ledger = typer.Typer(help="The record of what was released.", no_args_is_help=True)
 
@@ -42,11 +42,8 @@ def show(
     paths = find(run)
     if not paths:
         raise bad("run", str(run), "holds no ledger", "Give the folder of a run or of a study, or the ledger itself")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings_as_lines():
         found = [_described(path, delta) for path in paths]
-    for message in dict.fromkeys(" ".join(str(w.message).split()) for w in caught):
-        typer.echo(f"warning: {message}", err=True)
     if as_json:
         typer.echo(json.dumps(found, allow_nan=False, ensure_ascii=False))
         return

@@ -18,7 +18,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import dpivon
 from dpivon import ArgumentError, PrivacyWarning
-from dpivon.integrations.bounds import Bounds
+from dpivon.bounds import Bounds
 from dpivon.integrations.sklearn import EXPECTED_FAILED_CHECKS, DPIVONClassifier, DPIVONRegressor
 
 QUICK: dict[str, Any] = {

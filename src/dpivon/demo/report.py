@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dpivon.demo.data import Digits
 from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
 from dpivon.demo.plots import BINS
 from dpivon.demo.train import BATCH_SIZE, MAX_GRAD_NORM, Run
+from dpivon.hardware import cpu_name
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Report:
     def introduce(self, digits: Digits, *, methods: int, epsilon: float, delta: float, epochs: int, seed: int) -> None:
         n = len(digits.train)
         lines = {
-            "Hardware": f"{_cpu()}, one thread, torch {torch.__version__}. No GPU and no network are used.",
+            "Hardware": f"{cpu_name()}, one thread, torch {torch.__version__}. No GPU and no network are used.",
             "Data": f"scikit-learn's 8×8 scans: {n} to train on, {len(digits.validation)} that chose the learning rates, "
             f"{len(digits.test)} for the table below.",
             "Guarantee": f"ε ≤ {epsilon:g} at δ = {delta:g} for each private method by itself, against adding or removing one "
@@ -147,11 +147,3 @@ def _count(methods: int) -> str:
 
 def _verb(before: float, after: float) -> str:
     return "lowered" if after < before else "raised" if after > before else "did not change"
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -22,9 +22,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from dpivon.bounds import Bounds
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, Loss, fit
-from dpivon.integrations.bounds import Bounds
 from dpivon.methods import describe
 from dpivon.stacked.networks import cross_entropy
 

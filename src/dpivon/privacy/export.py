@@ -19,15 +19,20 @@ from dpivon.errors import bad
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
 from dpivon.privacy.accounting.recorded import LEDGER, drawn, epsilons, history
+from dpivon.sampled_posterior import SampledPosterior
 from dpivon.tensor_files import write_tensors
 
 
-def export(run: Path, out: Path, delta: float = 1e-5) -> dict[str, float]:
+def export(
+    run: Path, out: Path, delta: float = 1e-5, posterior: Posterior | SampledPosterior | None = None
+) -> dict[str, float]:
     """Write the newest checkpoint's model to the new folder ``out``; ε by every accountant.
 
     ``model.safetensors`` is the model's ``state_dict``, ``posterior.safetensors`` its posterior if IVON trained it, and
-    ``privacy.json`` what was released. Built up from what is wanted, not cut down from the checkpoint: whatever is
-    added to checkpoints stays out of it.
+    ``privacy.json`` what was released. A ``posterior`` that the caller has is written in its place: of other methods the
+    checkpoint does not tell it. One of samples is ``samples.safetensors``.
+
+    Built up from what is wanted, not cut down from the checkpoint: whatever is added to checkpoints stays out of it.
     """
     files = Rotation(run).files()
     if not files:
@@ -45,8 +50,11 @@ def export(run: Path, out: Path, delta: float = 1e-5) -> dict[str, float]:
         raise bad("out", str(out), "exists", "Give a new folder")
     out.mkdir(parents=True)
     write_tensors(out / "model.safetensors", state["model"], {"dpivon": __version__})
-    if (posterior := _posterior(state)) is not None:
-        posterior.save(out / "posterior.safetensors")
+    posterior = _posterior(state) if posterior is None else posterior
+    if posterior is not None:
+        posterior.save(
+            out / ("samples.safetensors" if isinstance(posterior, SampledPosterior) else "posterior.safetensors")
+        )
     told = {
         "delta": delta,
         "epsilon": {name: value if math.isfinite(value) else "inf" for name, value in spent.items()},

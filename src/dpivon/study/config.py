@@ -8,13 +8,14 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting import budget
 from dpivon.study.datasets import train_size
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.plan import Plan, PlannedRun
+from dpivon.yaml_files import read_yaml, validated
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=10**9)]
@@ -131,21 +132,8 @@ def read_rates(path: Path) -> dict[str, float]:
 
 
 def _parsed(path: Path) -> Study:
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise bad("study", str(path), "does not exist", "Give one of studies/*.yaml") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise bad("study", str(path), f"is not YAML ({' '.join(str(error).split())})", _FIX) from None
-    try:
-        return Study.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "study"
-        more = f" (and {error.error_count() - 1} more in {path})" if error.error_count() > 1 else f" (in {path})"
-        raise bad(name, first["input"], first["msg"][0].lower() + first["msg"][1:] + more, _FIX) from None
+    raw = read_yaml("study", path, missing="Give one of studies/*.yaml", fix=_FIX)
+    return validated(Study, raw, "study", fix=_FIX, place=str(path))
 
 
 class _Noise:

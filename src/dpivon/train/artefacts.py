@@ -1,0 +1,116 @@
+"""The files of a RUN folder besides ledger, checkpoints and model: progress, test results, widths, summary."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpivon.durable.files import replace as replace_file
+from dpivon.durable.files import replacing
+from dpivon.errors import StorageError
+from dpivon.metrics import evaluate
+from dpivon.train.columns import Array
+from dpivon.train.published import Published
+from dpivon.train.sources import Examples
+
+PROGRESS, TEST, POSTERIOR, SUMMARY = "progress.jsonl", "test.npz", "posterior.json", "summary.json"
+SHOWN = 16  # images of the test data that are kept: the surest, and as many of the least sure
+
+
+@dataclass(frozen=True)
+class Line:
+    """One evaluation. The held-out numbers are computed from rows without any noise: they are not private."""
+
+    step: int
+    steps: int
+    epoch: int
+    epsilon: float
+    delta: float
+    seconds: float
+    heldout_nll: float | None = None
+    heldout_accuracy: float | None = None
+
+    def with_heldout(self, nll: float, accuracy: float) -> Line:
+        return replace(self, heldout_nll=nll, heldout_accuracy=accuracy)
+
+
+class Progress:
+    """``progress.jsonl``: a line an evaluation, those of steps that were lost taken back, since they are made again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PROGRESS
+        self.last: Line | None = None
+
+    def resume(self, steps: int) -> float:
+        """Keep the lines up to this step; the seconds that were spent until then."""
+        kept = [line for line in read_progress(self._path) if line.step <= steps]
+        replace_file(self._path, "".join(json.dumps(asdict(line)) + "\n" for line in kept).encode())
+        self.last = kept[-1] if kept else None
+        return 0.0 if self.last is None else self.last.seconds
+
+    def add(self, line: Line) -> None:
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be written ({error}). Make room and resume.") from error
+        self.last = line
+
+
+def read_progress(path: Path) -> list[Line]:
+    """The whole lines of the file; none if there is no file."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(Line(**json.loads(text)))
+        except (ValueError, TypeError):  # the last one, torn by a crash
+            break
+    return lines
+
+
+def write_test(published: Published, test: Examples, folder: Path) -> dict[str, float]:
+    """``test.npz`` and the scores on it: at the posterior mean, and as ``mc_…`` averaged over the posterior. Not private."""
+    assert test.targets is not None
+    averaged = published.predict(test.inputs)
+    mean = published.predict(test.inputs, samples=0)
+    arrays: dict[str, Array] = {
+        "probabilities": averaged.probs.float().numpy(),
+        "mean_probabilities": mean.probs.float().numpy(),
+        "targets": test.targets.numpy(),
+    }
+    if test.pictures is not None:
+        shown = _most_and_least_certain(averaged.entropy)
+        arrays |= {"images": test.pictures[shown], "image_index": shown.astype(np.int64)}
+    with replacing(folder / TEST) as temporary, open(temporary, "wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its own flag comes by keyword too
+    scores = evaluate(mean.probs, test.targets)
+    return scores | {f"mc_{name}": value for name, value in evaluate(averaged.probs, test.targets).items()}
+
+
+def _most_and_least_certain(entropy: Tensor) -> Array:
+    order = torch.argsort(entropy, stable=True).numpy()
+    return order if len(order) <= 2 * SHOWN else np.concatenate([order[:SHOWN], order[-SHOWN:]])
+
+
+def write_widths(published: Published, folder: Path) -> None:
+    """``posterior.json``: how wide the posterior is, layer by layer; no file for a point estimate."""
+    levels = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+    layers = []
+    for name, std in published.posterior.std.items():
+        low, middle, high = np.quantile(std.double().numpy(), levels.numpy()).tolist()
+        layers.append({"name": name, "numel": std.numel(), "sd_q05": low, "sd_median": middle, "sd_q95": high})
+    if any(layer["sd_q95"] > 0 for layer in layers):
+        write_json(folder / POSTERIOR, {"layers": layers})
+
+
+def write_json(path: Path, value: Any) -> None:
+    replace_file(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())

@@ -1,0 +1,170 @@
+"""Everything that decides a run: a YAML file, overridden by flags, validated, and kept as RUN/config.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dpivon.durable.files import SECRET, replace
+from dpivon.errors import bad
+from dpivon.methods import METHODS
+from dpivon.train.columns import Column, Labels, Numeric
+from dpivon.train.defaults import METHOD, defaults
+from dpivon.train.networks import KINDS, Width
+from dpivon.train.schema import read_schema
+from dpivon.yaml_files import read_yaml, validated
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Whole = Annotated[int, Field(ge=1, le=10**9)]
+NAME = "config.yaml"
+PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
+
+#: What may be different when a run goes on: none of it changes what is released, or what a release costs.
+FREE = frozenset({"data", "out", "test", "heldout", "device", "physical_batch_size", "checkpoint_seconds", "source"})
+
+
+class Config(BaseModel):
+    """One run. All of it is public, except a seed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: Annotated[str, Field(min_length=1)]
+    out: Annotated[str, Field(min_length=1)] = "dpivon-run"
+    heldout: str | None = None
+    test: str | None = None
+
+    epsilon: Positive
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    dataset_size: Whole
+    accountant: Literal["rdp", "prv", "pld"] = "rdp"
+
+    classes: Annotated[Labels, Field(min_length=2)]
+    target: str | None = None
+    columns: dict[str, Column] = Field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    value_bounds: Numeric | None = None
+    source: str = ""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    image_size: Annotated[int, Field(ge=4, le=1024)] = 32
+    channels: Literal[1, 3] = 3
+
+    method: str = METHOD
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    network: str = "auto"
+    hidden: tuple[Width, ...] = (64,)
+    batch_size: Whole
+    epochs: Whole
+    lr: Positive
+    max_grad_norm: Positive = 1.0
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    samples: Annotated[int, Field(ge=0, le=10_000)] = 32
+
+    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    secure: bool = False
+    device: str = "cpu"
+    physical_batch_size: Whole = 256
+    checkpoint_seconds: Positive = 30.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError("classes: one is named twice")
+        if self.delta >= 1 / self.dataset_size:
+            raise ValueError(
+                f"delta: {self.delta:g} is not below 1/N = {1 / self.dataset_size:.3g}, so publishing one example outright "
+                "would be allowed"
+            )
+        if self.batch_size > self.dataset_size:
+            raise ValueError(f"batch_size: {self.batch_size} is larger than N = {self.dataset_size}")
+        if self.method not in PRIVATE_METHODS:
+            raise ValueError(f"method: {self.method!r} is not one of {', '.join(PRIVATE_METHODS)}")
+        if self.network not in KINDS:
+            raise ValueError(f"network: {self.network!r} is not one of {', '.join(KINDS)}")
+        return self
+
+
+_FIX = "`dpivon train --help` explains every option"
+_NEEDED = {
+    "data": "Name the data: a folder of images, a table, or arrays",
+    "epsilon": "State the budget you may spend, such as --epsilon 3",
+    "delta": "State a probability well below 1/N, such as --delta 1e-5",
+    "dataset_size": "State the number of examples N that may be public; it is never counted. --dataset-size 1000",
+    "classes": "Name every class, such as --classes benign,malignant: which of them occur is private",
+}
+
+
+def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
+    """The configuration of a run. Flags override the file, both override the schema, and the rest are defaults.
+
+    The defaults of batch, epochs and step size are functions of public numbers: defaults.py.
+    """
+    given = _read(file) if file is not None else {}
+    given = {**given, **{name: value for name, value in flags.items() if value is not None}}
+    if (task := given.pop("task", "classification")) != "classification":
+        fix = "Predict classes, or use dpivon.integrations.sklearn.DPIVONRegressor for regression"
+        raise bad("task", task, "is not supported by this command", fix)
+    given = _with_schema(given)
+    for name, fix in _NEEDED.items():
+        if given.get(name) is None:
+            raise bad(name, None, "is needed", fix)
+    given = {**defaults(given), **given}
+    return validated(Config, given, "config", fix=_FIX, place=str(file) if file is not None else "")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    raw = read_yaml("config", file, missing="Give the path of a YAML file", fix=_FIX)
+    if raw is not None and not isinstance(raw, dict):
+        raise bad("config", str(file), "holds no options", _FIX)
+    return {str(name): value for name, value in (raw or {}).items()}
+
+
+def _with_schema(given: dict[str, Any]) -> dict[str, Any]:
+    """The schema file's columns, under those of the configuration; flags and file say more than the schema."""
+    if (path := given.pop("schema", None)) is None:
+        return given
+    schema = read_schema(Path(str(path)))
+    columns = {name: column.model_dump() for name, column in schema.columns.items()}
+    own = given.get("columns") or {}
+    merged: dict[str, Any] = {**given, "columns": {**columns, **own}}
+    merged["ignore"] = [*schema.ignore, *(given.get("ignore") or [])]
+    for name in ("target", "classes", "source"):
+        if merged.get(name) is None and getattr(schema, name):
+            merged[name] = getattr(schema, name)
+    return merged
+
+
+def write(config: Config, folder: Path) -> None:
+    """Readable by its owner only: a seed, if there is one, takes the noise away from whoever knows it."""
+    import yaml
+
+    text = "# The resolved configuration of this run, as `dpivon train --config` takes it.\n"
+    text += yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    replace(folder / NAME, text.encode(), SECRET)
+
+
+def read(folder: Path) -> Config:
+    """What a run was begun with."""
+    fix = "Put the file back, or begin another run in another folder"
+    raw = read_yaml("config", folder / NAME, missing=fix, fix=fix)
+    return validated(Config, raw, "config", fix=fix, place=str(folder / NAME))
+
+
+def check_same(ours: Config, theirs: Config, folder: Path) -> None:
+    """An error that names the first option with which the run was not begun."""
+    for name in type(ours).model_fields:
+        mine, begun = getattr(ours, name), getattr(theirs, name)
+        if name not in FREE and mine != begun:
+            fix = "Go on with what it was begun with, or begin another run with another --out"
+            raise bad(name, _plain(mine), f"but the run in {folder} was begun with {_plain(begun)!r}", fix)
+
+
+def fixed(config: Config) -> dict[str, Any]:
+    """What must stay the same as long as the run lasts, as JSON."""
+    return {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value

@@ -1,0 +1,106 @@
+"""What `dpivon train` shows: the plan, a bar with live ε, and at the end what was spent, assumed and not chosen."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from dpivon.train.artefacts import Line
+from dpivon.train.config import Config
+from dpivon.train.loop import Loop
+from dpivon.train.published import Description
+from dpivon.train.run import Show, Watcher
+
+NOT_PRIVATE = "not private"
+LONGEST = 400  # characters of a sentence on the terminal
+
+
+class Display(Watcher):
+    """Progress goes to stderr, so that stdout is the answer alone."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._bar: Progress | None = None
+        self._due = 0.0  # when ε is to be computed again
+
+    def begin(self, config: Config, description: Description, loop: Loop) -> Show:
+        plan = (
+            f"{config.method} on {description.network.told()}; {description.inputs.told()}, {len(config.classes)} classes. "
+            f"{loop.steps} steps of {config.batch_size} examples on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
+            f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
+        )
+        self.console.print(Text(plan))
+        bar = self._bar = Progress(
+            BarColumn(bar_width=10),  # all of it fits into 80 columns
+            TextColumn("{task.completed:.0f}/{task.total:.0f}  ε = {task.fields[epsilon]:.3f}{task.fields[heldout]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self.console,
+        )
+        if self.console.quiet:
+            return lambda line, step: None
+        task = bar.add_task("", total=loop.steps, epsilon=loop.epsilon, heldout="")
+        bar.start()
+        return lambda line, step: self._update(bar, task, loop, line, step)
+
+    def _update(self, bar: Progress, task: TaskID, loop: Loop, line: Line | None, step: int) -> None:
+        if line is None:
+            now = time.monotonic()
+            if now >= self._due:  # some accountants take seconds: they may take a twentieth of the time
+                bar.update(task, epsilon=loop.epsilon)
+                self._due = time.monotonic() + max(0.2, 20 * (time.monotonic() - now))
+            bar.update(task, completed=step)
+            return
+        told = "" if line.heldout_nll is None else f"  held-out loss {line.heldout_nll:.3f} ({NOT_PRIVATE})"
+        bar.update(task, completed=step, epsilon=line.epsilon, heldout=told)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text))
+
+
+def conclude(summary: dict[str, Any], folder: Path, console: Console) -> None:
+    """The summary in words."""
+    grid = Table.grid(padding=(0, 2))
+    for label, text in _lines(summary).items():
+        grid.add_row(Text(label), Text(text))
+    console.print(grid)
+    console.print(
+        Text(
+            f"{folder / 'model'} may be published; the rest of {folder} holds the state of the noise and is as secret as the "
+            f"data. Next: dpivon predict {folder} NEW_DATA --out predictions.csv"
+        )
+    )
+
+
+def _lines(summary: dict[str, Any]) -> dict[str, str]:
+    by = ", ".join(f"{name} {value:.4g}" for name, value in summary["epsilon_by_accountant"].items())
+    lines = {
+        "Guarantee": f"ε = {summary['epsilon']:.4g} at δ = {summary['delta']:g}, against adding or removing one example, "
+        f"for the published model of {summary['releases']} releases (by accountant: {by}). "
+        "Another run on the same data costs its own ε on top.",
+    }
+    if not summary["seed_is_secret"]:
+        lines["Seed"] = "was given, and decides the noise: whoever knows it can take the noise away."
+    if (scores := summary["metrics"]) is not None:
+        lines["Test data"] = (
+            f"accuracy {scores['mc_accuracy']:.1%}, NLL {scores['mc_nll']:.3f}, ECE {scores['mc_ece']:.3f}, averaged over the "
+            f"posterior. These scores are {NOT_PRIVATE.upper()}: no noise was added to them."
+        )
+    lines["Public"] = "\n".join(_short(sentence) for sentence in summary["public_inputs"])
+    lines["Not chosen"] = "\n".join(summary["choices_not_made"])
+    return lines
+
+
+def _short(sentence: str) -> str:
+    """A table may have a hundred columns."""
+    return sentence if len(sentence) <= LONGEST else f"{sentence[:LONGEST]}… (all of it is in summary.json)"

@@ -1,0 +1,168 @@
+"""The private loop: the ordinary one, kept by :class:`dpivon.Checkpoints`, watched through a small protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpivon.errors import BudgetSpent, bad
+from dpivon.metrics import accuracy, nll
+from dpivon.optim.ivon import IVON
+from dpivon.privacy import BatchMemoryManager, Checkpoints, PrivacyEngine
+from dpivon.train.artefacts import Line, Progress
+from dpivon.train.config import Config, fixed
+from dpivon.train.published import Description
+from dpivon.train.sources import Examples
+
+HELDOUT_DRAWS = 8
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """One for each purpose; from the operating system, unless somebody wants the same run again."""
+
+    seed: int | None
+
+    def number(self, purpose: str) -> int:
+        if self.seed is None:
+            return secrets.randbits(62)
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {purpose}".encode()).digest()[:8], "big") >> 2
+
+    def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed(self.number(purpose))
+
+
+class Loop:
+    """A run that trains, or goes on training, in a folder."""
+
+    def __init__(self, config: Config, description: Description, examples: Examples, folder: Path) -> None:
+        self.config, self.description = config, description
+        self.device = device_of(config.device)
+        assert examples.targets is not None
+        seeds = Seeds(config.seed)
+        torch.manual_seed(seeds.number("weights"))
+        self.learner = description.learner(seeds.generator("theta", self.device), config.ema)
+        self.learner.model.to(self.device)
+        self.engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
+        own = config.seed is not None and not config.secure
+        self.model, self.optimizer, self.loader = self.learner.make_private_with_epsilon(
+            self.engine,
+            DataLoader(
+                TensorDataset(examples.inputs, examples.targets),
+                batch_size=config.batch_size,
+                generator=seeds.generator("batches") if own else None,
+            ),
+            target_epsilon=config.epsilon,
+            target_delta=config.delta,
+            epochs=config.epochs,
+            max_grad_norm=config.max_grad_norm,
+            dataset_size=config.dataset_size,
+            expected_batch_size=config.batch_size,
+            noise_generator=seeds.generator("noise", self.device) if own else None,
+            criterion=nn.CrossEntropyLoss(),
+        )
+        self.loss = nn.CrossEntropyLoss()
+        self.draws = self.learner.optimizer.mc_samples if isinstance(self.learner.optimizer, IVON) else 1
+        self.kept = Checkpoints(
+            folder, engine=self.engine, optimizer=self.optimizer, data_loader=self.loader, config=fixed(config)
+        )
+        self.progress = Progress(folder)
+        self.done, self.before = 0, 0.0  # steps, and seconds of earlier processes
+        self.spent = False  # whether the budget refused a step
+        self.optimizer.attach_step_hook(self._count)
+
+    def _count(self, optimizer: Any) -> None:
+        self.done += 1
+
+    @property
+    def steps(self) -> int:
+        """Planned: ⌈N/b⌉ a pass, of public numbers."""
+        return self.config.epochs * len(self.loader)
+
+    @property
+    def epsilon(self) -> float:
+        return self.engine.get_epsilon(self.config.delta) if len(self.engine.accountant) else 0.0
+
+    def train(self, heldout: Examples | None, show: Callable[[Line | None, int], None]) -> None:
+        """To the end of the plan or of the budget. ``show(line, step)``: after every step, with a line after an evaluation."""
+        resumed = self.kept.restore()
+        self.done = resumed.steps
+        self.before = self.progress.resume(resumed.steps)
+        self.began = saved = time.monotonic()
+        if self.progress.last is not None:
+            show(self.progress.last, self.done)
+        main = threading.current_thread() is threading.main_thread()
+        signals: AbstractContextManager[None] = self.kept.saving_on_signals() if main else nullcontext()
+        with signals:
+            for epoch in range(resumed.epoch, self.config.epochs):
+                for _ in self._pass():
+                    show(None, self.done)
+                    if time.monotonic() - saved > self.config.checkpoint_seconds:
+                        self.kept.save()
+                        saved = time.monotonic()
+                line = self._line(epoch + 1, heldout)
+                self.progress.add(line)
+                show(line, self.done)
+                self.kept.save()
+                saved = time.monotonic()
+                if self.spent:
+                    break
+
+    def _pass(self) -> Iterator[None]:
+        """What is left of a pass, an item a micro-batch; broken off where the budget refuses a step."""
+        size = self.config.physical_batch_size
+        with BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
+        ) as batches:
+            for x, y in batches:
+                try:
+                    self._step(x.to(self.device), y.to(self.device))
+                except torch.OutOfMemoryError:
+                    batches.retry()
+                except BudgetSpent:
+                    self.spent = True
+                    return
+                yield
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(self.draws):
+            with self.learner.sample():
+                self.loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def _line(self, epoch: int, heldout: Examples | None) -> Line:
+        seconds = self.before + time.monotonic() - self.began
+        line = Line(self.done, self.steps, epoch, self.epsilon, self.config.delta, seconds)
+        if heldout is None or heldout.targets is None:
+            return line
+        generator = torch.Generator().manual_seed(0)
+        draws = min(HELDOUT_DRAWS, self.config.samples)
+        probs = self.learner.predict(heldout.inputs, draws, generator=generator).probs.cpu()
+        return line.with_heldout(nll(probs, heldout.targets), accuracy(probs, heldout.targets))
+
+    def close(self) -> None:
+        if self.engine.ledger is not None:
+            self.engine.ledger.close()
+
+
+def device_of(name: str) -> torch.device:
+    fix = "Use cpu, or cuda where there is a GPU"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise bad("device", name, "is no device", fix) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise bad("device", name, "there is no GPU that torch can use", fix)
+    return device

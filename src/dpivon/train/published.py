@@ -1,0 +1,117 @@
+"""The folder ``model/``: all that prediction needs and that may be given away. Tensors and JSON; loading executes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from dpivon._version import __version__
+from dpivon.durable.files import replace, sync_folder
+from dpivon.errors import bad
+from dpivon.methods import Learner, Method, describe
+from dpivon.methods import method as make_method
+from dpivon.posterior import Posterior
+from dpivon.predict import ClassPrediction
+from dpivon.privacy.export import export
+from dpivon.sampled_posterior import SampledPosterior
+from dpivon.train.columns import Labels
+from dpivon.train.networks import Network
+from dpivon.train.sources.arrays import Arrays
+from dpivon.train.sources.images import Images
+from dpivon.train.sources.table import Table
+from dpivon.yaml_files import validated
+
+FOLDER, NAME = "model", "model.json"
+_FIX = "Give the folder that `dpivon train` made, or the model/ in it"
+
+
+class Description(BaseModel):
+    """``model.json``: how to rebuild preprocessing and network. A function of the configuration, never of a row."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    dpivon: str = __version__
+    inputs: Annotated[Table | Images | Arrays, Field(discriminator="kind")]
+    classes: Labels
+    network: Network
+    method: str
+    options: dict[str, bool | int | float | str]
+    lr: float
+    dataset_size: Annotated[int, Field(ge=1)]
+    samples: Annotated[int, Field(ge=0, le=10_000)]
+    source: str = ""
+
+    def learner(self, generator: torch.Generator | None = None, ema: float | None = None) -> Learner:
+        """The method at work on a new network of this kind."""
+        return make_method(
+            self.method,
+            self.network.build(),
+            dataset_size=self.dataset_size,
+            lr=self.lr,
+            ema=ema,
+            generator=generator,
+            **self.options,
+        )
+
+
+class Published:
+    """A model as it was published: how to read examples, and the posterior to predict from."""
+
+    def __init__(self, description: Description, model: nn.Module, posterior: Posterior | SampledPosterior) -> None:
+        self.description, self.model, self.posterior = description, model, posterior
+
+    @property
+    def method(self) -> Method:
+        return describe(self.description.method)
+
+    def predict(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> ClassPrediction:
+        """Class probabilities averaged over the posterior; the same for the same seed. 0 samples is the posterior mean."""
+        samples = self.description.samples if samples is None else samples
+        generator = torch.Generator().manual_seed(seed)
+        return self.method.predict(self.model, self.posterior, inputs, samples, generator=generator)
+
+
+def publish(run: Path, description: Description, learner: Learner, delta: float) -> Path:
+    """Write RUN/model from the newest checkpoint's model, the learner's posterior and the description; whole or not at all."""
+    out, making = run / FOLDER, run / ".model.tmp"
+    shutil.rmtree(making, ignore_errors=True)  # of a process that was killed while it wrote
+    export(run, making, delta, posterior=learner.posterior())
+    text = json.dumps(description.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    replace(making / NAME, (text + "\n").encode())
+    making.rename(out)
+    sync_folder(run)
+    return out
+
+
+def load(where: Path) -> Published:
+    """A published model, from its own folder or from that of a run."""
+    folder = where / FOLDER if (where / FOLDER / NAME).exists() else where
+    path = folder / NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        unfinished = "is a run that is not finished" if (where / "config.yaml").exists() else "holds no published model"
+        fix = "Start the same `dpivon train` again to finish it" if unfinished.startswith("is a run") else _FIX
+        raise bad("model", str(where), unfinished, fix) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise bad("model", str(path), f"cannot be read ({error})", _FIX) from None
+    description = validated(Description, raw, "model", fix=_FIX, place=str(path))
+    sampled = folder / "samples.safetensors"
+    kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
+    posterior = kind.load(sampled if sampled.exists() else folder / "posterior.safetensors")
+    with torch.device("meta"):  # sizes only: a description may ask for more memory than there is
+        size = sum(p.numel() for p in description.network.build().parameters())
+    if posterior.num_parameters != size:
+        problem = f"describes a network of {size} weights, and its posterior has {posterior.num_parameters}"
+        raise bad("model", str(folder), problem, _FIX)
+    with torch.random.fork_rng(devices=[]):  # first weights, all of them replaced by the posterior's
+        model = description.learner().model
+    posterior.for_model(model)
+    return Published(description, model, posterior)

@@ -1,0 +1,209 @@
+"""A run from its configuration to a finished RUN folder. Killed anywhere, it goes on; finished, it says so again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpivon._version import __version__
+from dpivon.durable.ledger import read as read_ledger
+from dpivon.errors import bad
+from dpivon.hardware import hardware_name
+from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.train import config as configs
+from dpivon.train.artefacts import PROGRESS as PROGRESS_FILE
+from dpivon.train.artefacts import SUMMARY, Line, read_progress, write_json, write_test, write_widths
+from dpivon.train.config import Config
+from dpivon.train.loop import Loop, device_of
+from dpivon.train.networks import choose
+from dpivon.train.published import FOLDER, Description, load, publish
+from dpivon.train.sources import Examples, files_of, kind_of
+from dpivon.train.statements import choices_not_made, public_inputs
+from dpivon.train.task import source_of
+
+REPORT = "report.html"
+Show = Callable[[Line | None, int], None]
+
+
+class Watcher:
+    """What a run tells while it runs; this one says nothing."""
+
+    def begin(self, config: Config, description: Description, loop: Loop) -> Show:
+        return lambda line, step: None
+
+    def end(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Train within (ε, δ), or go on, or find it finished; the summary. Everything wrong with the data is said before step 0."""
+    watcher = watcher or Watcher()
+    folder = Path(config.out)
+    _check_folder(folder, config)
+    device_of(config.device)
+    if (folder / SUMMARY).exists():
+        return _again(config, folder, watcher)
+    description = describe(config)
+    examples = description.inputs.read(config.data, config.classes)
+    heldout = _read("heldout", config.heldout, config, description)
+    test = _read("test", config.test, config, description)
+    _make(folder)
+    configs.write(config, folder)
+    with torch.random.fork_rng(devices=[]):
+        loop = Loop(config, description, examples, folder)
+        try:
+            loop.train(heldout, watcher.begin(config, description, loop))
+        finally:
+            watcher.end()
+            loop.close()
+    if not (folder / FOLDER).exists():
+        publish(folder, description, loop.learner, config.delta)
+    return _finish(config, description, loop.optimizer.noise_multiplier, folder, test, watcher)
+
+
+def describe(config: Config) -> Description:
+    """``model.json``, before any row is encoded: a function of what was declared."""
+    source = source_of(config)
+    return Description(
+        inputs=source,
+        classes=config.classes,
+        network=choose(config.network, source.shape, len(config.classes), config.hidden),
+        method=config.method,
+        options=config.options,
+        lr=config.lr,
+        dataset_size=config.dataset_size,
+        samples=config.samples,
+        source=config.source,
+    )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise bad("out", str(folder), f"cannot be made ({error})", "Give another --out folder") from None
+
+
+def _check_folder(folder: Path, config: Config) -> None:
+    """New, empty, or a run that was begun with this configuration."""
+    if folder.exists() and not folder.is_dir():
+        raise bad("out", str(folder), "is a file", "Give another --out folder")
+    if (folder / configs.NAME).exists():
+        configs.check_same(config, configs.read(folder), folder)
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise bad("out", str(folder), "is not empty and holds no run", "Give another --out folder")
+
+
+def _read(name: str, where: str | None, config: Config, description: Description) -> Examples | None:
+    """Examples to score. Never those of training: their scores would be released without any noise."""
+    if where is None:
+        return None
+    if (kind := kind_of(where, name)) != description.inputs.kind:
+        raise bad(name, where, f"is of the kind {kind}, and the training data is not", "Give data of the same kind")
+    ours, theirs = ({Path(part).resolve() for part in files_of(text)} for text in (config.data, where))
+    if ours & theirs:
+        raise bad(name, where, "is the training data, and scores on it are not private", "Give rows that are not in it")
+    return description.inputs.read(where, description.classes)
+
+
+def _again(config: Config, folder: Path, watcher: Watcher) -> dict[str, Any]:
+    """A finished run: its summary, with the scores on test data that was not given before."""
+    try:
+        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "Remove it; the same command then writes it again"
+        raise bad("out", str(folder / SUMMARY), f"cannot be read ({error})", fix) from None
+    watcher.say(f"The run in {folder} is finished; nothing was trained.")
+    if config.test is not None and config.test != configs.read(folder).test:
+        published = load(folder)
+        test = _read("test", config.test, config, published.description)
+        assert test is not None
+        summary["metrics"] = write_test(published, test, folder)
+        write_json(folder / SUMMARY, summary)
+        configs.write(config, folder)
+        _report(folder, watcher)
+    elif not (folder / REPORT).exists():
+        _report(folder, watcher)
+    return summary
+
+
+def _finish(
+    config: Config, description: Description, sigma: float, folder: Path, test: Examples | None, watcher: Watcher
+) -> dict[str, Any]:
+    """All that follows from the published model; the summary last, since it says that the rest is there."""
+    published = load(folder)
+    metrics = None if test is None else write_test(published, test, folder)
+    write_widths(published, folder)
+    record = read_ledger(folder / LEDGER)
+    spent: dict[str, float] = json.loads((folder / FOLDER / "privacy.json").read_text(encoding="utf-8"))["epsilon"]
+    lines = read_progress(folder / PROGRESS_FILE)
+    summary: dict[str, Any] = {
+        "format": 1,
+        "method": config.method,
+        "epsilon": spent[config.accountant],
+        "delta": config.delta,
+        "target_epsilon": config.epsilon,
+        "accountant": config.accountant,
+        "epsilon_by_accountant": spent,
+        "adjacency": "add/remove",
+        "dataset_size": config.dataset_size,
+        "sampling_rate": config.batch_size / config.dataset_size,
+        "expected_batch_size": config.batch_size,
+        "steps": lines[-1].step if lines else 0,
+        "releases": record.releases,
+        "noise_multiplier": sigma,
+        "max_grad_norm": config.max_grad_norm,
+        "learning_rate": config.lr,
+        "epochs": config.epochs,
+        "seconds": lines[-1].seconds if lines else 0.0,
+        "hardware": hardware_name(torch.device(config.device)),
+        "versions": {
+            "dpivon": __version__,
+            "torch": torch.__version__,
+            "opacus": version("opacus"),
+            "numpy": version("numpy"),
+            "python": platform.python_version(),
+        },
+        "task": {
+            "kind": description.inputs.kind,
+            "classes": list(config.classes),
+            "inputs": description.inputs.told(),
+            "network": description.network.told(),
+        },
+        "metrics": metrics,
+        "public_inputs": public_inputs(config, description),
+        "choices_not_made": choices_not_made(description),
+        "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
+        "heldout_is_private": False,
+        "test_is_private": False,
+        "seed_is_secret": config.seed is None,
+    }
+    write_json(folder / SUMMARY, summary)
+    _report(folder, watcher)
+    return summary
+
+
+def _report(folder: Path, watcher: Watcher) -> None:
+    """``report.html``, where the module that writes it is there. The run is finished whatever becomes of its page."""
+    try:
+        module = importlib.import_module("dpivon.report")
+    except ModuleNotFoundError as error:
+        if error.name != "dpivon.report":
+            raise
+        watcher.say(f"{REPORT} was not written: this version of dpivon writes no reports.")
+        return
+    try:
+        module.build(folder)
+    except Exception as error:
+        watcher.say(f"{REPORT} was not written ({error}). The run is finished; the same command tries again.")

@@ -1,0 +1,96 @@
+"""NumPy arrays: an .npz with x and y, or two .npy as ``x.npy,y.npy``. Nothing is unpickled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from dpivon.bounds import Bounds
+from dpivon.errors import bad
+from dpivon.train.columns import Array, Numeric, Strict, find, scaled
+from dpivon.train.sources import Examples, files_of, index_of, no_examples, targets
+
+_KINDS = "biuf"  # bool, int, unsigned, float
+
+
+class Arrays(Strict):
+    """Numbers clamped to a declared range and mapped to [−1, 1]. NaN is the middle; flat rows get an indicator of it each.
+
+    ``sizes`` is the shape of one example: [features], [height, width], or [channels, height, width].
+    """
+
+    kind: Literal["array"] = "array"
+    sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=3)]
+    bounds: Numeric
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if len(self.sizes) == 1:
+            return (2 * self.sizes[0],)
+        return self.sizes if len(self.sizes) == 3 else (1, *self.sizes)
+
+    def told(self) -> str:
+        return f"an array of {' × '.join(map(str, self.sizes))}"
+
+    def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
+        x, y = _arrays(where, labels=classes is not None)
+        if x.shape[1:] != self.sizes:
+            problem = f"holds examples of shape {x.shape[1:]}, and {self.sizes} is declared"
+            raise bad("data", where, problem, "Give arrays of the declared shape")
+        if not len(x):
+            raise no_examples(where)
+        values, missing = scaled(x.astype(np.float64), Bounds.check("bounds", (self.bounds.min, self.bounds.max), 1))
+        encoded = np.concatenate([values, missing], axis=1) if len(self.sizes) == 1 else values.reshape(-1, *self.shape)
+        found = None
+        if classes is not None:
+            assert y is not None
+            if y.shape != (len(x),):
+                raise bad("data", where, f"has labels of shape {y.shape} for {len(x)} examples", "Give one label each")
+            given = enumerate(y.tolist(), start=1)
+            found = targets([index_of(find(cell, classes), cell, f"row {i}", classes) for i, cell in given])
+        return Examples(torch.from_numpy(encoded.astype(np.float32)), found, [str(i + 1) for i in range(len(x))])
+
+
+def example_shape(where: str) -> tuple[int, ...]:
+    """The shape of one example. Adding or removing an example does not change it, so it is public."""
+    x, _ = _arrays(where, labels=False)
+    if not 2 <= x.ndim <= 4:
+        fix = "Let it be [n, features], [n, height, width] or [n, channels, height, width]"
+        raise bad("data", where, f"x has shape {x.shape}", fix)
+    return tuple(x.shape[1:])
+
+
+def _arrays(where: str, labels: bool) -> tuple[Array, Array | None]:
+    fix = "Give an .npz with x and y, or x.npy,y.npy"
+    parts = [Path(part) for part in files_of(where)]
+    if parts[0].suffix.lower() == ".npz":
+        found = _load(parts[0])
+    else:
+        found = {name: _load(part)[""] for name, part in zip("xy", parts, strict=False)}
+    for name in ("x", "y") if labels else ("x",):
+        if name not in found:
+            raise bad("data", where, f"holds no {name}, but {', '.join(map(repr, found)) or 'nothing'}", fix)
+    x, y = found["x"], found.get("y") if labels else None
+    if x.dtype.kind not in _KINDS:
+        raise bad("data", where, f"x is of type {x.dtype}, not of numbers", "Convert x to numbers")
+    if y is not None and y.dtype.kind not in f"{_KINDS}US":
+        raise bad("data", where, f"y is of type {y.dtype}, neither numbers nor texts", "Convert y to numbers or texts")
+    return x, y
+
+
+def _load(path: Path) -> dict[str, Array]:
+    """x and y of an .npz by name, or the one array of an .npy under the name ""."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"": loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded.files if name in ("x", "y")}
+    except Exception as error:  # a damaged archive or header raises one of a dozen kinds
+        raise bad(
+            "data", str(path), f"cannot be read as arrays ({error})", "Write it with numpy.savez or save"
+        ) from None

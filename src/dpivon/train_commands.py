@@ -1,0 +1,370 @@
+"""``dpivon train`` and ``dpivon predict``: what people type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpivon.errors import bad, check_whole
+from dpivon.methods import METHODS
+from dpivon.terminal import warnings_as_lines
+
+_DATA, _PUBLIC, _MODEL, _RUN = "Data", "What is public", "Model and training", "Running"
+
+
+def _method_names(incomplete: str) -> list[str]:
+    return [name for name in METHODS if name.startswith("dp") and name.startswith(incomplete)]
+
+
+def train(
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder with a folder of images a class, a .csv or .parquet table, an .npz, or x.npy,y.npy."
+        ),
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="The privacy budget ε.", rich_help_panel=_PUBLIC)] = None,
+    delta: Annotated[float | None, typer.Option(help="Its δ, below 1/N.", rich_help_panel=_PUBLIC)] = None,
+    dataset_size: Annotated[
+        int | None,
+        typer.Option(help="The public number of examples N. Rows are never counted.", rich_help_panel=_PUBLIC),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Every class, by commas. Of images: the names of the folders.", rich_help_panel=_PUBLIC),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="The column of a table to predict.", rich_help_panel=_PUBLIC)
+    ] = None,
+    bounds: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="COLUMN:LOW:HIGH, repeated; LOW:HIGH for arrays, or for all other columns. Known without the data.",
+            rich_help_panel=_PUBLIC,
+        ),
+    ] = None,
+    categories: Annotated[
+        list[str] | None,
+        typer.Option(help="COLUMN:A,B,C, repeated: a column of texts or codes.", rich_help_panel=_PUBLIC),
+    ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(help="A YAML file with all of these; --write-schema drafts one.", rich_help_panel=_PUBLIC),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="A column that is not used; repeat it.", rich_help_panel=_PUBLIC)
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="Images are resized to this side; 32 by default.", rich_help_panel=_PUBLIC)
+    ] = None,
+    channels: Annotated[
+        int | None, typer.Option(help="1 for grey, 3 for RGB (default).", rich_help_panel=_PUBLIC)
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Where the bounds come from; printed beside them.", rich_help_panel=_PUBLIC)
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(help="Scored at the end, never trained on. Its scores are NOT private.", rich_help_panel=_DATA),
+    ] = None,
+    heldout: Annotated[
+        str | None, typer.Option(help="Scored after every epoch, never trained on. NOT private.", rich_help_panel=_DATA)
+    ] = None,
+    delimiter: Annotated[str | None, typer.Option(help="Of a CSV; a comma by default.", rich_help_panel=_DATA)] = None,
+    write_schema: Annotated[
+        Path | None,
+        typer.Option(help="Draft a schema from the names of the columns, train nothing.", rich_help_panel=_DATA),
+    ] = None,
+    public_sample: Annotated[
+        Path | None,
+        typer.Option(help="With --write-schema: a PUBLIC table to take ranges from.", rich_help_panel=_DATA),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Show, to the owner, what does not fit. NOT private; train nothing.", rich_help_panel=_DATA
+        ),
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="By its name in `dpivon methods`; dp-ivon-gradsq by default.",
+            autocompletion=_method_names,
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of the method; repeat it.", rich_help_panel=_MODEL)
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="auto, mlp, small-cnn, paper-cnn or wrn-16-4.", rich_help_panel=_MODEL)
+    ] = None,
+    hidden: Annotated[
+        str | None,
+        typer.Option(help="Widths of an MLP's hidden layers, by commas; 64 by default.", rich_help_panel=_MODEL),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes of ⌈N/b⌉ steps; 40 by default.", rich_help_panel=_MODEL)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Expected batch b; N/8 by default, 16 to 1024.", rich_help_panel=_MODEL)
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Step size; by default the method's, smaller under much noise.", rich_help_panel=_MODEL),
+    ] = None,
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="Clip bound C; 1 by default.", rich_help_panel=_MODEL)
+    ] = None,
+    ema: Annotated[
+        float | None, typer.Option(help="Average the iterates with this decay.", rich_help_panel=_MODEL)
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Posterior draws that a prediction averages.", rich_help_panel=_MODEL)
+    ] = None,
+    accountant: Annotated[str | None, typer.Option(help="rdp (default), prv or pld.", rich_help_panel=_MODEL)] = None,
+    task: Annotated[str | None, typer.Option(help="classification.", rich_help_panel=_MODEL)] = None,
+    out: Annotated[
+        str | None, typer.Option(help="The RUN folder; dpivon-run by default.", rich_help_panel=_RUN)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with any of these options; flags override it.", rich_help_panel=_RUN)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Decides the noise too: only for public data. Default: a secret.", rich_help_panel=_RUN),
+    ] = None,
+    secure: Annotated[
+        bool | None,
+        typer.Option(
+            "--secure/--no-secure", help="Noise from the operating system; no exact resume.", rich_help_panel=_RUN
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu (default) or cuda.", rich_help_panel=_RUN)] = None,
+    physical_batch_size: Annotated[
+        int | None, typer.Option(help="Most examples in memory at once; 256 by default.", rich_help_panel=_RUN)
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float | None, typer.Option(help="Longest time between checkpoints; 30 by default.", rich_help_panel=_RUN)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.", rich_help_panel=_RUN)] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.", rich_help_panel=_RUN)] = False,
+) -> None:
+    """Train a private classifier on your own data. Nothing is learned from the data without privacy.
+
+    Classes, ranges, categories, image size and N are declared by you and become public; values outside a range are clamped.
+    Stop it at any time: the same command goes on, to the bit on a CPU, and ε never falls.
+
+    Example: dpivon train patients.csv --schema patients.yaml --epsilon 3 --delta 1e-4 --dataset-size 400 --out run
+
+    Example: dpivon train photos/ --classes cat,dog --image-size 32 --epsilon 8 --delta 1e-5 --dataset-size 10000
+
+    Example: dpivon train digits.npz --classes 0,1,2,3,4,5,6,7,8,9 --bounds 0:16 --epsilon 4 --delta 1e-4 --dataset-size 1400
+
+    Example: dpivon train patients.csv --target ill --write-schema patients.yaml
+    """
+    from dpivon.train.config import resolve
+
+    flags: dict[str, Any] = {
+        "data": data,
+        "epsilon": epsilon,
+        "delta": delta,
+        "dataset_size": dataset_size,
+        "classes": _listed(classes),
+        "target": target,
+        "schema": schema,
+        "ignore": ignore,
+        "image_size": image_size,
+        "channels": channels,
+        "source": source,
+        "test": test,
+        "heldout": heldout,
+        "delimiter": delimiter,
+        "method": method,
+        "options": _options(option),
+        "network": network,
+        "hidden": None if hidden is None else [_width(text) for text in _listed(hidden) or []],
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "max_grad_norm": max_grad_norm,
+        "ema": ema,
+        "samples": samples,
+        "accountant": accountant,
+        "task": task,
+        "out": out,
+        "seed": seed,
+        "secure": secure,
+        "device": device,
+        "physical_batch_size": physical_batch_size,
+        "checkpoint_seconds": checkpoint_seconds,
+        **_declared(bounds, categories),
+    }
+    if write_schema is not None:
+        _draft(data, target, write_schema, public_sample, delimiter or ",")
+        return
+    if public_sample is not None:
+        raise bad(
+            "public-sample", str(public_sample), "was given without --write-schema", "Give --write-schema FILE too"
+        )
+    with warnings_as_lines():
+        settings = resolve(flags, config)
+        if check:
+            _show_oddities(settings)
+            return
+        _train(settings, as_json, quiet)
+
+
+def _train(settings: Any, as_json: bool, quiet: bool) -> None:
+    from rich.console import Console
+
+    from dpivon.train.display import Display, conclude
+    from dpivon.train.run import train as run
+
+    if settings.seed is not None:
+        why = "decides the privacy noise, so whoever knows it can take the noise away"
+        typer.echo(f"warning: seed={settings.seed}: {why}. Leave it out unless the data is public.", err=True)
+    try:
+        summary = run(settings, Display(quiet or as_json))
+    except SystemExit:  # by a signal, after the checkpoint was written
+        if not quiet:
+            typer.echo(f"stopped and saved in {settings.out}; the same command goes on", err=True)
+        raise
+    if as_json:
+        typer.echo(json.dumps(summary, ensure_ascii=False, allow_nan=False))
+    elif not quiet:
+        conclude(summary, Path(settings.out), Console(highlight=False))
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="The RUN folder of `dpivon train`, or the published model/ of one.")],
+    data: Annotated[str, typer.Argument(help="Data like that of training; labels are not needed and not read.")],
+    out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv).")] = Path("predictions.csv"),
+    samples: Annotated[
+        int | None, typer.Option(help="Posterior draws to average; by default as trained. 0: the posterior mean.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the posterior draws; the same gives the same predictions.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+) -> None:
+    """Predict with a private model: probabilities averaged over its posterior, and two measures of uncertainty.
+
+    entropy is the whole uncertainty in nats; mutual_information is the part that more data would remove. The folder
+    model/ is all that is needed, and loading it executes nothing. It spends no privacy.
+
+    Example: dpivon predict run new-patients.csv --out predictions.csv
+
+    Example: dpivon predict model photos/ --samples 100
+    """
+    from dpivon.train.predictions import predict_file
+    from dpivon.train.published import load
+
+    fix = "Use a whole number of draws, or 0 for the posterior mean"
+    samples = None if samples is None else check_whole("samples", samples, fix)
+    if check_whole("seed", seed, "Use a small number such as 0") >= 2**63:
+        raise bad("seed", seed, "is too large", "Use a small number such as 0")
+    found = predict_file(load(model), data, out, samples=samples, seed=seed)
+    told = {
+        "out": str(out),
+        "examples": len(found.probs),
+        "samples": found.samples,
+        "mean_entropy": float(found.entropy.mean()),
+        "mean_mutual_information": float(found.mutual_information.mean()),
+    }
+    if as_json:
+        typer.echo(json.dumps(told, ensure_ascii=False))
+    elif not quiet:
+        how = f"averaged over {found.samples} posterior draws" if found.samples else "at the posterior mean"
+        typer.echo(f"{told['examples']} predictions in {out}, {how}; mean entropy {told['mean_entropy']:.3f} nats")
+
+
+def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, delimiter: str) -> None:
+    from dpivon.train.schema import draft, draft_from_sample, write_draft
+    from dpivon.train.sources import kind_of
+    from dpivon.train.sources.table import column_names, read_columns
+
+    if data is None or kind_of(data) != "table":
+        raise bad("data", data, "is no table, and only tables have a schema", "Give a .csv or .parquet")
+    names = column_names(Path(data), delimiter)
+    if target is not None and target not in names:
+        raise bad("target", target, "is no column of the table", f"Name one of {', '.join(names)}")
+    if sample is None:
+        text = draft(names, target)
+    else:
+        if sample.exists() and sample.samefile(data):
+            fix = "Give a table that is public, or leave it out and fill in the blanks"
+            raise bad("public-sample", str(sample), "is the private data itself", fix)
+        kind_of(str(sample))
+        text = draft_from_sample(read_columns(sample, names, delimiter), target, sample)
+    write_draft(to, text)
+    typer.echo(f"{to} has {len(names)} columns to fill in and check; only their names were read from {data}")
+
+
+def _show_oddities(settings: Any) -> None:
+    from dpivon.train.run import describe
+    from dpivon.train.sources.table import Table
+
+    inputs = describe(settings).inputs
+    examples = inputs.read(settings.data, settings.classes)
+    lines = inputs.oddities(settings.data) if isinstance(inputs, Table) else []
+    typer.echo("NOT PRIVATE: these numbers are about single rows. Keep them with the data.", err=True)
+    typer.echo("\n".join([*lines, f"{len(examples)} examples, every label is among the classes"]))
+
+
+def _declared(bounds: Sequence[str] | None, categories: Sequence[str] | None) -> dict[str, Any]:
+    """--bounds and --categories as columns, and the range of all others."""
+    columns: dict[str, Any] = {}
+    out: dict[str, Any] = {}
+    for text in bounds or ():
+        parts = text.rsplit(":", 2)
+        try:
+            low, high = float(parts[-2]), float(parts[-1])
+        except (IndexError, ValueError):
+            raise bad("bounds", text, "is not COLUMN:LOW:HIGH or LOW:HIGH", "Write --bounds age:0:120") from None
+        if len(parts) == 3:
+            columns[parts[0]] = {"min": low, "max": high}
+        else:
+            out["value_bounds"] = {"min": low, "max": high}
+    for text in categories or ():
+        name, separator, values = text.rpartition(":")
+        if not separator or not values:
+            raise bad("categories", text, "is not COLUMN:A,B,C", "Write --categories sex:f,m")
+        columns[name] = {"categories": _listed(values)}
+    if columns:
+        out["columns"] = columns
+    return out
+
+
+def _listed(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _width(text: str) -> int:
+    return check_whole("hidden", text, "Use the widths of the hidden layers, such as 64,32", at_least=1)
+
+
+def _options(given: Sequence[str] | None) -> dict[str, Any] | None:
+    if not given:
+        return None
+    out: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise bad("option", text, "is not NAME=VALUE", "Write --option hess_init=0.5")
+        out[name] = _value(value)
+    return out
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

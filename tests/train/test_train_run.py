@@ -1,0 +1,517 @@
+"""Whole runs: they learn within the budget, go on to the bit after any death, and read nothing off the data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clinic import HEADER, as_flags, clinic, rows, write_csv
+from PIL import Image
+
+import dpivon
+from dpivon import DpivonError, PrivacyWarning, budget
+from dpivon.durable.ledger import read as read_ledger
+from dpivon.train import load, resolve, train
+from dpivon.train import run as running
+from dpivon.train.artefacts import read_progress
+from dpivon.train.loop import Loop
+from dpivon.train.run import Watcher, describe
+
+slow = pytest.mark.slow
+FILES = {"config.yaml", "ledger.jsonl", "model", "progress.jsonl", "summary.json", "posterior.json"}
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report has tests of its own."""
+    monkeypatch.setattr(running, "_report", lambda folder, watcher: None)
+
+
+class Dies(Watcher):
+    """A process that is killed after so many steps: nothing is saved."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def begin(self, config: Any, description: Any, loop: Any) -> Any:
+        def show(line: Any, step: int) -> None:
+            if line is None and step == self.after:
+                raise MemoryError("killed")
+
+        return show
+
+
+def posterior(folder: str | Path) -> dict[str, torch.Tensor]:
+    q = load(Path(folder)).posterior
+    return {**{f"m {k}": v for k, v in q.mean.items()}, **{f"v {k}": v for k, v in q.variance.items()}}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run with a seed that nothing interrupted: its options and its summary."""
+    folder = tmp_path_factory.mktemp("whole")
+    options = clinic(folder) | {"seed": 5, "test": str(folder / "test.csv"), "heldout": str(folder / "test.csv")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_report", lambda folder, watcher: None)
+        return options, train(resolve(options))
+
+
+def test_it_learns_within_the_budget(tmp_path: Path) -> None:
+    """85 % at ε = 4 on 300 rows, where always saying the more frequent class reaches less than 65 %."""
+    options = clinic(tmp_path) | {"epochs": 20, "test": str(tmp_path / "test.csv"), "hidden": [16]}
+    summary = train(resolve(options))
+    labels = [row[4] for row in rows(200, seed=1)]
+    assert max(labels.count("yes"), labels.count("no")) / 200 < 0.65
+    assert summary["metrics"]["mc_accuracy"] > 0.85
+    assert 3.9 < summary["epsilon"] <= 4.0
+
+
+def test_the_folder_is_as_agreed(whole: Any) -> None:
+    options, summary = whole
+    folder = Path(options["out"])
+    assert FILES | {"test.npz"} <= {path.name for path in folder.iterdir()}
+    assert {path.name for path in (folder / "model").iterdir()} == {
+        "model.json", "model.safetensors", "posterior.safetensors", "privacy.json",
+    }  # fmt: skip
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    plan = budget(dataset_size=300, batch_size=50, epochs=4, delta=1e-4, target_epsilon=4.0)
+    assert summary["noise_multiplier"] == plan.noise_multiplier
+    assert summary["epsilon"] == summary["epsilon_by_accountant"]["rdp"] == plan.epsilon
+    assert summary["epsilon_by_accountant"].keys() == {"rdp", "prv", "pld"}
+    assert (summary["steps"], summary["releases"], summary["sampling_rate"]) == (24, 24, 1 / 6)
+    assert summary["task"] == {
+        "kind": "table", "classes": ["yes", "no"], "inputs": "a row of 3 columns", "network": "mlp with hidden layers of 8",
+    }  # fmt: skip
+    assert summary["heldout_is_private"] is False
+    assert any("made up" in sentence for sentence in summary["public_inputs"])
+    assert any("300" in sentence for sentence in summary["public_inputs"])
+    assert len(summary["choices_not_made"]) >= 5
+    lines = read_progress(folder / "progress.jsonl")
+    assert [line.step for line in lines] == [6, 12, 18, 24]
+    assert [line.epsilon for line in lines] == sorted(line.epsilon for line in lines)
+    assert all(line.heldout_nll > 0 and 0 <= line.heldout_accuracy <= 1 for line in lines)
+    widths = json.loads((folder / "posterior.json").read_text())["layers"]
+    assert all(0 < w["sd_q05"] <= w["sd_median"] <= w["sd_q95"] for w in widths)
+    with np.load(folder / "test.npz", allow_pickle=False) as test:
+        assert test["probabilities"].shape == test["mean_probabilities"].shape == (200, 2)
+        assert test["probabilities"].dtype == np.float32
+        assert test["targets"].tolist() == [["yes", "no"].index(row[4]) for row in rows(200, seed=1)]
+        right = (test["probabilities"].argmax(1) == test["targets"]).mean()
+    assert summary["metrics"]["mc_accuracy"] == pytest.approx(right)
+
+
+def test_predicting_from_the_published_folder_is_predicting_in_the_process(whole: Any, tmp_path: Path) -> None:
+    options, _ = whole
+    config = resolve(options | {"out": str(tmp_path / "again")})
+    description = describe(config)
+    examples = description.inputs.read(config.data, config.classes)
+    (tmp_path / "again").mkdir()
+    with torch.random.fork_rng():
+        loop = Loop(config, description, examples, tmp_path / "again")
+        loop.train(None, lambda line, step: None)
+    loop.close()
+    ours = loop.learner.predict(examples.inputs, 32, generator=torch.Generator().manual_seed(0))
+    moved = tmp_path / "elsewhere"
+    (Path(options["out"]) / "model").rename(moved)
+    try:
+        published = load(moved)
+        theirs = published.predict(published.description.inputs.read(config.data, None).inputs)
+    finally:
+        moved.rename(Path(options["out"]) / "model")
+    assert torch.equal(ours.probs, theirs.probs)
+    assert torch.equal(ours.mutual_information, theirs.mutual_information)
+    assert theirs.mutual_information.max() > 0
+
+
+@pytest.mark.parametrize(
+    "method", ["dp-sgld", pytest.param("dp-sgd", marks=slow), pytest.param("dp-bbp", marks=slow), "dp-mc-dropout"]
+)
+def test_every_kind_of_posterior_is_published_whole(tmp_path: Path, method: str) -> None:
+    options = clinic(tmp_path) | {"method": method, "epochs": 2, "ema": None}
+    config = resolve(options)
+    description = describe(config)
+    examples = description.inputs.read(config.data, config.classes)
+    train(config)
+    Path(config.out).rename(tmp_path / "first")
+    with torch.random.fork_rng():
+        loop = Loop(
+            config, description, examples, tmp_path / "first"
+        )  # goes on at the end, so it holds the final state
+        loop.train(None, lambda line, step: None)
+    loop.close()
+    ours = loop.learner.predict(examples.inputs, config.samples, generator=torch.Generator().manual_seed(0))
+    theirs = load(tmp_path / "first").predict(examples.inputs)
+    assert torch.equal(ours.probs, theirs.probs)
+    assert (tmp_path / "first" / "posterior.json").exists() == (method in ("dp-sgld", "dp-bbp"))
+
+
+# ---- nothing is read off the data
+
+
+def test_the_model_description_does_not_need_a_single_row(tmp_path: Path) -> None:
+    config = resolve(clinic(tmp_path))
+    full = describe(config)
+    write_csv(tmp_path / "train.csv", [])
+    assert describe(config) == full
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=(9, 4)), y=np.zeros(9))
+    np.savez(tmp_path / "b.npz", x=np.zeros((0, 4)), y=np.zeros(0))
+    base = {
+        "epsilon": 1.0,
+        "delta": 1e-4,
+        "dataset_size": 9,
+        "classes": ["0", "1"],
+        "value_bounds": {"min": 0, "max": 1},
+    }
+    one, other = (describe(resolve({**base, "data": str(tmp_path / name)})) for name in ("a.npz", "b.npz"))
+    assert one == other
+
+
+def test_other_rows_change_neither_the_preprocessing_nor_model_json(whole: Any, tmp_path: Path) -> None:
+    """Half of the training rows replaced by absurd ones: the others are encoded to the same bits, the files are the same."""
+    options, _ = whole
+    table = rows(300)
+    absurd = [[1e12, "lots", "z", "", "no"] if i % 2 else row for i, row in enumerate(table)]
+    changed = options | {"data": str(write_csv(tmp_path / "train.csv", absurd)), "out": str(tmp_path / "run")}
+    train(resolve(changed))
+    files = [Path(o["out"]) / "model" / "model.json" for o in (options, changed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    one, other = (describe(resolve(o)).inputs.read(o["data"], ("yes", "no")) for o in (options, changed))
+    assert torch.equal(one.inputs[::2], other.inputs[::2])
+    assert not torch.equal(one.inputs[1::2], other.inputs[1::2])
+    summaries = [json.loads((Path(o["out"]) / "summary.json").read_text()) for o in (options, changed)]
+    assert all(
+        summaries[0][key] == summaries[1][key] for key in ("epsilon", "public_inputs", "choices_not_made", "task")
+    )
+
+
+def test_the_number_of_rows_is_never_counted(whole: Any, tmp_path: Path) -> None:
+    """Fewer or more rows than N change neither q, nor σ, nor the number of steps."""
+    options, summary = whole
+    for n in (20, 400):
+        data = write_csv(tmp_path / f"{n}.csv", rows(n))
+        found = train(resolve(options | {"data": str(data), "out": str(tmp_path / str(n)), "test": None, "epochs": 4}))
+        for key in ("steps", "noise_multiplier", "sampling_rate", "dataset_size", "epsilon"):
+            assert found[key] == summary[key]
+
+
+# ---- killed, stopped, gone on with
+
+
+@pytest.mark.parametrize("after", [1, pytest.param(6, marks=slow), 7, pytest.param(15, marks=slow), 24])
+def test_killed_at_any_step_it_goes_on_to_the_bit_and_charges_nothing_twice(
+    whole: Any, tmp_path: Path, after: int
+) -> None:
+    options, summary = whole
+    options = options | {"out": str(tmp_path / "run")}
+    with pytest.raises(MemoryError):
+        train(resolve(options), Dies(after))
+    charged = read_ledger(tmp_path / "run" / "ledger.jsonl").releases
+    assert charged == after
+    found = train(resolve(options))
+    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
+    assert read_ledger(tmp_path / "run" / "ledger.jsonl").releases == 24
+    assert found["epsilon"] == summary["epsilon"]
+    assert found["metrics"] == summary["metrics"]
+    lines, others = (read_progress(Path(o["out"]) / "progress.jsonl") for o in (options, whole[0]))
+    assert [line.step for line in lines] == [line.step for line in others]
+    assert [line.heldout_nll for line in lines] == [line.heldout_nll for line in others]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"physical_batch_size": 16}, marks=slow),
+        pytest.param({"options": {"mc_samples": 2}}, marks=slow),
+        pytest.param({"method": "dp-adam", "ema": 0.9}, marks=slow),
+        {"method": "dp-mc-dropout", "physical_batch_size": 16},
+        pytest.param({"method": "dp-sgld"}, marks=slow),
+        pytest.param({"method": "dp-bbp"}, marks=slow),
+    ],
+    ids=str,
+)
+def test_so_do_micro_batches_averages_and_the_other_posteriors(tmp_path: Path, change: dict[str, Any]) -> None:
+    options = clinic(tmp_path) | {"seed": 5, "epochs": 2} | change
+    for name in ("a", "b"):
+        config = resolve(options | {"out": str(tmp_path / name)})
+        if name == "b":
+            with pytest.raises(MemoryError):
+                train(config, Dies(9))
+        assert train(config)["releases"] == 12
+    assert same(posterior(tmp_path / "a"), posterior(tmp_path / "b"))
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    class Again(Watcher):
+        def begin(self, config: Any, description: Any, loop: Any) -> Any:
+            with pytest.raises(DpivonError, match="another process is using it"):
+                train(config)
+            raise KeyboardInterrupt
+
+    config = resolve(clinic(tmp_path) | {"epochs": 1})
+    with pytest.raises(KeyboardInterrupt):
+        train(config, Again())
+    assert train(config)["releases"] == 6
+
+
+def test_killed_for_real(whole: Any, tmp_path: Path) -> None:
+    """kill -9 from outside in the middle of the steps; then the same command to the end."""
+    options = whole[0] | {"out": str(tmp_path / "run"), "checkpoint_seconds": 0.05}
+    command = [sys.executable, "-m", "dpivon", "train", *as_flags(options), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and _lines(tmp_path / "run" / "ledger.jsonl") < 9:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "run" / "summary.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["releases"] == 24
+    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_a_signal_saves_and_the_same_run_goes_on(whole: Any, tmp_path: Path) -> None:
+    class Interrupts(Watcher):
+        def begin(self, config: Any, description: Any, loop: Any) -> Any:
+            return lambda line, step: signal.raise_signal(signal.SIGTERM) if step == 9 and line is None else None
+
+    options = whole[0] | {"out": str(tmp_path / "run")}
+    with pytest.raises(SystemExit) as caught:
+        train(resolve(options), Interrupts())
+    assert caught.value.code == 143
+    train(resolve(options))
+    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
+
+
+def test_killed_while_it_publishes_it_publishes_again(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = whole[0] | {"out": str(tmp_path / "run")}
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "write_test", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(resolve(options))
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "load", lambda *args: 1 / 0)
+        (tmp_path / "run" / "model").rename(tmp_path / "run" / ".model.tmp")
+        with pytest.raises(ZeroDivisionError):
+            train(resolve(options))
+    assert train(resolve(options))["releases"] == 24
+    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
+
+
+def test_what_was_lost_for_good_stays_charged_and_the_budget_stops_the_step_that_would_pass_it(tmp_path: Path) -> None:
+    """With noise from the operating system nothing can be repeated: 7 lost releases are 7 steps fewer, not more ε."""
+    options = clinic(tmp_path) | {"secure": True}
+    with pytest.raises(MemoryError):
+        train(resolve(options), Dies(7))
+    for checkpoint in (tmp_path / "run").glob("release-*"):
+        checkpoint.unlink()
+    with pytest.warns(PrivacyWarning, match="7 releases were made and lost"):
+        summary = train(resolve(options))
+    assert (summary["releases"], summary["steps"]) == (24, 17)
+    assert summary["epsilon"] <= 4.0
+    assert load(Path(options["out"])).posterior.num_parameters > 0
+
+
+def test_a_finished_run_says_so_again_without_the_data(whole: Any, tmp_path: Path) -> None:
+    options, summary = whole
+    before = (Path(options["out"]) / "ledger.jsonl").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(resolve(options)) == summary
+    assert (Path(options["out"]) / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_scores_test_data_that_comes_later(tmp_path: Path) -> None:
+    options = clinic(tmp_path) | {"epochs": 1}
+    assert train(resolve(options))["metrics"] is None
+    (tmp_path / "train.csv").unlink()
+    later = train(resolve(options | {"test": str(tmp_path / "test.csv")}))
+    assert 0 < later["metrics"]["mc_accuracy"] <= 1
+    assert later["releases"] == 6
+
+
+@pytest.mark.parametrize("change", [{"epsilon": 8.0}, {"batch_size": 60}, {"seed": 6}, {"classes": ["no", "yes"]}, {"lr": 0.3},
+                                    {"columns": {"age": {"min": 0, "max": 90}}}])  # fmt: skip
+def test_a_run_does_not_go_on_as_another(whole: Any, change: dict[str, Any]) -> None:
+    options, _ = whole
+    with pytest.raises(DpivonError, match=f"^{next(iter(change))}=.* was begun with") as caught:
+        train(resolve(options | change))
+    assert "--out" in str(caught.value)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    options = clinic(tmp_path)
+    with pytest.raises(MemoryError):
+        train(resolve(options), Dies(8))
+    table = rows(300)
+    table[17][0] += 1
+    write_csv(tmp_path / "train.csv", table)
+    with pytest.raises(DpivonError, match="was begun with other data"):
+        train(resolve(options))
+
+
+def test_mistakes_are_found_before_anything_is_written(tmp_path: Path) -> None:
+    options = clinic(tmp_path)
+    table = rows(300)
+    table[290][4] = "perhaps"
+    write_csv(tmp_path / "bad.csv", table)
+    for change, words in (
+        ({"data": str(tmp_path / "bad.csv")}, "'perhaps' of row 291"),
+        ({"test": str(tmp_path / "bad.csv")}, "'perhaps' of row 291"),
+        ({"heldout": str(tmp_path / "none.csv")}, "^heldout=.*does not exist"),
+        ({"test": str(tmp_path)}, "^test=.*of the kind image"),
+        ({"device": "abacus"}, "device='abacus'"),
+        ({"test": str(tmp_path / ".." / tmp_path.name / "train.csv")}, "^test=.*is the training data"),
+        ({"heldout": options["data"]}, "^heldout=.*is the training data"),
+        ({"out": str(tmp_path / "test.csv" / "run")}, "^out=.*cannot be made|is a file"),
+        ({"ignore": []}, "neither range nor categories"),
+        ({"target": "wellness"}, "target='wellness': is no column"),
+        ({"columns": {"weight": {"min": 0, "max": 1}}}, "columns='weight': is no column"),
+        ({"options": {"beta7": 1.0}}, "beta7"),
+    ):
+        if "ignore" in change:
+            (tmp_path / "schema.yaml").write_text((tmp_path / "schema.yaml").read_text().replace("[note]", "[]"))
+        with pytest.raises(DpivonError, match=words):
+            train(resolve(options | change))
+        assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "ledger.jsonl").exists()
+        if "ignore" in change:
+            clinic(tmp_path)
+
+
+def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
+    options = clinic(tmp_path)
+    with pytest.raises(DpivonError, match="is not empty and holds no run"):
+        train(resolve(options | {"out": str(tmp_path)}))
+    with pytest.raises(DpivonError, match="is a file"):
+        train(resolve(options | {"out": str(tmp_path / "test.csv")}))
+
+
+# ---- the other kinds of data
+
+
+def test_images_end_to_end(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for part, n in (("train", 30), ("test", 20)):
+        for i in range(n):
+            for name, level in (("dark", 60), ("light", 190)):
+                folder = tmp_path / part / name
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(draw.integers(level - 50, level + 50, (9, 11), dtype=np.uint8)).save(
+                    folder / f"{i}.png"
+                )
+    summary = train(
+        resolve(
+            {"data": str(tmp_path / "train"), "test": str(tmp_path / "test"), "classes": ["dark", "light"], "image_size": 8,
+             "channels": 1, "epsilon": 8.0, "delta": 1e-3, "dataset_size": 60, "epochs": 10, "out": str(tmp_path / "run"),
+             "method": "dp-adam"}
+        )
+    )  # fmt: skip
+    assert summary["metrics"]["mc_accuracy"] > 0.9
+    assert summary["task"]["network"] == "small-cnn"
+    with np.load(tmp_path / "run" / "test.npz", allow_pickle=False) as test:
+        assert test["images"].shape == (32, 8, 8, 3)
+        assert test["images"].dtype == np.uint8
+        entropy = -(test["probabilities"] * np.log(np.maximum(test["probabilities"], 1e-30))).sum(1)
+        shown = entropy[test["image_index"]]
+        assert shown[:16].max() <= np.sort(entropy)[16]
+        assert shown[16:].min() >= np.sort(entropy)[-17]
+
+
+def test_arrays_end_to_end(tmp_path: Path) -> None:
+    """Zeros and ones among scikit-learn's digits: 85 % at ε = 4."""
+    digits = pytest.importorskip("sklearn.datasets").load_digits(n_class=2)
+    for name, part in (("a", slice(0, 300)), ("b", slice(300, None))):
+        np.savez(tmp_path / f"{name}.npz", x=digits.data[part], y=digits.target[part])
+    summary = train(
+        resolve(
+            {"data": str(tmp_path / "a.npz"), "test": str(tmp_path / "b.npz"), "classes": ["0", "1"], "epsilon": 4.0,
+             "value_bounds": {"min": 0, "max": 16}, "delta": 1e-4, "dataset_size": 300, "batch_size": 50, "epochs": 4,
+             "lr": 0.5, "out": str(tmp_path / "run")}
+        )
+    )  # fmt: skip
+    assert summary["metrics"]["mc_accuracy"] > 0.85
+    assert summary["epsilon"] <= 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accountant", ["prv", "pld"])
+def test_a_tighter_accountant_calibrates_less_noise(whole: Any, tmp_path: Path, accountant: str) -> None:
+    found = train(resolve(whole[0] | {"accountant": accountant, "out": str(tmp_path / "run")}))
+    assert found["noise_multiplier"] < 0.95 * whole[1]["noise_multiplier"]
+    assert 3.9 < found["epsilon"] == found["epsilon_by_accountant"][accountant] <= 4.0
+
+
+def test_nothing_published_can_be_code(whole: Any) -> None:
+    folder = Path(whole[0]["out"]) / "model"
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    assert dpivon.Posterior.load(folder / "posterior.safetensors").num_parameters > 0
+    told = json.loads((folder / "model.json").read_text())
+    assert told["inputs"]["columns"]["age"] == {"min": 0.0, "max": 100.0}
+    assert HEADER[3] not in told["inputs"]["columns"]
+    assert "seed" not in json.dumps(told)
+
+
+def test_a_description_that_asks_for_all_memory_is_refused(whole: Any, tmp_path: Path) -> None:
+    for path in (Path(whole[0]["out"]) / "model").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    told = json.loads((tmp_path / "model.json").read_text())
+    told["network"]["hidden"] = [65536, 65536, 65536, 65536]
+    (tmp_path / "model.json").write_text(json.dumps(told))
+    with pytest.raises(DpivonError, match=r"describes a network of 1\d+ weights, and its posterior has"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["{", '{"format": 2}', "[]", '{"network": {"kind": "os.system"}}'])
+def test_a_damaged_description_is_refused(whole: Any, tmp_path: Path, damage: str) -> None:
+    for path in (Path(whole[0]["out"]) / "model").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.json").write_text(damage)
+    with pytest.raises(DpivonError, match="model"):
+        load(tmp_path)
+    with pytest.raises(DpivonError, match="holds no published model"):
+        load(tmp_path / "nowhere")
+
+
+# ---- the report
+
+
+@pytest.mark.parametrize("state", ["there", "broken", "absent"])
+def test_the_report_is_asked_for_and_cannot_spoil_a_finished_run(state: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.undo()
+    built: list[Path] = []
+    module = types.ModuleType("dpivon.report")
+    module.build = lambda folder: 1 / 0 if state == "broken" else built.append(folder)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dpivon.report", None if state == "absent" else module)
+    if state == "absent":
+        del sys.modules["dpivon.report"]
+        monkeypatch.setattr(running.importlib, "import_module", _absent)
+    said: list[str] = []
+    watcher = Watcher()
+    watcher.say = said.append  # type: ignore[method-assign]
+    running._report(tmp_path, watcher)
+    assert built == ([tmp_path] if state == "there" else [])
+    assert bool(said) == (state != "there")
+    assert all("report.html was not written" in line for line in said)
+
+
+def _absent(name: str) -> Any:
+    raise ModuleNotFoundError(name=name)
