@@ -23,6 +23,7 @@ from dpivon.privacy import (
     budget,
     preflight,
 )
+from dpivon.privacy.temperature import CalibratedTemperature, calibrate_temperature, parallel_epsilon
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
 from dpivon.variational import BayesByBackprop
@@ -36,6 +37,7 @@ __all__ = [
     "BatchMemoryManager",
     "BayesByBackprop",
     "Budget",
+    "CalibratedTemperature",
     "Checkpoints",
     "CurvatureEstimator",
     "DPOptimizer",
@@ -60,8 +62,10 @@ __all__ = [
     "__version__",
     "audit",
     "budget",
+    "calibrate_temperature",
     "fit",
     "method",
+    "parallel_epsilon",
     "predict",
     "preflight",
 ]

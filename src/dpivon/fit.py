@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpivon.models import PaperCNN
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
-from dpivon.privacy import Budget, budget
+from dpivon.privacy import Accountant, Budget, budget
 from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
 from dpivon.stacked.stack import Run, Stack
 
@@ -28,9 +28,11 @@ class Fitted:
     model: nn.Module
     posterior: Posterior
     budget: Budget
+    account: Accountant = field(default_factory=Accountant)
 
     @property
     def epsilon(self) -> float:
+        """Of the plan; ``account`` says what was spent, a temperature chosen later included."""
         return self.budget.epsilon
 
     def predict(self, x: Tensor, samples: int = 32, **options: Any) -> ClassPrediction:
@@ -69,7 +71,7 @@ def fit(
     ``seed`` decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
     unless the data is public.
     ``dataset_size`` is the public N if it is not simply ``len(inputs)``; q = batch_size/N.
-    ``on_progress(done, steps)`` is called after every block.
+    ``on_progress(done, steps)`` is called after every block. A method that averages its iterates returns the average.
     """
     n = len(inputs) if dataset_size is None else dataset_size
     plan = budget(
@@ -84,10 +86,11 @@ def fit(
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
     network = network_for(model, loss)
     start = network.pack(model).unsqueeze(0)
-    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, dataset_size=n)
+    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, dataset_size=n, steps=plan.steps)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)
-    return Fitted(stack.model(0), stack.posterior(0), plan)
+    at = {"averaged": run.averaged}
+    return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
 
 
 def network_for(model: nn.Module, loss: Loss) -> AnyNetwork:
