@@ -23,7 +23,14 @@ from dpivon.privacy import (
     budget,
     preflight,
 )
-from dpivon.privacy.temperature import CalibratedTemperature, calibrate_temperature, parallel_epsilon
+from dpivon.privacy.temperature import (
+    CalibratedTemperature,
+    calibrate_temperature,
+    parallel_epsilon,
+    temperature_cost,
+    temperature_noise,
+)
+from dpivon.recipe import steady
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
 from dpivon.variational import BayesByBackprop
@@ -68,4 +75,7 @@ __all__ = [
     "parallel_epsilon",
     "predict",
     "preflight",
+    "steady",
+    "temperature_cost",
+    "temperature_noise",
 ]

@@ -15,6 +15,7 @@ from dpivon.models import PaperCNN
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
+from dpivon.privacy.accounting.history import History
 from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
 from dpivon.stacked.stack import Run, Stack
 
@@ -58,6 +59,7 @@ def fit(
     loss: Loss = cross_entropy,
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
+    also: History | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
@@ -71,6 +73,7 @@ def fit(
     ``seed`` decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
     unless the data is public.
     ``dataset_size`` is the public N if it is not simply ``len(inputs)``; q = batch_size/N.
+    ``also`` are releases to be made besides, which the plan leaves room for (:func:`dpivon.budget`).
     ``on_progress(done, steps)`` is called after every block. A method that averages its iterates returns the average.
     """
     n = len(inputs) if dataset_size is None else dataset_size
@@ -81,6 +84,7 @@ def fit(
         delta=delta,
         target_epsilon=target_epsilon,
         noise_multiplier=noise_multiplier,
+        also=also,
     )
     seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))

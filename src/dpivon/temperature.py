@@ -13,6 +13,7 @@ data is :mod:`dpivon.privacy.temperature`; what is here sees probabilities alone
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,7 +27,10 @@ from dpivon.predict import ClassPrediction
 class Predictor(Protocol):
     """Anything that predicts classes: a ``Fitted``, a ``Learner``, an ``Ensemble``."""
 
-    def predict(self, x: Any, /, **options: Any) -> ClassPrediction: ...
+    @property
+    def predict(self) -> Callable[..., ClassPrediction]:
+        """``predict(x, **options)``."""
+        ...
 
 
 def log_probabilities(probs: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ def test_where_nobody_knows_the_number_of_steps_it_takes_as_much_way() -> None:
     steps = 2500
     rates = [Steady().rate({"lr": 3.0, "scale": 0.2, "steps": 0.0}, t) for t in range(1, steps + 1)]
     assert sum(rates) == pytest.approx(steps * 3.0 * 0.2 / math.sqrt(steps), rel=0.02)
-    # and noise carries it by about r/2 √(log T), which is r again at any T that is ever run
-    assert walk(400, 1.0, known=False) == pytest.approx(1.5 * math.sqrt(math.log(400)), rel=0.25)
+    # and noise, of which the first steps are larger, carries it less than twice as far
+    assert 3.0 < walk(400, 1.0, known=False) < 6.0
 
 
 def test_rates_of_rows_are_those_of_runs() -> None:

@@ -121,31 +121,36 @@ def calibrate_temperature(
     log_probs, labels = _predicted(predictor, calibration_data, options)
     noise: NoiseSource = SecureNoise() if generator is None else TorchNoise(generator)
     b = check_number("bound", bound, "Use about 3 nats", above=0.0)
-    temperature, answers = choose(log_probs, labels, sigma, b, halvings, noise, charge_to(account))
+    ((temperature, answers),) = choose([log_probs], labels, sigma, b, halvings, [noise], charge_to(account))
     return CalibratedTemperature(predictor, temperature, sigma, b, answers)
 
 
 def choose(
-    log_probs: Tensor,
+    log_probs: Sequence[Tensor],
     labels: Tensor,
     noise_multiplier: float,
     bound: float,
     halvings: int,
-    noise: NoiseSource,
+    noises: Sequence[NoiseSource],
     charge: Charge,
-) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """The mechanism. Nothing else in this module looks at calibration data."""
+) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
+    """The mechanism, for one run or for several that are charged together. Nothing else here looks at calibration data."""
     sigma, q, k = temperature_cost(noise_multiplier, halvings)
     spec = TemperatureSpec(sigma, bound, 1.0, q, loss_reduction="sum")
-    low, high = -math.log(LARGEST), math.log(LARGEST)
-    answers = []
-    for _ in range(k):
-        middle = (low + high) / 2
-        total = clipped_sum(log_probs, labels, math.exp(middle), bound).reshape(1)
-        answer = float(release({total: total}, spec, noise, charge).gradients[total])
-        answers.append((math.exp(middle), answer))
-        low, high = (middle, high) if answer > 0 else (low, middle)
-    return math.exp((low + high) / 2), tuple(answers)
+    middle = [0.0] * len(log_probs)
+    answers: list[list[tuple[float, float]]] = [[] for _ in log_probs]
+    for step in range(1, k + 1):
+        charge(spec)
+        for i, noise in enumerate(noises):
+            total = clipped_sum(log_probs[i], labels, math.exp(middle[i]), bound).reshape(1)
+            answer = float(release({total: total}, spec, noise, _charged).gradients[total])
+            answers[i].append((math.exp(middle[i]), answer))
+            middle[i] += math.copysign(math.log(LARGEST) / 2**step, answer)
+    return [(math.exp(m), tuple(found)) for m, found in zip(middle, answers, strict=True)]
+
+
+def _charged(spec: NoiseSpec) -> None:
+    """It was, for all runs at once, just before."""
 
 
 def clipped_sum(log_probs: Tensor, labels: Tensor, temperature: float, bound: float) -> Tensor:

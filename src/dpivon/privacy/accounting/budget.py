@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dpivon.errors import ArgumentError, PrivacyWarning, bad, check_whole
 from dpivon.privacy.accounting.accountant import check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.calibrate import noise_multiplier as calibrate
-from dpivon.privacy.accounting.history import check_entry
+from dpivon.privacy.accounting.history import History, check_entry, check_history
 from dpivon.privacy.accounting.rdp import Orders
 
 
@@ -51,10 +51,12 @@ def budget(
     target_epsilon: float | None = None,
     accountant: str = "rdp",
     orders: Orders = "wide",
+    also: History | None = None,
 ) -> Budget:
     """The cost of a run of σ, or the σ of a run of cost ε.
 
-    An epoch is ⌈N/b⌉ steps, rounded up: no step that runs goes unaccounted.
+    An epoch is ⌈N/b⌉ steps, rounded up: no step that runs goes unaccounted. ``also`` are releases to be made besides, as rows
+    (σ, q, steps): a temperature chosen afterwards is ``[dpivon.temperature_cost(20)]``. ε is of everything together.
     """
     size = check_whole("dataset_size", dataset_size, "Give the number of training records", at_least=1)
     batch = check_whole("batch_size", batch_size, "Give the expected number of records in a batch", at_least=1)
@@ -79,6 +81,6 @@ def budget(
         sigma = check_entry(noise_multiplier, rate, number)[0]
     else:
         assert target_epsilon is not None
-        sigma = calibrate(target_epsilon, probability, rate, number, name, orders)
-    spent = epsilon([(sigma, rate, number)], probability, name, orders)
+        sigma = calibrate(target_epsilon, probability, rate, number, name, orders, also)
+    spent = epsilon([(sigma, rate, number), *check_history(also or [])], probability, name, orders)
     return Budget(spent, probability, sigma, rate, number, size, batch, name)
