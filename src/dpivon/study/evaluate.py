@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dpivon import metrics
 from dpivon.stacked import Network, Stack
+from dpivon.stacked.temperature import calibrate_stack
+from dpivon.study.datasets import StudyData
 from dpivon.study.table import SCORES
+from dpivon.temperature import temper
 
 BINS = 15
 _CHUNK = 5000  # pictures a forward pass
@@ -28,12 +33,45 @@ def row_scores(
     """The same of a row of means and a row of standard deviations."""
     out = _scores(probabilities(network, mean[None], images), labels)
     if bool((std > 0).any()):
-        generator = torch.Generator(mean.device).manual_seed(seed)
-        total = torch.zeros(len(images), 1, device=mean.device)
-        for _ in range(samples):
-            eps = torch.randn(mean.shape, generator=generator, device=mean.device)
-            total = total + probabilities(network, (mean + std * eps)[None], images)
-        out |= {f"mc_{k}": v for k, v in _scores(total / samples, labels).items()} | {"mc_samples": samples}
+        averaged = predictive(network, mean, std, images, samples=samples, seed=seed)
+        out |= {f"mc_{k}": v for k, v in _scores(averaged, labels).items()} | {"mc_samples": samples}
+    return out
+
+
+@torch.no_grad()
+def predictive(network: Network, mean: Tensor, std: Tensor, images: Tensor, *, samples: int, seed: int) -> Tensor:
+    """What a run predicts with: averaged over draws of its posterior, or by its mean where it has no width."""
+    if not bool((std > 0).any()):
+        return probabilities(network, mean[None], images)
+    generator = torch.Generator(mean.device).manual_seed(seed)
+    total = torch.zeros(len(images), 1, device=mean.device)
+    for _ in range(samples):
+        eps = torch.randn(mean.shape, generator=generator, device=mean.device)
+        total = total + probabilities(network, (mean + std * eps)[None], images)
+    return total / samples
+
+
+@torch.no_grad()
+def tempered_scores(
+    stack: Stack, data: StudyData, *, noise_multiplier: float, samples: int, seeds: Sequence[int]
+) -> list[dict[str, float]]:
+    """The temperature of every run, chosen on the training data and charged, and its scores after it."""
+    rows = [stack._row(i) for i in range(len(stack.runs))]
+
+    def predictions(i: int, images: Tensor) -> Tensor:
+        mean, std = stack.average[rows[i]], stack.std[rows[i]]
+        found = predictive(stack.network, mean, std, images, samples=samples, seed=seeds[i])
+        return found if bool(torch.isfinite(found).all()) else torch.full_like(found, 1.0 / found.shape[1])
+
+    device = torch.device("cpu")  # of the noise: a study's seeds are public, and the same on every machine
+    generators = [torch.Generator(device).manual_seed(stack.runs[row].seed) for row in rows]
+    probs = [predictions(i, data.images).to(device) for i in range(len(rows))]
+    labels = data.labels.to(device)
+    found = calibrate_stack(stack, probs, labels, noise_multiplier=noise_multiplier, generators=generators)
+    out = []
+    for i, temperature in enumerate(found):
+        after = _scores(temper(predictions(i, data.eval_images), temperature), data.eval_labels)
+        out.append({"temperature": temperature} | {f"tempered_{key}": value for key, value in after.items()})
     return out
 
 

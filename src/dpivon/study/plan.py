@@ -45,7 +45,10 @@ class PlannedRun:
 @dataclass(frozen=True)
 class Plan:
     """A resolved study. ``split`` "final" trains on all training data and reports the test set; "tuning" holds out a
-    tenth of the training data, reports that, and never sees the test set."""
+    tenth of the training data, reports that, and never sees the test set.
+
+    ``temperature_noise`` above 0 is σ of a private temperature, chosen on the training data when a run is done and charged to
+    it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``."""
 
     name: str
     dataset: str
@@ -57,6 +60,7 @@ class Plan:
     seed: int
     runs: tuple[PlannedRun, ...]
     assumptions: tuple[str, ...] = ()
+    temperature_noise: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
@@ -66,6 +70,7 @@ class Plan:
         check_number("delta", self.delta, "Give δ, well below 1/N", above=0.0, below=1.0)
         check_whole("mc_samples", self.mc_samples, "Give the posterior samples of a prediction", at_least=1)
         check_whole("seed", self.seed, "Give a whole number")
+        check_number("temperature_noise", self.temperature_noise, "Give σ, such as 20, or 0 for none", at_least=0.0)
         if not self.runs:
             raise bad("runs", [], "there is nothing to run", "Give at least one method and one cell of the grid")
         seen: set[str] = set()
@@ -91,6 +96,8 @@ class Plan:
     def digest(self) -> str:
         """What makes results belong to this plan: all but the words."""
         facts = {k: v for k, v in asdict(self).items() if k != "assumptions"}
+        if not self.temperature_noise:  # plans from before there was one keep their digest
+            del facts["temperature_noise"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

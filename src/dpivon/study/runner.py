@@ -33,7 +33,7 @@ from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
 from dpivon.study.datasets import StudyData, build_network, load_data
-from dpivon.study.evaluate import scores
+from dpivon.study.evaluate import scores, tempered_scores
 from dpivon.study.plan import Plan, PlannedRun, changed, read_plan, sample_seed, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.watch import Watch, points
@@ -213,6 +213,7 @@ class _Work:
             data.labels,
             dtype=PRECISIONS[self.precision],
             block=settings.block,
+            steps=self.total,
         )
         folder.mkdir(parents=True, exist_ok=True)
         replace(folder / "runs.json", json.dumps([run.id for run in runs]).encode())
@@ -280,10 +281,25 @@ class _Work:
                 target = self.out / "posteriors" / f"{run.id}.safetensors"
                 target.parent.mkdir(exist_ok=True)
                 self.stack.posterior(i).save(target)
+        if self.plan.temperature_noise:
+            self._temper(rows)
         table.add(self.out / "diagnostics.csv", self.diagnostics, table.DIAGNOSTIC_COLUMNS)
         table.add(self.out / self.plan.table, rows)
         self.kept.close()
         retire(self.folder, self.out)
+
+    def _temper(self, rows: list[dict[str, Any]]) -> None:
+        """Last, since it is a release: what was scored before cost what it says."""
+        self.progress.say(f"{self.title}: choosing temperatures")
+        found = tempered_scores(
+            self.stack,
+            self.data,
+            noise_multiplier=self.plan.temperature_noise,
+            samples=self.plan.mc_samples,
+            seeds=[sample_seed(self.plan, run) for run in self.runs],
+        )
+        for i, (row, scored) in enumerate(zip(rows, found, strict=True)):
+            row.update(scored | {"epsilon_tempered": self.stack.epsilon(i, self.plan.delta)})
 
     def _facts(self, i: int, run: PlannedRun) -> dict[str, Any]:
         return facts(self.plan, run, self.data.size, self.device) | {
