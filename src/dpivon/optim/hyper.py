@@ -27,6 +27,7 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "trace": (_NOT_NEGATIVE, "Use 1 for the spread of the iterates itself, or 0 for none"),
     "steps": (_NOT_NEGATIVE, "Use the planned number of steps, or 0 where nobody knows it"),
     "scale": (_POSITIVE, "Use the root mean square of the first weights"),
+    "anneal": ({"at_least": 0.0, "below": 1.0}, "Use about 0.999, or 0 for the whole width at once"),
     "curvature_decay": ({"at_least": 0.0, "below": 1.0}, "Use about 0.99; 0 remembers nothing"),
     "batch_size": (_POSITIVE, "Use the expected batch size"),
     "hess_init": (_POSITIVE, "Use about 1"),

@@ -24,7 +24,7 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
-from dpivon.optim.ivon_rule import IVONState, ivon_update, std
+from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
 from dpivon.optim.sgld_rule import PSGLD, SGLD
@@ -41,7 +41,7 @@ class Rule(Protocol):
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows: ...
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor: ...
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor: ...
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows: ...
 
@@ -56,7 +56,7 @@ class PointRows:
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         return self.rule.start(mean, hyper)
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
         return state["mean"]
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
@@ -80,8 +80,8 @@ class AveragedRows:
         spread = {"spread": torch.zeros_like(mean)} if self.traced else {}
         return {**self.rule.start(mean, hyper), "average": mean.clone(), **spread}
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
-        return self.rule.theta(_without_average(state), noise, hyper)
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
+        return self.rule.theta(_without_average(state), noise, t, hyper)
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
         new = self.rule.step(_without_average(state), g, noise, t, hyper)
@@ -109,8 +109,9 @@ class IVONRows:
         hess = hyper["hess_init"].expand_as(mean).clone()
         return {"mean": mean, "momentum": torch.zeros_like(mean), "hess": hess, **own}
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
-        return state["mean"] + noise * std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
+        width = std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
+        return state["mean"] + noise * width * annealed(hyper["anneal"], t)
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
         ess, weight_decay, hess = hyper["ess"], hyper["weight_decay"], state["hess"]
@@ -155,7 +156,14 @@ POINT_RULES: dict[str, UpdateRule] = {
     "dp-calm": Calm(),
     "dp-steady": Steady(),
 }
-_IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0, "curvature_decay": 0.99}
+_IVON_DEFAULTS = {
+    "beta1": 0.9,
+    "beta2": 0.99999,
+    "weight_decay": 1e-4,
+    "hess_init": 1.0,
+    "curvature_decay": 0.99,
+    "anneal": 0.0,
+}
 
 RULES: dict[str, Rule] = {
     **{name: PointRows(rule) for name, rule in POINT_RULES.items()},

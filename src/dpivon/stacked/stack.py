@@ -27,7 +27,18 @@ from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, Streams
 from dpivon.stacked.networks import AnyNetwork, Network
-from dpivon.stacked.rules import AVERAGED, DEFAULTS, FILLED, RULES, AveragedRows, Rows, Rule, estimator_of, rows_of
+from dpivon.stacked.rules import (
+    AVERAGED,
+    DEFAULTS,
+    FILLED,
+    RULES,
+    AveragedRows,
+    IVONRows,
+    Rows,
+    Rule,
+    estimator_of,
+    rows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,16 @@ class Run:
             raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema too, such as 0.99")
         if not isinstance(self.options.get("curvature", ""), str):
             raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
-        rows_of(*self.kind[::2], ())  # an estimator that is unknown, or that the method cannot use, is named here
+        rows = rows_of(
+            *self.kind[::2], ()
+        )  # an estimator that is unknown, or that the method cannot use, is named here
+        if self.options.get("anneal") and isinstance(rows, IVONRows) and rows.estimator.needs_sample:
+            raise bad(
+                "anneal",
+                self.options["anneal"],
+                f"the estimator {rows.estimator.name!r} reads curvature off the sample, at its whole width",
+                "Use 'gradsq-corrected' or another estimator that reads gradients alone",
+            )
 
     @property
     def averaged(self) -> bool:
@@ -266,10 +286,11 @@ class Stack:
         return Batch(self.inputs[index], self.labels[index], *rest)
 
     def _theta(self) -> Tensor:
-        return self._sample(self.streams.normal(self._eps, self._at, POSTERIOR), [p.state for p in self.parts])
+        eps = self.streams.normal(self._eps, self._at, POSTERIOR)
+        return self._sample(eps, self._t + 1, [p.state for p in self.parts])
 
-    def _thetas(self, eps: Tensor, states: list[Rows]) -> Tensor:
-        return torch.cat([p.rule.theta(s, eps[p.rows], p.hyper) for p, s in zip(self.parts, states, strict=True)])
+    def _thetas(self, eps: Tensor, t: Tensor, states: list[Rows]) -> Tensor:
+        return torch.cat([p.rule.theta(s, eps[p.rows], t, p.hyper) for p, s in zip(self.parts, states, strict=True)])
 
     def _update(self, sums: Tensor) -> None:
         if self.mechanism.recording and not self.mechanism.record(sums, int(self._at)):
