@@ -130,3 +130,12 @@ def test_an_unknown_plan_and_a_known_one_differ_by_the_rate_alone() -> None:
             pass
     moved = [(stack.mean - start) for stack in (known, unknown)]
     torch.testing.assert_close(moved[1], moved[0] * math.sqrt(400) / 2, rtol=1e-3, atol=1e-4)
+
+
+def test_a_fitted_model_without_an_account_has_spent_its_plan() -> None:
+    """A temperature charged to it later comes on top of the training, never instead."""
+    plan = dpivon.budget(dataset_size=N, batch_size=30, epochs=3, delta=1e-3, noise_multiplier=1.0)
+    fitted = dpivon.Fitted(build(), dpivon.Posterior.point(build()), plan)
+    assert fitted.account.get_epsilon(1e-3) == plan.epsilon
+    dpivon.calibrate_temperature(fitted, data(), account=fitted.account, noise_multiplier=5.0)
+    assert fitted.account.get_epsilon(1e-3) > plan.epsilon

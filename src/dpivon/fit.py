@@ -31,6 +31,11 @@ class Fitted:
     budget: Budget
     account: Accountant = field(default_factory=Accountant)
 
+    def __post_init__(self) -> None:
+        if not self.account.history:  # made of a plan alone: what is charged later must come on top of it
+            plan = self.budget
+            self.account.charge(noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate, steps=plan.steps)
+
     @property
     def epsilon(self) -> float:
         """Of the plan; ``account`` says what was spent, a temperature chosen later included."""
