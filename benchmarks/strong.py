@@ -292,7 +292,7 @@ def sections(name, result):
     header = "| method | " + " | ".join(f"ε = {e:g}" for e in EPSILONS) + " |"
     rule = "|---" * (1 + len(EPSILONS)) + "|"
     for kind, key, title in (
-        ("raw", "accuracy", "Accuracy (a temperature does not change it)"),
+        ("tempered", "accuracy", "Accuracy, at the rate chosen by NLL after the temperature, which does not change it"),
         ("raw", "nll", "NLL, raw"),
         ("tempered", "nll", "NLL after the private temperature"),
         ("raw", "ece", "ECE, raw"),
@@ -416,7 +416,7 @@ def figure(results, path):
     import matplotlib.ticker
 
     panels = (
-        ("raw", "accuracy", "accuracy"),
+        ("tempered", "accuracy", "accuracy"),
         ("raw", "nll", "NLL, raw"),
         ("tempered", "nll", "NLL, private temperature"),
     )
