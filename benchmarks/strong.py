@@ -7,7 +7,7 @@
 
 Every method has the same number of learning rates (five on digits, three on Fashion-MNIST), about √10 apart, the recipe's 2
 apart; all average their iterates over a tenth of the training. The rate of least mean NLL on validation data is reported on
-test data, for each ε. The recipe at its default is reported besides, chosen by nobody. σ is such that training and the private
+test data, for each ε. The recipe at its default is reported besides, nothing chosen. σ is such that training and the private
 temperature together cost (ε, δ). Seeds are paired: seed i has the same first weights in every method. A temperature is
 chosen on the training data, for the average over draws where a method has width.
 """
@@ -53,7 +53,7 @@ ABLATED = {
     "coordinates not pooled": ("dp-steady", 5.0, {"curvature": "averaged-fisher"}),
     "width of the curvature too": ("dp-steady", 5.0, {"temperature": 0.01}),
 }
-DEFAULT = "DP-Steady, nothing chosen"
+DEFAULT = "DP-Steady, default"
 
 
 class Digits:
@@ -330,7 +330,7 @@ def sections(name, result):
     ]
     lines += [
         "",
-        "**The recipe without one of its parts** (r = 5, nothing chosen; NLL after the temperature, or as said).",
+        "**The recipe without one of its parts** (r = 5; NLL after the temperature, or as said).",
         "",
         header,
         rule,
