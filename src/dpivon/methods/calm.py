@@ -40,7 +40,7 @@ METHODS = (
     Method(
         name="dp-steady",
         title="DP-Steady",
-        summary="the calm step in units of the weights; averaged, spread as width",
+        summary="the calm step in units of the weights; averaged",
         optimises="weights",
         posterior="diagonal Gaussian: the spread of the averaged iterates",
         predicts="average over weight draws",
