@@ -161,14 +161,16 @@ def against_truth(digits, epsilon, steps=200, replicates=24):
 # ---- part two: training
 
 
-def build():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+def build(inputs=64, hidden=32):
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, 10))
 
 
 def layers(theta, x):
-    """Hidden units, the second layer's weights and the logits of K MLPs, [K, P], on inputs [K, n, 64]."""
-    shapes = [(32, 64), (1, 32), (10, 32), (1, 10)]
-    parts = theta.split([2048, 32, 320, 10], 1)
+    """Hidden units, the second layer's weights and the logits of K MLPs, [K, P], on inputs [K, n, d]."""
+    d = x.shape[-1]
+    h = (theta.shape[1] - 10) // (d + 11)
+    shapes = [(h, d), (1, h), (10, h), (1, 10)]
+    parts = theta.split([rows * columns for rows, columns in shapes], 1)
     w1, b1, w2, b2 = (part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
     hidden = (x @ w1.mT + b1).tanh()
     return hidden, w2, hidden @ w2.mT + b2
@@ -177,8 +179,8 @@ def layers(theta, x):
 class BatchedMLP(AnyNetwork):
     """The MLP with all runs of a stack computed at once; the ordinary loop costs many times as much here."""
 
-    def __init__(self):
-        super().__init__(build)
+    def __init__(self, inputs=64, hidden=32):
+        super().__init__(lambda: build(inputs, hidden))
 
     def gradients(self, runs, capacity, device, dtype):
         return BatchedSums()

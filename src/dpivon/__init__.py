@@ -23,6 +23,14 @@ from dpivon.privacy import (
     budget,
     preflight,
 )
+from dpivon.privacy.temperature import (
+    CalibratedTemperature,
+    calibrate_temperature,
+    parallel_epsilon,
+    temperature_cost,
+    temperature_noise,
+)
+from dpivon.recipe import steady
 from dpivon.release import Release
 from dpivon.sampled_posterior import SampledPosterior
 from dpivon.variational import BayesByBackprop
@@ -36,6 +44,7 @@ __all__ = [
     "BatchMemoryManager",
     "BayesByBackprop",
     "Budget",
+    "CalibratedTemperature",
     "Checkpoints",
     "CurvatureEstimator",
     "DPOptimizer",
@@ -60,8 +69,13 @@ __all__ = [
     "__version__",
     "audit",
     "budget",
+    "calibrate_temperature",
     "fit",
     "method",
+    "parallel_epsilon",
     "predict",
     "preflight",
+    "steady",
+    "temperature_cost",
+    "temperature_noise",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dpivon.models import PaperCNN
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
-from dpivon.privacy import Budget, budget
+from dpivon.privacy import Accountant, Budget, budget
+from dpivon.privacy.accounting.history import History
 from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
 from dpivon.stacked.stack import Run, Stack
 
@@ -34,10 +35,16 @@ class Fitted:
     model: nn.Module
     posterior: Posterior
     budget: Budget
+    account: Accountant = field(default_factory=Accountant)
+
+    def __post_init__(self) -> None:
+        if not self.account.history:  # made of a plan alone: what is charged later must come on top of it
+            plan = self.budget
+            self.account.charge(noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate, steps=plan.steps)
 
     @property
     def epsilon(self) -> float:
-        """The ε that was spent, at the δ of the plan."""
+        """Of the plan; ``account`` says what was spent, a temperature chosen later included."""
         return self.budget.epsilon
 
     def predict(self, x: Tensor, samples: int = 32, **options: Any) -> ClassPrediction:
@@ -63,6 +70,7 @@ def fit(
     loss: Loss = cross_entropy,
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
+    also: History | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
@@ -90,10 +98,13 @@ def fit(
         method: a name of ``dpivon methods`` that can be stacked.
         options: the method's own, such as ``{"ess": …, "hess_init": …}``.
         loss: ``loss(outputs, labels)`` returns one loss an example.
+        also: releases to be made besides, which the plan leaves room for (:func:`dpivon.budget`).
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
             unless the data is public.
         on_progress: ``on_progress(done, steps)`` is called after every block.
+
+    A method that averages its iterates returns the average.
     """
     n = len(inputs) if dataset_size is None else dataset_size
     plan = budget(
@@ -103,15 +114,17 @@ def fit(
         delta=delta,
         target_epsilon=target_epsilon,
         noise_multiplier=noise_multiplier,
+        also=also,
     )
     seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
     network = network_for(model, loss)
     start = network.pack(model).unsqueeze(0)
-    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, dataset_size=n)
+    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, dataset_size=n, steps=plan.steps)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)
-    return Fitted(stack.model(0), stack.posterior(0), plan)
+    at = {"averaged": run.averaged}
+    return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
 
 
 def network_for(model: nn.Module, loss: Loss) -> AnyNetwork:

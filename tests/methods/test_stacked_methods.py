@@ -59,6 +59,22 @@ def test_so_it_is_with_any_estimator(curvature: str, data: Any) -> None:
         check_row("dp-calm", {**options_of("dp-calm"), "curvature": curvature, "ema": 0.7}, data)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_so_it_is_with_the_spread_of_its_iterates(name: str, data: Any) -> None:
+    check_row(name, {**options_of(name), "ema": 0.7, "trace": 2.5}, data)
+
+
+def test_so_it_is_with_an_annealed_width(data: Any) -> None:
+    check_row("dp-ivon-gradsq", {**options_of("dp-ivon-gradsq"), "anneal": 0.8, "ess": 2.0}, data)
+    with pytest.raises(ValueError, match=r"anneal=0\.8: the estimator 'reparam'"):
+        Run("dp-ivon-reparam", 1, 1.0, 1.0, 0.1, 8, {"anneal": 0.8})
+
+
+@pytest.mark.parametrize("options", [{"steps": 25.0}, {"steps": 25.0, "ema": 0.6, "trace": 0.0}, {"scale": 0.3}])
+def test_so_it_is_with_a_plan(options: dict[str, float], data: Any) -> None:
+    check_row("dp-steady", options, data)
+
+
 def check_row(name: str, options: dict[str, Any], data: Any) -> None:
     ema = options.get("ema")
     run = Run(name, 21, 1.0, 1.0, 0.05, 8, options)
@@ -66,7 +82,7 @@ def check_row(name: str, options: dict[str, Any], data: Any) -> None:
     stack = Stack([others[0], run, others[1]], AnyNetwork(build), *data)
     row = stack._row(1)
     model = stack.model(1)
-    own = {key: value for key, value in options.items() if key != "ema"}
+    own = {key: value for key, value in options.items() if key != "ema"}  # trace is the learner's by the same name
     if "ivon" in name:
         own["rescale_lr"] = False
     learner = dpivon.method(name, model, dataset_size=N, lr=0.05, ema=ema, **own)
@@ -98,7 +114,7 @@ def check_row(name: str, options: dict[str, Any], data: Any) -> None:
         pass
     assert not torch.allclose(stack.mean[row], start)
     torch.testing.assert_close(stack.mean[row], nn.utils.parameters_to_vector(params).detach(), rtol=2e-4, atol=1e-5)
-    q, solo = stack.posterior(1, averaged=ema is not None), learner.posterior()
+    q, solo = stack.posterior(1, averaged=run.averaged), learner.posterior()
     if isinstance(solo, SampledPosterior):  # a stack keeps no samples: its row is where the chain is, the last one kept
         last = len(solo) - 1
         assert len(solo) == STEPS // 2
@@ -121,7 +137,7 @@ def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> 
         torch.testing.assert_close(together.mean[together._row(i)], alone.mean[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(together.average[together._row(i)], alone.average[0], rtol=1e-5, atol=1e-6)
         same = torch.equal(alone.average, alone.mean)
-        assert same == ("ema" not in run.options)
+        assert same == (not run.averaged)
 
 
 def test_every_rule_can_be_compiled_whole(data: Any) -> None:

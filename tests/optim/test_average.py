@@ -31,7 +31,7 @@ OPTIMIZERS = {
 def run(optimizer: Any, p: nn.Parameter, seeds: range) -> list[Tensor]:
     iterates = []
     for seed in seeds:
-        p.grad = torch.randn(3, generator=torch.Generator().manual_seed(seed), dtype=p.dtype)
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=p.dtype)
         optimizer.step()
         iterates.append(p.detach().clone())
     return iterates
@@ -146,3 +146,31 @@ def test_a_decay_near_one_is_the_plain_mean() -> None:
 def test_a_decay_outside_its_range_is_named(decay: Any) -> None:
     with pytest.raises(ValueError, match="ema="):
         EMA(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), decay)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_spread_is_the_weighted_variance_of_the_iterates(kind: str) -> None:
+    p = nn.Parameter(torch.full((3,), 100.0, dtype=torch.float64))
+    optimizer = OPTIMIZERS[kind]([p])
+    average = EMA(optimizer, DECAY, trace=2.0)
+    iterates = run(optimizer, p, range(9))
+    mean = closed_form(iterates)
+    expected = closed_form([(m - mean).square() for m in iterates])
+    torch.testing.assert_close(average._spread[p], expected, rtol=1e-10, atol=0)
+
+
+def test_the_spread_widens_the_posterior_and_resumes_exactly() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = OPTIMIZERS["rule"](model.parameters())
+    average = EMA(optimizer, DECAY, trace=2.0)
+    run(optimizer, model.weight, range(4))
+    q = average.posterior(model)
+    torch.testing.assert_close(q.variance["weight"], 2.0 * average._spread[model.weight])
+    assert q.metadata["trace"] == "2"
+    resumed = copy.deepcopy(model)
+    other = OPTIMIZERS["rule"](resumed.parameters())
+    copied = EMA(other, 0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, model.weight, range(4, 8))
+    run(other, resumed.weight, range(4, 8))
+    assert torch.equal(copied.posterior(resumed).variance["weight"], average.posterior(model).variance["weight"])

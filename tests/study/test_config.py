@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dpivon import budget
+from dpivon import budget, temperature_cost
 from dpivon.errors import ArgumentError
 from dpivon.stacked.rules import RULES
 from dpivon.study.config import resolve, rounded_up
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.plan import PlannedRun, noise_seed, read_plan, steps_of
 
+DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as results/ have it
 STUDIES = Path(__file__).parents[2] / "studies"
 GOOD = """
 name: a
@@ -198,3 +200,40 @@ def test_what_is_wrong_is_named(resolved, old, new, words):
         resolved(GOOD.replace(old, new))
     with pytest.raises(ArgumentError, match="does not exist"):
         resolve(Path("nowhere.yaml"))
+
+
+def test_the_studies_of_strong_privacy():
+    counts = {"strong-paper": 75, "strong-epsilon": 180, "strong-epsilon-tuning": 36, "strong-ablation": 108}
+    for name, count in counts.items():
+        plan = resolve(STUDIES / f"{name}.yaml")
+        assert len(plan.runs) == count
+        assert plan.temperature_noise > 0
+        assert {r.max_grad_norm for r in plan.runs} == {1}
+        cells = Counter((r.method, r.noise_multiplier, r.seed) for r in plan.runs if name != "strong-ablation")
+        assert set(cells.values()) <= {3}  # as many learning rates for every method
+    final, tuning = (resolve(STUDIES / f"strong-epsilon{end}.yaml") for end in ("", "-tuning"))
+    assert {(r.method, r.lr, r.noise_multiplier) for r in final.runs} == {
+        (r.method, r.lr, r.noise_multiplier) for r in tuning.runs
+    }
+    spent = [
+        budget(
+            dataset_size=50_000,
+            batch_size=4096,
+            epochs=final.epochs,
+            delta=final.delta,
+            noise_multiplier=sigma,
+            also=[temperature_cost(final.temperature_noise)],
+        ).epsilon
+        for sigma in sorted({r.noise_multiplier for r in final.runs}, reverse=True)
+    ]
+    for epsilon, target in zip(spent, (1.0, 3.0, 7.5), strict=True):
+        assert 0.99 * target < epsilon <= target
+
+
+def test_a_plan_without_a_temperature_keeps_its_digest(resolved):
+    """Results of plans from before there was one still belong to them."""
+    plan = resolve(STUDIES / "paper.yaml")
+    assert plan.digest == DIGEST_OF_THE_PAPER
+    assert replace(plan, temperature_noise=20.0).digest != plan.digest
+    with pytest.raises(ArgumentError, match=r"temperature_noise=-1\.0"):
+        replace(plan, temperature_noise=-1.0)

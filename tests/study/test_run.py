@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dpivon import budget
+from dpivon import budget, temperature_cost
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
@@ -278,3 +279,33 @@ def test_missing_data_and_bad_settings_are_named(tmp_path):
             run_study(PLAN, tmp_path / "c", Settings(**({"quiet": True} | wrong)))
     with pytest.raises(ArgumentError, match="holds no study"):
         status_lines(tmp_path)
+
+
+def test_temperatures_are_chosen_last_charged_and_in_the_table(tmp_path):
+    """Two runs in one stack are those two alone; the raw scores cost what training cost, the tempered ones the whole."""
+    torch.set_num_threads(1)
+    runs = (PlannedRun("dp-steady", 256, 1.0, 1.0, 0, 5.0), PlannedRun("dp-sgd", 256, 2.0, 1.0, 0, 0.5))
+    plan = replace(PLAN, name="tempered", runs=runs, temperature_noise=5.0)
+    tables = []
+    for stack in (1, 2):
+        out = tmp_path / str(stack)
+        assert run_study(plan, out, replace(FAST, stack=stack)).finished == 2
+        tables.append({row["method"]: row for row in table.read(out / "runs.csv")})
+    for planned in runs:
+        alone, together = (found[planned.method] for found in tables)
+        for key in ("accuracy", "nll", "tempered_nll", "tempered_ece", "temperature", "mc_nll"):
+            assert (
+                alone[key] == pytest.approx(together[key], rel=1e-3, nan_ok=True) if alone[key] else not together[key]
+            )
+        cost = {"dataset_size": 1497, "batch_size": 256, "epochs": 1, "delta": 1e-4}
+        sigma = planned.noise_multiplier
+        raw = budget(**cost, noise_multiplier=sigma)
+        whole = budget(**cost, noise_multiplier=sigma, also=[temperature_cost(5.0)])
+        assert together["epsilon"] == pytest.approx(raw.epsilon)
+        assert together["epsilon_tempered"] == pytest.approx(whole.epsilon)
+        assert 1 / 8 < together["temperature"] < 8
+    assert tables[1]["dp-steady"]["mc_samples"] == 2  # it has width by default
+    (ledger,) = (tmp_path / "2" / "ledgers").glob("*/ledger.jsonl")
+    record = read(ledger)
+    assert [row[0][0]["mechanism"] for row in record.rows] == ["gaussian, Poisson-sampled", "gaussian, temperature"]
+    assert record.releases == 6 + 6

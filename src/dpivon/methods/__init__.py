@@ -31,6 +31,7 @@ def method(
     dataset_size: int,
     lr: float | None = None,
     ema: float | None = None,
+    trace: float | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> Learner:
@@ -43,11 +44,14 @@ def method(
         model: the network. ``learner.model`` is the one to train: some methods convert their layers.
         dataset_size: the public number of training examples N.
         lr: step size; None takes the method's.
-        ema: decay of an average of the iterates, which then is what predicts; None for none.
+        ema: decay of an average of the iterates, which then is what predicts; None for the method's own, mostly none.
+        trace: how many times the spread of the averaged iterates is added to the posterior's variance.
         generator: source of θ-samples and Langevin noise, not of the privacy noise.
         **options: the method's own, by the names in ``describe(name).defaults``.
     """
-    return learner(describe(name), model, dataset_size=dataset_size, lr=lr, ema=ema, generator=generator, **options)
+    return learner(
+        describe(name), model, dataset_size=dataset_size, lr=lr, ema=ema, trace=trace, generator=generator, **options
+    )
 
 
 __all__ = ["METHODS", "Learner", "Method", "Setup", "describe", "method"]

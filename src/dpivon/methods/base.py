@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
-from dpivon.optim.average import EMA
+from dpivon.optim.average import EMA, window_decay
 from dpivon.optim.ivon import IVON
 from dpivon.optim.releases import HasPosterior
 from dpivon.optim.rule import UpdateRule
@@ -59,6 +59,8 @@ class Method:
         defaults: its options and their values where the caller gives none.
         samples: how many draws a prediction averages; 0 for a point.
         predict: ``predict(model, posterior, x, samples, …)``; :func:`dpivon.predict` unless the method has its own way.
+        averages: whether it averages its iterates unless told otherwise, over a tenth of the training.
+        trace: how much of the iterates' spread is width.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 0
     predict: Predict = predict
+    averages: bool = False
+    trace: float = 0.0
 
 
 class Learner:
@@ -103,6 +107,7 @@ class Learner:
     def __init__(self, method: Method, model: nn.Module, optimizer: Optimizer, average: EMA | None) -> None:
         self.method, self.model, self.optimizer, self.average = method, model, optimizer, average
         self.private_optimizer: Any = None
+        self.windowed = False  # whether the average's decay follows from the number of steps
 
     def make_private(self, engine: Any, data_loader: Any, **options: Any) -> Any:
         """``engine.make_private`` for this model and optimizer; the options are that method's."""
@@ -111,12 +116,24 @@ class Learner:
         )
 
     def make_private_with_epsilon(self, engine: Any, data_loader: Any, **options: Any) -> Any:
-        """``engine.make_private_with_epsilon`` for this model and optimizer; the options are that method's."""
-        return self._remember(
+        """``engine.make_private_with_epsilon`` for this model and optimizer; the options are that method's.
+
+        A step whose size depends on the number of steps, which is public, learns it here unless it was given.
+        """
+        made = self._remember(
             engine.make_private_with_epsilon(
                 module=self.model, optimizer=self.optimizer, data_loader=data_loader, **options
             )
         )
+        self._plan(options["epochs"] * len(made[-1]))
+        return made
+
+    def _plan(self, steps: int) -> None:
+        for group in self.optimizer.param_groups:
+            if group.get("steps") == 0.0:
+                group["steps"] = float(steps)
+                if self.average is not None and self.windowed:
+                    self.average.decay = window_decay(steps)
 
     def _remember(self, made: Any) -> Any:
         self.private_optimizer = made[1]
@@ -152,7 +169,9 @@ class Learner:
 
     def predict(self, x: Any, samples: int | None = None, **options: Any) -> Any:
         """As :func:`dpivon.predict`, in the method's own way; ``samples=None`` takes as many draws as is usual for it."""
-        samples = self.method.samples if samples is None else samples
+        if samples is None:
+            traced = self.average is not None and self.average.trace > 0
+            samples = self.method.samples or (32 if traced else 0)
         return self.method.predict(self.model, self.posterior(), x, samples, **options)
 
 
@@ -163,6 +182,7 @@ def learner(
     dataset_size: int,
     lr: float | None = None,
     ema: float | None = None,
+    trace: float | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> Learner:
@@ -177,8 +197,17 @@ def learner(
             f"is not an option of {method.name!r}",
             f"It has {', '.join(map(repr, method.defaults)) or 'none besides lr and ema'}",
         )
-    made, optimizer = method.build(model, Setup(lr, n, generator, {**method.defaults, **options}))
-    return Learner(method, made, optimizer, None if ema is None else EMA(optimizer, ema))
+    chosen = {**method.defaults, **options}
+    windowed = ema is None and method.averages
+    if windowed:
+        ema = window_decay(chosen.get("steps", 0.0))
+    if ema is None and trace:
+        raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema= too, such as 0.99")
+    made, optimizer = method.build(model, Setup(lr, n, generator, chosen))
+    spread = method.trace if trace is None else trace
+    made_learner = Learner(method, made, optimizer, None if ema is None else EMA(optimizer, ema, spread))
+    made_learner.windowed = windowed
+    return made_learner
 
 
 def build_rule(rule: UpdateRule) -> Build:

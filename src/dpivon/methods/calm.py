@@ -1,20 +1,25 @@
-"""The calm step with a posterior around it."""
+"""The calm step with a posterior around it, and the recipe made of it."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.methods.base import Method, Setup, rule_defaults
+from dpivon.methods.base import Build, Method, Setup, rule_defaults
 from dpivon.optim.calm import CalmOptimizer
 from dpivon.optim.calm_rule import CURVATURE, Calm
+from dpivon.optim.steady import SteadyOptimizer
+from dpivon.optim.steady_rule import Steady
 
 
-def _build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
-    options = dict(setup.options)
-    ess = options.pop("ess")
-    ess = float(setup.dataset_size) if ess is None else ess
-    return model, CalmOptimizer(model.parameters(), lr=setup.lr, ess=ess, **options)
+def _build(kind: type[CalmOptimizer]) -> Build:
+    def build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
+        options = dict(setup.options)
+        ess = options.pop("ess")
+        ess = float(setup.dataset_size) if ess is None else ess
+        return model, kind(model.parameters(), lr=setup.lr, ess=ess, **options)
+
+    return build
 
 
 METHODS = (
@@ -28,8 +33,24 @@ METHODS = (
         choose="strong privacy: one learning rate for every σ, and a posterior that the noise does not narrow",
         reference="this library",
         lr=0.01,
-        build=_build,
+        build=_build(CalmOptimizer),
         defaults={"curvature": CURVATURE, "ess": None, **rule_defaults(Calm())},
         samples=32,
+    ),
+    Method(
+        name="dp-steady",
+        title="DP-Steady",
+        summary="the calm step in units of the weights; averaged",
+        optimises="weights",
+        posterior="diagonal Gaussian: the spread of the averaged iterates",
+        predicts="average over weight draws",
+        choose="no tuning: one dimensionless rate for every ε, batch, number of steps and network",
+        reference="this library; De et al. 2022; Maddox et al. 2019",
+        lr=5.0,
+        build=_build(SteadyOptimizer),
+        defaults={"curvature": CURVATURE, "ess": None, **rule_defaults(Steady()), "scale": None},
+        samples=32,
+        averages=True,
+        trace=1.0,
     ),
 )

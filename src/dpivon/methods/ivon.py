@@ -23,6 +23,7 @@ _DEFAULTS: dict[str, Any] = {
     "debias": True,
     "rescale_lr": True,
     "curvature_decay": 0.99,
+    "anneal": 0.0,
 }
 
 

@@ -5,6 +5,14 @@
 Normalised, so that neither the initial weights nor zero weigh on it: ā_1 = m_1, and γ → 1 is the plain mean of all
 iterates. Privacy noise moves every iterate by about α s a step; the average over the last 1/(1 − γ) of them loses most of
 that. De et al., *Unlocking High-Accuracy Differentially Private Image Classification through Scale*, 2022.
+
+Their spread around the average, with the same weights,
+
+    V_t = Σ_{k≤t} γᵗ⁻ᵏ (m_k − ā_t)² / Σ_{k≤t} γᵗ⁻ᵏ,   that is   V ← (1 − w_t) (V + w_t (m_t − ā)²)  with ā from before,
+
+is how far privacy noise and sampling move the weights within the window: the width of a Gaussian for any method, and
+post-processing as well (Maddox et al., *A Simple Baseline for Bayesian Uncertainty in Deep Learning*, 2019, diagonal SWAG;
+Mandt et al., 2017, on when it is the posterior's).
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, bad
 from dpivon.optim.hyper import check_hyper
+from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.releases import HasPosterior
 from dpivon.optim.rule import debias
@@ -31,9 +40,24 @@ _KEY = "dpivon_average"
 
 def average_update(average: Values, mean: Values, *, decay: Any, t: Any) -> Values:
     """ā + (m − ā)(1 − γ)/(1 − γᵗ); at t = 1 this is m, whatever ā was, as long as it is finite."""
+    return average + (mean - average) * _weight(decay, t)
+
+
+def spread_update(spread: Values, average: Values, mean: Values, *, decay: Any, t: Any) -> Values:
+    """V after the iterate ``mean``; ``average`` is the one before it. 0 at t = 1."""
+    w = _weight(decay, t)
+    rest = [1.0 - each for each in w] if isinstance(w, list) else 1.0 - w
+    return (spread + (mean - average).square() * w) * rest
+
+
+def _weight(decay: Any, t: Any) -> Any:
     factor = debias(decay, t)
-    weight: Any = [(1.0 - decay) / f for f in factor] if isinstance(factor, list) else (1.0 - decay) / factor
-    return average + (mean - average) * weight
+    return [(1.0 - decay) / f for f in factor] if isinstance(factor, list) else (1.0 - decay) / factor
+
+
+def window_decay(steps: float) -> float:
+    """γ whose window 1/(1 − γ) is a tenth of a training of so many steps; .99 where nobody knows how many."""
+    return 1.0 - 10.0 / (steps + 10.0) if steps else 0.99
 
 
 class EMA:
@@ -51,16 +75,18 @@ class EMA:
     Args:
         optimizer: what makes the steps, private or not.
         decay: γ in [0, 1); the average is worth about 1/(1 − γ) steps.
+        trace: above 0 keeps their spread too, and adds so many times V to the posterior's variance.
     """
 
-    def __init__(self, optimizer: Optimizer, decay: float = 0.99) -> None:
-        self.decay = check_hyper("ema", decay)
+    def __init__(self, optimizer: Optimizer, decay: float = 0.99, trace: float = 0.0) -> None:
+        self.decay, self.trace = check_hyper("ema", decay), check_hyper("trace", trace)
         self.optimizer: Optimizer = getattr(optimizer, "original_optimizer", optimizer)
         if any(
             isinstance(getattr(h, "__self__", None), EMA) for h in self.optimizer._optimizer_step_post_hooks.values()
         ):
             raise bad("optimizer", type(self.optimizer).__name__, "is being averaged already", "Keep the first EMA")
         self._average: dict[Tensor, Tensor] = {}
+        self._spread: dict[Tensor, Tensor] = {}
         self._count: dict[Tensor, int] = {}
         self.optimizer.register_step_post_hook(self._after_step)
         self.optimizer.register_state_dict_post_hook(self._save)
@@ -79,6 +105,9 @@ class EMA:
                 mean = mean.to(full_dtype(p))
                 t = self._count[p] = self._count.get(p, 0) + 1
                 before = self._average.get(p, mean).to(mean)
+                if self.trace:
+                    spread = self._spread.get(p, torch.zeros_like(mean)).to(mean)
+                    self._spread[p] = spread_update(spread, before, mean, decay=self.decay, t=t)
                 self._average[p] = average_update(before, mean, decay=self.decay, t=t)
 
     def average(self, p: Tensor) -> Tensor:
@@ -106,7 +135,13 @@ class EMA:
             q = self.optimizer.posterior(model) if isinstance(self.optimizer, HasPosterior) else None
             if not isinstance(q, Posterior):
                 q = Posterior.point(model)
-        return replace(q, metadata={**q.metadata, "ema": f"{self.decay:g}"})
+        if not self.trace:
+            return replace(q, metadata={**q.metadata, "ema": f"{self.decay:g}"})
+        names = parameter_names(self.optimizer, model)
+        wider = {names[p]: self.trace * v for p, v in self._spread.items()}
+        variance = {name: v + wider[name].to(v) if name in wider else v for name, v in q.variance.items()}
+        told = {"ema": f"{self.decay:g}", "trace": f"{self.trace:g}"}
+        return replace(q, variance=variance, metadata={**q.metadata, **told})
 
     # ---- in the optimizer's state_dict
 
@@ -114,6 +149,9 @@ class EMA:
         average = {i: self._average[p] for i, p in enumerate(self.params) if p in self._average}
         count = {i: self._count[p] for i, p in enumerate(self.params) if p in self._count}
         state_dict[_KEY] = {"decay": self.decay, "average": average, "count": count}
+        if self.trace:
+            spread = {i: self._spread[p] for i, p in enumerate(self.params) if p in self._spread}
+            state_dict[_KEY] |= {"trace": self.trace, "spread": spread}
 
     def _load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         saved = state_dict.get(_KEY)
@@ -123,7 +161,9 @@ class EMA:
                 "attaching it, to start averaging from here."
             )
         params = self.params
-        self.decay = check_hyper("ema", saved["decay"])
+        self.decay, self.trace = check_hyper("ema", saved["decay"]), check_hyper("trace", saved.get("trace", 0.0))
+        spread = saved.get("spread", {})
+        self._spread = {params[i]: v.detach().to(params[i].device, copy=True) for i, v in spread.items()}
         self._count = {params[i]: int(n) for i, n in saved["count"].items()}
         self._average = {params[i]: a.detach().to(params[i].device, copy=True) for i, a in saved["average"].items()}
         return {key: value for key, value in state_dict.items() if key != _KEY}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,12 @@ class CalmOptimizer(RuleOptimizer):
     """
 
     rule: Calm
+    kind: ClassVar[type[Calm]] = Calm
 
     def __init__(
         self, params: Any, *, lr: float, curvature: str | CurvatureEstimator = CURVATURE, **hyper: Any
     ) -> None:
-        super().__init__(params, Calm(resolve(curvature)), lr=lr, **hyper)
+        super().__init__(params, self.kind(resolve(curvature)), lr=lr, **hyper)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
         if release is not None and release.batch_size is not None:
@@ -53,4 +54,6 @@ class CalmOptimizer(RuleOptimizer):
                     mean[names[p]] = full_mean(p, state).detach().clone()
                     v = variance(state["hess"], ess=group["ess"], weight_decay=group["weight_decay"])
                     var[names[p]] = v * group["temperature"]
-        return Posterior(mean=mean, variance=var, metadata={"method": "calm", "curvature": self.rule.estimator.name})
+        return Posterior(
+            mean=mean, variance=var, metadata={"method": self.rule.name, "curvature": self.rule.estimator.name}
+        )

@@ -79,6 +79,10 @@ class Calm:
                 f"Use {CURVATURE!r}, 'averaged', 'cross' or another of their kind",
             )
 
+    def rate(self, hyper: Hyper, t: Any) -> Any:
+        """α of step t."""
+        return hyper["lr"]
+
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         own = {name: full_like(mean, 0.0) for name in memory_of(self.estimator)}
         return {"mean": mean, "momentum": full_like(mean, 0.0), "hess": full_like(mean, hyper["hess_init"]), **own}
@@ -108,7 +112,7 @@ class Calm:
             mean,
             momentum / debias(beta1, t),
             h_hat / self.estimator.kappa(evidence),
-            lr=hyper["lr"],
+            lr=self.rate(hyper, t),
             noise_variance=noise_variance,
             decay=hyper["weight_decay"],
             nu=hyper["nu"],

@@ -17,7 +17,7 @@ from dpivon.errors import DpivonError, PrivacyError, bad, check_number, check_wh
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
 from dpivon.optim.hyper import check_hyper
-from dpivon.optim.ivon_rule import IVONState, ivon_update, std, variance
+from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std, variance
 from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
 from dpivon.optim.rule import debias
@@ -60,6 +60,8 @@ class IVON(Optimizer):
         rescale_lr: multiply α by h₀ + δ, so that the first step has size α·g whatever h₀; the paper's α is without.
         hess_approx: upstream's name for ``curvature`` (``"price"`` or ``"gradsq"``), for those who migrate.
         curvature_decay: ρ of the averages over steps that some estimators keep (in the state, under ``curvature_…``).
+        anneal: η of a training sample's width, σ √(1 − ηᵗ): narrow first; 0 is σ from the start. Not with estimators that
+            read the sample.
         generator: source of the posterior samples; the device's default generator if None.
     """
 
@@ -80,6 +82,7 @@ class IVON(Optimizer):
         *,
         hess_approx: str | None = None,
         curvature_decay: float = 0.99,
+        anneal: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
         if hess_approx is not None:
@@ -113,6 +116,7 @@ class IVON(Optimizer):
                 "debias": debias,
                 "rescale_lr": rescale_lr,
                 "curvature_decay": curvature_decay,
+                "anneal": anneal,
             },
         )
 
@@ -134,7 +138,7 @@ class IVON(Optimizer):
             )
         if train:
             self._fold_gradients()
-            perturbation = self._samples.next(self._draw)
+            perturbation = self._samples.next(lambda: self._draw(train=True))
         else:
             perturbation = self._draw()
         params = list(perturbation)
@@ -153,8 +157,8 @@ class IVON(Optimizer):
                 torch._foreach_copy_(params, saved)
 
     @torch.no_grad()
-    def _draw(self) -> Perturbation:
-        """ε = σ ⊙ N(0, I), with σ² = 1 / (N_ess (h + δ))."""
+    def _draw(self, train: bool = False) -> Perturbation:
+        """ε = σ ⊙ N(0, I), with σ² = 1 / (N_ess (h + δ)); annealed in training."""
         perturbation: Perturbation = {}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.requires_grad]
@@ -163,8 +167,19 @@ class IVON(Optimizer):
             hess = TensorList([self._state(p, group)["hess"] for p in params])
             noise = TensorList([self._standard_normal(h) for h in hess])
             sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+            if train and (anneal := group.get("anneal", 0.0)):
+                self._check_anneal(anneal)
+                sigma = sigma * annealed(anneal, [self.state[p]["step"] + 1 for p in params])
             perturbation.update(zip(params, noise * sigma, strict=True))
         return perturbation
+
+    def _check_anneal(self, anneal: float) -> None:
+        if self.curvature.needs_sample:
+            name = self.curvature.name
+            fix = "Use 'gradsq-corrected' or another estimator that reads gradients alone"
+            raise bad(
+                "anneal", anneal, f"the estimator {name!r} reads curvature off the sample, at its whole width", fix
+            )
 
     def _standard_normal(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
@@ -446,7 +461,8 @@ class IVON(Optimizer):
         group["beta1"] = check_number("beta1", group["beta1"], "Use about 0.9", at_least=0.0, at_most=1.0)
         group["beta2"] = check_number("beta2", group["beta2"], "Use about 0.99999", at_least=0.0, at_most=1.0)
         group["weight_decay"] = check_number("weight_decay", group["weight_decay"], "Use about 1e-4", at_least=0.0)
-        group["curvature_decay"] = check_hyper("curvature_decay", group["curvature_decay"])
+        for key in ("curvature_decay", "anneal"):
+            group[key] = check_hyper(key, group[key])
         group["clip_radius"] = check_number(
             "clip_radius", group["clip_radius"], "Use inf for no bound", above=0.0, finite=False
         )

@@ -103,8 +103,17 @@ class StackedMechanism:
             if short > 0:
                 self.ledger.charge(self.terms, short)
 
-    def _charge(self, releases: int) -> None:
-        for spec, accountant in zip(self.specs, self.accountants, strict=True):
+    def charge_beside(self, spec: NoiseSpec) -> None:
+        """Charge every run for one release of another kind, made while no step is under way. The disk first."""
+        if self.reserved:
+            raise PrivacyError(f"{self.reserved} reserved steps are under way: let them end before another release.")
+        if self.ledger is not None:
+            self.ledger.give_back(max(0, self.ledger.record.releases - self.charged))  # written ahead, never launched
+            self.ledger.charge((spec.terms,) * len(self.specs))
+        self._charge(1, [spec] * len(self.specs))
+
+    def _charge(self, releases: int, specs: Sequence[NoiseSpec] | None = None) -> None:
+        for spec, accountant in zip(self.specs if specs is None else specs, self.accountants, strict=True):
             if spec.unaccounted:
                 accountant.record_unaccounted(spec.unaccounted, releases)
             else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpivon.optim.adam_rule import Adam, AdamW
-from dpivon.optim.average import average_update
+from dpivon.optim.average import average_update, spread_update
 from dpivon.optim.calm_rule import Calm
 from dpivon.optim.curvature import (
     CorrectedSquaredGradient,
@@ -24,10 +24,11 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
-from dpivon.optim.ivon_rule import IVONState, ivon_update, std
+from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
 from dpivon.optim.sgld_rule import PSGLD, SGLD
+from dpivon.optim.steady_rule import Steady
 
 Rows = dict[str, Tensor]
 
@@ -40,7 +41,7 @@ class Rule(Protocol):
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows: ...
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor: ...
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor: ...
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows: ...
 
@@ -55,7 +56,7 @@ class PointRows:
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         return self.rule.start(mean, hyper)
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
         return state["mean"]
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
@@ -65,27 +66,34 @@ class PointRows:
 
 @dataclass(frozen=True)
 class AveragedRows:
-    """Any rows, with the average of their iterates kept beside them (:mod:`dpivon.optim.average`)."""
+    """Any rows, with the average of their iterates, and if ``traced`` their spread, kept beside them
+    (:mod:`dpivon.optim.average`)."""
 
     rule: Rule
+    traced: bool = False
 
     @property
     def samples(self) -> bool:
         return self.rule.samples
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        return {**self.rule.start(mean, hyper), "average": mean.clone()}
+        spread = {"spread": torch.zeros_like(mean)} if self.traced else {}
+        return {**self.rule.start(mean, hyper), "average": mean.clone(), **spread}
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
-        return self.rule.theta(_without_average(state), noise, hyper)
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
+        return self.rule.theta(_without_average(state), noise, t, hyper)
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
         new = self.rule.step(_without_average(state), g, noise, t, hyper)
-        return {**new, "average": average_update(state["average"], new["mean"], decay=hyper["ema"], t=t)}
+        before, decay = state["average"], hyper["ema"]
+        own = {"average": average_update(before, new["mean"], decay=decay, t=t)}
+        if self.traced:
+            own["spread"] = spread_update(state["spread"], before, new["mean"], decay=decay, t=t)
+        return {**new, **own}
 
 
 def _without_average(state: Rows) -> Rows:
-    return {key: value for key, value in state.items() if key != "average"}
+    return {key: value for key, value in state.items() if key not in ("average", "spread")}
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,9 @@ class IVONRows:
         hess = hyper["hess_init"].expand_as(mean).clone()
         return {"mean": mean, "momentum": torch.zeros_like(mean), "hess": hess, **own}
 
-    def theta(self, state: Rows, noise: Tensor, hyper: Rows) -> Tensor:
-        return state["mean"] + noise * std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
+        width = std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
+        return state["mean"] + noise * width * annealed(hyper["anneal"], t)
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
         ess, weight_decay, hess = hyper["ess"], hyper["weight_decay"], state["hess"]
@@ -145,8 +154,16 @@ POINT_RULES: dict[str, UpdateRule] = {
     "dp-sgld": SGLD(),
     "dp-psgld": PSGLD(),
     "dp-calm": Calm(),
+    "dp-steady": Steady(),
 }
-_IVON_DEFAULTS = {"beta1": 0.9, "beta2": 0.99999, "weight_decay": 1e-4, "hess_init": 1.0, "curvature_decay": 0.99}
+_IVON_DEFAULTS = {
+    "beta1": 0.9,
+    "beta2": 0.99999,
+    "weight_decay": 1e-4,
+    "hess_init": 1.0,
+    "curvature_decay": 0.99,
+    "anneal": 0.0,
+}
 
 RULES: dict[str, Rule] = {
     **{name: PointRows(rule) for name, rule in POINT_RULES.items()},
@@ -172,13 +189,21 @@ def rows_of(method: str, curvature: str, matrices: Matrices) -> Rule:
     estimator = resolve(curvature) if curvature else own
     if isinstance(rule, IVONRows):
         return replace(rule, estimator=estimator, matrices=matrices)
-    return PointRows(Calm(estimator, matrices))
+    assert isinstance(rule, PointRows)
+    assert isinstance(rule.rule, Calm)
+    return PointRows(replace(rule.rule, estimator=estimator, matrices=matrices))
 
 
-#: The hyperparameters of each besides ``lr``, the run's own b, and ``ess``, which is N unless an option says otherwise.
+#: What a stack fills in unless an option says otherwise: N, the run's own b, the size of its first weights.
+FILLED = ("ess", "batch_size", "scale")
+
+#: The hyperparameters of each besides ``lr`` and what is filled in.
 DEFAULTS: dict[str, dict[str, float]] = {
-    name: {key: value for key, value in POINT_RULES[name].defaults.items() if key not in ("ess", "batch_size")}
+    name: {key: value for key, value in POINT_RULES[name].defaults.items() if key not in FILLED}
     if name in POINT_RULES
     else _IVON_DEFAULTS
     for name in RULES
 }
+
+#: Methods whose iterates are averaged unless ``ema`` is 0, and how much of their spread is width.
+AVERAGED: dict[str, float] = {"dp-steady": 1.0}

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
+from dpivon.optim.average import window_decay
 from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
+from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch
@@ -25,7 +27,18 @@ from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, Streams
 from dpivon.stacked.networks import AnyNetwork, Network
-from dpivon.stacked.rules import DEFAULTS, RULES, AveragedRows, Rows, Rule, estimator_of, rows_of
+from dpivon.stacked.rules import (
+    AVERAGED,
+    DEFAULTS,
+    FILLED,
+    RULES,
+    AveragedRows,
+    IVONRows,
+    Rows,
+    Rule,
+    estimator_of,
+    rows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ class Run:
         lr: the step size α, as in the paper: IVON's is not multiplied by h₀ + δ here.
         batch_size: the expected batch b.
         options: override the method's defaults (``beta1``, ``ess``, ``hess_init``, …). ``ema``, for every method, keeps an
-            average of the iterates beside them: ``Stack.average``. ``curvature`` names another estimator of
+            average of the iterates beside them: ``Stack.average``; ``trace`` adds so many times their spread to the
+            posterior's variance. ``curvature`` names another estimator of
             :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
     """
 
@@ -58,7 +72,9 @@ class Run:
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
-        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema"}
+        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace"}
+        if "steps" in DEFAULTS[self.method]:
+            unknown -= {"scale"}
         if estimator_of(self.method) is not None:
             unknown -= {"curvature"}
         if unknown:
@@ -71,14 +87,36 @@ class Run:
         for name, value in self.options.items():
             if name != "curvature":
                 check_hyper(name, value)
+        if self.options.get("trace") and not self.averaged:
+            trace = self.options["trace"]
+            raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema too, such as 0.99")
         if not isinstance(self.options.get("curvature", ""), str):
             raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
-        rows_of(*self.kind[::2], ())  # an estimator that is unknown, or that the method cannot use, is named here
+        rows = rows_of(
+            *self.kind[::2], ()
+        )  # an estimator that is unknown, or that the method cannot use, is named here
+        if self.options.get("anneal") and isinstance(rows, IVONRows) and rows.estimator.needs_sample:
+            raise bad(
+                "anneal",
+                self.options["anneal"],
+                f"the estimator {rows.estimator.name!r} reads curvature off the sample, at its whole width",
+                "Use 'gradsq-corrected' or another estimator that reads gradients alone",
+            )
 
     @property
-    def kind(self) -> tuple[str, bool, str]:
-        """Rows of one kind are updated together: method, whether averaged, the estimator it names."""
-        return self.method, "ema" in self.options, str(self.options.get("curvature", ""))
+    def averaged(self) -> bool:
+        """Whether an average of its iterates is kept."""
+        return "ema" in self.options or self.method in AVERAGED
+
+    @property
+    def trace(self) -> float:
+        """How many times their spread is width."""
+        return float(self.options.get("trace", AVERAGED.get(self.method, 0.0)))
+
+    @property
+    def kind(self) -> tuple[str, bool, str, bool]:
+        """Rows of one kind are updated together: method, whether averaged, the estimator it names, whether traced."""
+        return self.method, self.averaged, str(self.options.get("curvature", "")), self.trace > 0
 
 
 class Stack:
@@ -98,6 +136,7 @@ class Stack:
         dataset_size: the public N, if it is not simply ``len(inputs)``.
         dtype: of forward and backward; norms and sums are wider.
         block: how many steps are drawn and charged at once.
+        steps: how many steps are planned, if that is known: a step size may depend on it.
     """
 
     def __init__(
@@ -111,6 +150,7 @@ class Stack:
         dataset_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         block: int = 32,
+        steps: int = 0,
     ) -> None:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
@@ -128,6 +168,7 @@ class Stack:
         self.order = sorted(range(len(runs)), key=lambda i: (list(RULES).index(runs[i].method), runs[i].kind))
         self.runs = [runs[i] for i in self.order]
         self.network, self.block = network, block
+        self.steps = check_whole("steps", steps, "Use the planned number of steps, or 0 where nobody knows it")
         self.device = inputs.device
         specs = [NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n) for r in self.runs]
         self.streams = Streams([r.seed for r in self.runs], self.device)
@@ -150,23 +191,31 @@ class Stack:
         self._warm_steps = 0
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
-    def _part(self, kind: tuple[str, bool, str], mean: Tensor, n: int) -> _Part:
-        method, averaged, curvature = kind
+    def _part(self, kind: tuple[str, bool, str, bool], mean: Tensor, n: int) -> _Part:
+        method, averaged, curvature, traced = kind
         rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
-        keys = ["lr", "ess", "batch_size", *DEFAULTS[method], *(["ema"] if averaged else [])]
+        kept = [*(["ema"] if averaged else []), *(["trace"] if traced else [])]
+        keys = ["lr", *FILLED, *DEFAULTS[method], *kept]
         columns = []
         for i in rows:
             run = self.runs[i]
-            own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size)}
-            values = own | DEFAULTS[method] | dict(run.options)
+            values = DEFAULTS[method] | self._own(run, mean[i], n) | dict(run.options)
             columns.append([float(values[key]) for key in keys])
         table = torch.tensor(columns, dtype=torch.float32, device=self.device)
         hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
         place = slice(rows[0], rows[-1] + 1)
         hyper["noise_variance"] = self.mechanism.variance[place]
         rows_rule = rows_of(method, curvature, self.network.matrices)
-        rule: Rule = AveragedRows(rows_rule) if averaged else rows_rule
+        rule: Rule = AveragedRows(rows_rule, traced) if averaged else rows_rule
         return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
+
+    def _own(self, run: Run, mean: Tensor, n: int) -> dict[str, float]:
+        """What no table of defaults can know."""
+        own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size), "scale": 1.0, "trace": run.trace}
+        if "steps" in DEFAULTS[run.method]:
+            shapes = self.network.matrices
+            own |= {"scale": weight_scale(mean.split([r * c for r, c in shapes]), shapes), "steps": float(self.steps)}
+        return own | {"ema": window_decay(float(run.options.get("steps", self.steps)))}
 
     # ---- training
 
@@ -260,10 +309,11 @@ class Stack:
         return Batch(self.inputs[index], self.labels[index], *rest)
 
     def _theta(self) -> Tensor:
-        return self._sample(self.streams.normal(self._eps, self._at, POSTERIOR), [p.state for p in self.parts])
+        eps = self.streams.normal(self._eps, self._at, POSTERIOR)
+        return self._sample(eps, self._t + 1, [p.state for p in self.parts])
 
-    def _thetas(self, eps: Tensor, states: list[Rows]) -> Tensor:
-        return torch.cat([p.rule.theta(s, eps[p.rows], p.hyper) for p, s in zip(self.parts, states, strict=True)])
+    def _thetas(self, eps: Tensor, t: Tensor, states: list[Rows]) -> Tensor:
+        return torch.cat([p.rule.theta(s, eps[p.rows], t, p.hyper) for p, s in zip(self.parts, states, strict=True)])
 
     def _update(self, sums: Tensor) -> None:
         if self.mechanism.recording and not self.mechanism.record(sums, int(self._at)):
@@ -304,14 +354,14 @@ class Stack:
         """ε that run i has spent."""
         return self.mechanism.accountants[self._row(i)].get_epsilon(delta)
 
-    def model(self, i: int) -> nn.Module:
-        """Run i's network at its mean."""
-        return self.network.model(self.mean[self._row(i)])
+    def model(self, i: int, *, averaged: bool = False) -> nn.Module:
+        """Run i's network at its mean, or at the average of its iterates."""
+        return self.network.model((self.average if averaged else self.mean)[self._row(i)])
 
     def posterior(self, i: int, *, averaged: bool = False) -> Posterior:
         """Run i's posterior under its network's own parameter names; around the average of its iterates if ``averaged``."""
         row = self._row(i)
-        if averaged and not self.runs[row].kind[1]:
+        if averaged and not self.runs[row].averaged:
             raise bad("averaged", True, f"but run {i} keeps no average", 'Give it options={"ema": 0.99}')
         mean, std = (
             {n: p.detach().clone() for n, p in self.network.model(values[row]).named_parameters() if p.requires_grad}
@@ -350,8 +400,11 @@ def _tensors(block: BatchBlock) -> tuple[Tensor, ...]:
 
 
 def _std(part: _Part) -> Tensor:
-    if "hess" not in part.state:
-        return torch.zeros_like(part.state["mean"])
-    h = part.hyper
-    v = variance(part.state["hess"], ess=h["ess"], weight_decay=h["weight_decay"])
-    return (v * h["temperature"] if "temperature" in h else v).sqrt()
+    h, state = part.hyper, part.state
+    v = torch.zeros_like(state["mean"])
+    if "hess" in state:
+        v = variance(state["hess"], ess=h["ess"], weight_decay=h["weight_decay"])
+        v = v * h["temperature"] if "temperature" in h else v
+    if "spread" in state:
+        v = v + state["spread"] * h["trace"]
+    return v.sqrt()

@@ -92,6 +92,7 @@ class Study(_Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     delta: Annotated[float, Field(gt=0, lt=1)]
     mc_samples: Whole = 32
+    temperature_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     grid: Grid
     methods: Annotated[list[Entry], Field(min_length=1)]
     classes: list[Annotated[int, Field(ge=0, le=9)]] = []
@@ -113,6 +114,7 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
         epochs=study.epochs,
         delta=study.delta,
         mc_samples=study.mc_samples,
+        temperature_noise=study.temperature_noise,
         seed=study.seed,
         runs=tuple(runs),
         assumptions=tuple(study.assumptions),

@@ -48,7 +48,10 @@ class PlannedRun:
 class Plan:
     """A resolved study. ``split`` "final" trains on all training data and reports the test set; "tuning" holds out a
     tenth of the training data, reports that, and never sees the test set. ``classes`` are those to learn, all if there are
-    none; ``evaluate`` is what to look at beyond the test set."""
+    none; ``evaluate`` is what to look at beyond the test set.
+
+    ``temperature_noise`` above 0 is σ of a private temperature, chosen on the training data when a run is done and charged to
+    it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``."""
 
     name: str
     dataset: str
@@ -62,6 +65,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     classes: tuple[int, ...] = ()
     evaluate: Evaluation | None = None
+    temperature_noise: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
@@ -72,6 +76,7 @@ class Plan:
         check_whole("mc_samples", self.mc_samples, "Give the posterior samples of a prediction", at_least=1)
         check_whole("seed", self.seed, "Give a whole number")
         self._check_beyond()
+        check_number("temperature_noise", self.temperature_noise, "Give σ, such as 20, or 0 for none", at_least=0.0)
         if not self.runs:
             raise bad("runs", [], "there is nothing to run", "Give at least one method and one cell of the grid")
         seen: set[str] = set()
@@ -131,6 +136,7 @@ class Plan:
         """As plain values; what a study does not use is left out, so that plans from before it existed stay the same."""
         unused = {"classes"} if not self.classes else set()
         unused |= {"evaluate"} if self.evaluate is None else set()
+        unused |= {"temperature_noise"} if not self.temperature_noise else set()
         return {k: v for k, v in asdict(self).items() if k not in unused}
 
     def write(self, path: Path) -> None:

@@ -16,6 +16,7 @@ COLUMNS = (
     "method", "batch_size", "noise_multiplier", "max_grad_norm", "seed", "lr", "options", "epochs",
     "epsilon", "epsilon_pld", "delta",
     *SCORES, *(f"mc_{s}" for s in SCORES), "mc_samples",
+    "temperature", "epsilon_tempered", *(f"tempered_{s}" for s in SCORES),
     "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
     "steps", "releases", "train_size", "dataset", "network", "split",
     "seconds", "stack_size", "stack_methods", "precision", "hardware", "torch", "version", "id",

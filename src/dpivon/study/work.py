@@ -15,6 +15,7 @@ from dpivon._version import __version__
 from dpivon.durable.ledger import Terms, read
 from dpivon.errors import ArgumentError, bad
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.temperature import HALVINGS, temperature_spec
 from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
@@ -24,6 +25,7 @@ from dpivon.study.evaluate import scores
 from dpivon.study.folder import Results, open_stack
 from dpivon.study.plan import Plan, PlannedRun, changed, sample_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
+from dpivon.study.tempered import tempered_scores
 from dpivon.study.watch import Watch, points
 
 
@@ -78,6 +80,7 @@ class Work:
             data.labels,
             dtype=PRECISIONS[self.precision],
             block=settings.block,
+            steps=self.total,
         )
         open_stack(folder, runs)
         self.kept = StackCheckpoints(self.stack, folder)
@@ -138,8 +141,23 @@ class Work:
                 beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, **draws)
             seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
             rows.append(self._facts(i, run) | seen | found)
+        if self.plan.temperature_noise:
+            self._temper(rows)
         kept = {run.id: self._posterior(i) for i, run in enumerate(self.runs)} if self.settings.keep else {}
         return Results(rows, self.diagnostics, beyond, kept)
+
+    def _temper(self, rows: list[dict[str, Any]]) -> None:
+        """Last, since it is a release: what was scored before cost what it says."""
+        self.progress.say(f"{self.title}: choosing temperatures")
+        noise, mechanism = self.plan.temperature_noise, self.stack.mechanism
+        terms = (temperature_spec(noise).terms,) * len(self.runs)
+        self.custody.ahead(terms, mechanism.charged + HALVINGS)
+        seeds = [sample_seed(self.plan, run) for run in self.runs]
+        found = tempered_scores(
+            self.stack, self.data, noise_multiplier=noise, samples=self.plan.mc_samples, seeds=seeds
+        )
+        for i, (row, scored) in enumerate(zip(rows, found, strict=True)):
+            row.update(scored | {"epsilon_tempered": self.stack.epsilon(i, self.plan.delta)})
 
     def _posterior(self, i: int) -> bytes:
         path = self.folder / "posterior.safetensors"

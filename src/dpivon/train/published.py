@@ -50,6 +50,7 @@ class Description(BaseModel):
 
     def learner(self, generator: torch.Generator | None = None, ema: float | None = None) -> Learner:
         """The method at work on a new network of this kind."""
+        options: dict[str, Any] = dict(self.options)
         return make_method(
             self.method,
             self.network.build(),
@@ -57,7 +58,7 @@ class Description(BaseModel):
             lr=self.lr,
             ema=ema,
             generator=generator,
-            **self.options,
+            **options,
         )
 
 

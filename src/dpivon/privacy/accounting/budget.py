@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dpivon.errors import ArgumentError, PrivacyWarning, bad, check_whole
 from dpivon.privacy.accounting.accountant import check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.calibrate import noise_multiplier as calibrate
-from dpivon.privacy.accounting.history import check_entry
+from dpivon.privacy.accounting.history import History, check_entry, check_history
 from dpivon.privacy.accounting.rdp import Orders
 
 
@@ -62,6 +62,7 @@ def budget(
     target_epsilon: float | None = None,
     accountant: str = "rdp",
     orders: Orders = "wide",
+    also: History | None = None,
 ) -> Budget:
     """The cost of a run of σ, or the σ of a run of cost ε, before any data is touched.
 
@@ -77,6 +78,8 @@ def budget(
         target_epsilon: ε, to learn the σ it needs.
         accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
         orders: Rényi orders of ``"rdp"``.
+        also: releases to be made besides, as rows (σ, q, steps): a temperature chosen afterwards is
+            ``[dpivon.temperature_cost(20)]``. ε is of everything together.
     """
     size = check_whole("dataset_size", dataset_size, "Give the number of training records", at_least=1)
     batch = check_whole("batch_size", batch_size, "Give the expected number of records in a batch", at_least=1)
@@ -101,6 +104,6 @@ def budget(
         sigma = check_entry(noise_multiplier, rate, number)[0]
     else:
         assert target_epsilon is not None
-        sigma = calibrate(target_epsilon, probability, rate, number, name, orders)
-    spent = epsilon([(sigma, rate, number)], probability, name, orders)
+        sigma = calibrate(target_epsilon, probability, rate, number, name, orders, also)
+    spent = epsilon([(sigma, rate, number), *check_history(also or [])], probability, name, orders)
     return Budget(spent, probability, sigma, rate, number, size, batch, name)

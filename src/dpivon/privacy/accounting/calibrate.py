@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.privacy.accounting.accountant import check_accountant, check_delta, epsilon
-from dpivon.privacy.accounting.history import check_entry
+from dpivon.privacy.accounting.history import History, check_entry, check_history
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
 SMALLEST, LARGEST = 5e-4, 1e8
@@ -53,8 +53,9 @@ def noise_multiplier(
     steps: int,
     accountant: str = "rdp",
     orders: Orders = "wide",
+    also: History | None = None,
 ) -> float:
-    """The smallest σ, to one part in a thousand, whose ε after ``steps`` steps is at most ``target_epsilon``.
+    """The smallest σ, to one part in a thousand, whose ε after ``steps`` steps, and ``also``, is at most ``target_epsilon``.
 
     ε(σ*) ≤ target < ε(0.99 σ*): the side that is returned was itself accounted, never interpolated.
 
@@ -71,9 +72,10 @@ def noise_multiplier(
     name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
     _, rate, _ = check_entry(1.0, sample_rate, steps)
     number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
+    beside = check_history(also or [])
 
     def spent(sigma: float, by: str) -> float:
-        return epsilon([(sigma, rate, number)], probability, by, alphas if by == "rdp" == name else "wide")
+        return epsilon([(sigma, rate, number), *beside], probability, by, alphas if by == "rdp" == name else "wide")
 
     with warnings.catch_warnings():
         # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.

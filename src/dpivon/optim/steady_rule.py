@@ -1,0 +1,57 @@
+"""The calm step in units of the weights: one dimensionless rate for every σ, C, b, number of steps and network.
+
+Where there is no signal the calm step (:mod:`dpivon.optim.calm_rule`) is α times noise of known size, and T such steps are a
+random walk of α √T in every coordinate. So α is given in the one unit that a walk can be compared with:
+
+    α = r w / √T,   w the root mean square of the first weights (those of matrices and kernels)
+
+r is how many times their own size noise alone would move the weights over the whole training. It is also the step that
+the theory of noisy gradient descent asks for, distance over √T times the root mean square of what is released, with
+r‖w‖ for the unknown distance. w is of the initialisation and T of the plan: both public. Where nobody knows T,
+α_t = r w / (2 √t) has the same Σ α_t over T steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dpivon.optim.calm_rule import Calm
+from dpivon.optim.curvature import Matrices
+from dpivon.optim.rule import REQUIRED, Hyper
+
+
+@dataclass(frozen=True)
+class Steady(Calm):
+    """The rule. ``lr`` is r. Its curvature sets the step; ``temperature`` above 0 makes it the posterior's width as well."""
+
+    name: ClassVar[str] = "steady"
+    defaults: ClassVar[Mapping[str, float]] = {**Calm.defaults, "temperature": 0.0, "steps": 0.0, "scale": REQUIRED}
+
+    def rate(self, hyper: Hyper, t: Any) -> Any:
+        size, steps = hyper["lr"] * hyper["scale"], hyper["steps"]
+        if isinstance(t, Tensor):
+            return size * torch.where(steps > 0, steps.clamp(min=1.0).rsqrt(), 0.5 * t.to(steps.dtype).rsqrt())
+        if isinstance(t, list):
+            return [self.rate(hyper, each) for each in t]
+        return size / math.sqrt(steps) if steps > 0 else size / (2.0 * math.sqrt(t))
+
+
+def weight_scale(tensors: Sequence[Tensor], shapes: Matrices) -> float:
+    """w of these parameters, flat or not, whose rows and columns are ``shapes``.
+
+    Vectors (biases, gains) count only if there is nothing else: gains begin at 1 and biases often at 0, whatever the
+    network. All zeros have the size of torch's own initialisation, 1/√(3 columns).
+    """
+    both = list(zip(tensors, shapes, strict=True))
+    chosen = [(t, shape) for t, shape in both if min(shape) > 1] or both
+    n = sum(t.numel() for t, _ in chosen)
+    squares = sum(float(t.detach().double().square().sum()) for t, _ in chosen)
+    if squares == 0.0:
+        squares = sum(t.numel() / (3.0 * columns) for t, (_, columns) in chosen)
+    return math.sqrt(squares / n)

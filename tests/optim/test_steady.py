@@ -1,0 +1,99 @@
+"""The steady step: how far noise alone carries it, in units of the weights, and where those units come from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpivon
+from dpivon import ArgumentError, Release
+from dpivon.optim.average import window_decay
+from dpivon.optim.steady import SteadyOptimizer
+from dpivon.optim.steady_rule import Steady, weight_scale
+
+
+def walk(steps: int, noise: float, *, known: bool, r: float = 3.0, size: float = 0.2) -> float:
+    """Root mean square displacement after so many releases of nothing but noise, over w."""
+    generator = torch.Generator().manual_seed(steps)
+    p = nn.Parameter(size * torch.randn(40, 50, generator=generator))
+    start = p.detach().clone()
+    hyper = {"ess": 1.0, "steps": float(steps) if known else 0.0, "weight_decay": 0.0}
+    optimizer = SteadyOptimizer([p], lr=r, **hyper)
+    for _ in range(steps):
+        g = noise * torch.randn(p.shape, generator=generator)
+        optimizer.step(release=Release({p: g}, noise**2, batch_size=1.0))
+    moved = float((p.detach() - start).square().mean().sqrt())
+    return moved / float(start.square().mean().sqrt())
+
+
+@pytest.mark.parametrize(("steps", "noise"), [(100, 1e-3), (100, 50.0), (400, 1.0)])
+def test_noise_alone_moves_the_weights_by_r_times_their_size(steps: int, noise: float) -> None:
+    """Whatever the noise and the number of steps: the one thing that a rate for every budget must have."""
+    assert walk(steps, noise, known=True) == pytest.approx(3.0, rel=0.1)
+
+
+def test_where_nobody_knows_the_number_of_steps_it_takes_as_much_way() -> None:
+    steps = 2500
+    rates = [Steady().rate({"lr": 3.0, "scale": 0.2, "steps": 0.0}, t) for t in range(1, steps + 1)]
+    assert sum(rates) == pytest.approx(steps * 3.0 * 0.2 / math.sqrt(steps), rel=0.02)
+    # and noise, of which the first steps are larger, carries it less than twice as far
+    assert 3.0 < walk(400, 1.0, known=False) < 6.0
+
+
+def test_rates_of_rows_are_those_of_runs() -> None:
+    hyper = {"lr": [[5.0], [2.0]], "scale": [[0.1], [0.3]], "steps": [[0.0], [64.0]]}
+    rows = Steady().rate({k: torch.tensor(v) for k, v in hyper.items()}, torch.tensor(9))
+    for i in range(2):
+        alone = Steady().rate({key: value[i][0] for key, value in hyper.items()}, 9)
+        assert float(rows[i]) == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_unit_is_the_size_of_matrices_and_kernels() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(8, 4))
+    kernels = torch.cat([model[0].weight.flatten(), model[3].weight.flatten()])
+    made = dpivon.method("dp-steady", model, dataset_size=10).optimizer
+    assert made.param_groups[0]["scale"] == pytest.approx(float(kernels.detach().square().mean().sqrt()))
+
+
+def test_weights_that_begin_at_zero_have_the_size_of_torchs_own() -> None:
+    model = nn.Linear(300, 40)
+    usual = weight_scale([model.weight], [(40, 300)])
+    nn.init.zeros_(model.weight)
+    assert weight_scale([model.weight], [(40, 300)]) == pytest.approx(usual, rel=0.02)
+    assert weight_scale([torch.full((7,), 2.0)], [(1, 7)]) == pytest.approx(2.0)  # vectors, where there is nothing else
+
+
+def test_a_plan_in_epochs_tells_the_step_and_the_average() -> None:
+    x, y = torch.randn(24, 3), torch.randint(2, (24,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)
+    settings = {"target_epsilon": 1.0, "target_delta": 1e-3, "epochs": 20, "max_grad_norm": 1.0}
+    learner = dpivon.method("dp-steady", nn.Linear(3, 2), dataset_size=24)
+    assert learner.average is not None
+    assert learner.average.decay == 0.99
+    learner.make_private_with_epsilon(dpivon.PrivacyEngine(), loader, **settings)
+    assert learner.optimizer.param_groups[0]["steps"] == 60.0
+    assert learner.average.decay == window_decay(60) == pytest.approx(1 - 10 / 70)
+    told = dpivon.method("dp-steady", nn.Linear(3, 2), dataset_size=24, steps=500.0, ema=0.5)
+    told.make_private_with_epsilon(dpivon.PrivacyEngine(), loader, **settings)
+    assert told.optimizer.param_groups[0]["steps"] == 500.0
+    assert told.average is not None
+    assert told.average.decay == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("dp-sgd", {"trace": 1.0}, "trace=1.0: is of averaged iterates"),
+        ("dp-sgd", {"trace": -1.0, "ema": 0.9}, "trace=-1.0"),
+        ("dp-steady", {"steps": -1.0}, "steps=-1.0"),
+        ("dp-steady", {"scale": 0.0}, "scale=0.0"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name: str, options: dict[str, float], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        dpivon.method(name, nn.Linear(2, 2), dataset_size=5, **options)
