@@ -25,7 +25,7 @@ from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.resume import ReplayJournal, refresh, repeatable, sampler_of
-from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler
+from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler, held_tensors
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Checkpoints:
         if self._digest_of_data is not None and self._digest_of_data[0] == key:
             return self._digest_of_data[1]
         total = hmac.new(key, f"{len(self._dataset)} {self._dataset_digest}".encode(), hashlib.sha256)
-        for value in _tensors(self._dataset):
+        for value in held_tensors(self._dataset):
             total.update(f"{value.dtype} {list(value.shape)}".encode())
             total.update(bytes_of(value))
         self._digest_of_data = key, total.hexdigest()
@@ -321,22 +321,3 @@ def _names(optimizer: DPOptimizer) -> list[str]:
     """The model's name of every parameter, in the optimizer's order."""
     known: dict[Any, str] = {p: name for name, p in optimizer.module.named_parameters()}
     return [known.get(p, "") for group in optimizer.param_groups for p in group["params"]]
-
-
-def _tensors(dataset: Any) -> Iterator[Tensor]:
-    """The tensors of a data set that is held in memory; none if it is of another kind."""
-    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
-        if inner is not None:
-            yield from _tensors(inner)
-    held = [
-        *getattr(dataset, "tensors", ()),
-        *(getattr(dataset, name, None) for name in ("data", "targets", "indices")),
-    ]
-    for value in held:
-        if isinstance(value, Tensor):
-            yield value
-        elif value is not None and not callable(value):
-            try:
-                yield torch.as_tensor(value)
-            except (TypeError, ValueError, RuntimeError):
-                continue

@@ -27,6 +27,11 @@ from dpivon.privacy.losses import check_criterion
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
 from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.ranks.group import Group, current
+from dpivon.privacy.ranks.ledger import FollowedLedger, open_ledger
+from dpivon.privacy.ranks.sharded import Sharded
+from dpivon.privacy.ranks.start import Start, choose_team
+from dpivon.privacy.ranks.wrappers import unwrap_parallel
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader
 from dpivon.privacy.spec import NoiseSpec
@@ -47,6 +52,9 @@ class PrivacyEngine(OpacusVerbs):
         secure_mode: draw noise and batches from the operating system's cryptographic generator.
         orders: Rényi orders, ``"wide"`` or ``"opacus"``.
         ledger: a file that records every release before it is made, as :meth:`attach_ledger`.
+        distributed: with a process group of ``torch.distributed``, train one model on all ranks: every rank makes the same
+            calls, and each gets its part of every batch. False trains alone, as when ranks train models of their own.
+        replica_check_every: how many releases apart the ranks compare their weights and optimizer state; 0 never.
     """
 
     def __init__(
@@ -56,13 +64,19 @@ class PrivacyEngine(OpacusVerbs):
         secure_mode: bool = False,
         orders: str | Sequence[float] = "wide",
         ledger: str | os.PathLike[str] | None = None,
+        distributed: bool = True,
+        replica_check_every: int = 100,
     ) -> None:
+        self.replica_check_every = check_whole(
+            "replica_check_every", replica_check_every, "Use a number of releases such as 100, or 0 for never"
+        )
+        self._distributed = distributed
         self.accountant = Accountant(accountant, orders=orders)
         self.secure_mode = secure_mode
         self._dataset: Any = None
         self._dataset_size: int | None = None
         self._limit: Limit | None = None
-        self.ledger: Ledger | None = None
+        self.ledger: Ledger | FollowedLedger | None = None
         self._inherited = 0  # releases that the ledger held when it was attached
         self._made: list[weakref.ref[DPOptimizer]] = []
         if ledger is not None:
@@ -119,6 +133,58 @@ class PrivacyEngine(OpacusVerbs):
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
         """
+        module = unwrap_parallel(module)
+        group = self._group()
+        with Start(group) as begin:
+            made = self._make_private(
+                group,
+                begin,
+                module=module,
+                optimizer=optimizer,
+                data_loader=data_loader,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                criterion=criterion,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                poisson_sampling=poisson_sampling,
+                clipping=clipping,
+                noise_generator=noise_generator,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                rand_on_empty=rand_on_empty,
+                dataset_size=dataset_size,
+                expected_batch_size=expected_batch_size,
+                augmentations=augmentations,
+            )
+        if self._inherited:
+            refresh(made[1])
+        return made
+
+    def _make_private(
+        self,
+        group: Group | None,
+        begin: Start,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        criterion: Any,
+        batch_first: bool,
+        loss_reduction: str,
+        poisson_sampling: bool,
+        clipping: str,
+        noise_generator: torch.Generator | None,
+        grad_sample_mode: str | None,
+        wrap_model: bool,
+        rand_on_empty: bool,
+        dataset_size: int | None,
+        expected_batch_size: float | None,
+        augmentations: int,
+    ) -> Any:
+        """One rank's part of it, without a word to the others; what they must have in common is noted in ``begin``."""
         mode = choose(module, grad_sample_mode)
         check_model(module, mode)
         check_optimizer(module, optimizer)
@@ -140,10 +206,16 @@ class PrivacyEngine(OpacusVerbs):
         augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
         self._check_mode(mode, clipping, optimizer, trainable, augmentations)
         check_criterion(criterion, loss_reduction, mode)
+        team = choose_team(group, module, mode, optimizer, self.replica_check_every)
         loader: DataLoader[Any] = data_loader
         if poisson_sampling:
             loader = poisson_loader(
-                data_loader, sampling, batch_first=batch_first, generator=None, secure=self.secure_mode
+                data_loader,
+                sampling,
+                batch_first=batch_first,
+                generator=None,
+                secure=self.secure_mode,
+                part=(0, 1) if team is None else (team.rank, team.world),
             )
         try:
             collector, source = attach(
@@ -154,6 +226,7 @@ class PrivacyEngine(OpacusVerbs):
                 wrap_model=wrap_model,
                 samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
                 augmentations=augmentations,
+                scatter=team.scatter if isinstance(team, Sharded) else None,
             )
         except NotImplementedError as error:
             raise bad(
@@ -176,16 +249,27 @@ class PrivacyEngine(OpacusVerbs):
             watch=ForwardWatch(module),
             draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
             prefetches=data_loader.num_workers > 0,
+            together=team,
         )
         self._remember_dataset(data_loader.dataset, sampling.dataset_size)
         self._made.append(weakref.ref(dp_optimizer))
-        if self._inherited:
-            refresh(dp_optimizer)
+        begin.note(
+            module,
+            dp_optimizer,
+            data_loader.dataset,
+            dataset_size=sampling.dataset_size,
+            clipping=f"{clipping} {max_grad_norm}",
+            grad_sample_mode=mode,
+            augmentations=augmentations,
+            accountant=self.accountant.mechanism(),
+            secure_mode=self.secure_mode,
+            charged=len(self.accountant),
+        )
         if spec.unaccounted:
             warnings.warn(
                 f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
                 PrivacyWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         if not isinstance(source, GhostGradients):
             return collector, dp_optimizer, loader
@@ -267,19 +351,23 @@ class PrivacyEngine(OpacusVerbs):
             )
         return self.accountant.get_epsilon(delta)
 
-    def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger:
+    def _group(self) -> Group | None:
+        return current() if self._distributed else None
+
+    def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger | FollowedLedger:
         """Record every release in a file, synced before it is made; what the file holds already is charged to this engine.
 
         Nothing that was ever released under the file can be forgotten, whatever is loaded or restarted. If it holds any
         release, noise and batches are drawn from new seeds of the operating system, also where yours are fixed:
-        the same noise must not meet two sums. See :class:`dpivon.Checkpoints` for going on where a run was.
+        the same noise must not meet two sums. See :class:`dpivon.Checkpoints` for going on where a run was. In a process
+        group the first rank has the file, and the others follow it.
         """
         if self.ledger is not None:
             raise bad("ledger", str(path), f"this engine has {self.ledger.path} already", "Use one engine a ledger")
         if len(self.accountant):
             problem = f"this engine has made {len(self.accountant)} releases that would not be in it"
             raise bad("ledger", str(path), problem, "Attach it before the first step")
-        ledger = Ledger(path)
+        ledger = open_ledger(path, self._group())
         replay(ledger.record, 0, self.accountant)
         self.ledger, self._inherited = ledger, len(self.accountant)
         if self._inherited:
@@ -351,6 +439,6 @@ class PrivacyEngine(OpacusVerbs):
                 "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. "
                 "Use a new engine for other data.",
                 PrivacyWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._dataset, self._dataset_size = dataset, size

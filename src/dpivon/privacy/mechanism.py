@@ -28,8 +28,13 @@ def release(
     charge(spec)
     noises = TensorList([noise.normal(total, spec.noise_std) for total in clipped_sums.values()])
     released = (noises + TensorList(list(clipped_sums.values()))) / spec.divisor
+    return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
+
+
+def as_release(gradients: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release:
+    """Released gradients with what is public about them."""
     return Release(
-        gradients=dict(zip(clipped_sums, released, strict=True)),
+        gradients=gradients,
         variance=spec.variance,
         batch_size=spec.divisor if spec.loss_reduction == "mean" else None,
     )

@@ -39,7 +39,11 @@ class TorchNoise:
 
     def refresh(self) -> None:
         """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
-        self.generator = torch.Generator(self.generator.device).manual_seed(secrets.randbits(63))
+        self.reseed(secrets.randbits(63))
+
+    def reseed(self, seed: int) -> None:
+        """From here on noise of this seed, from a generator that nobody else holds."""
+        self.generator = torch.Generator(self.generator.device).manual_seed(seed)
         self._elsewhere.clear()
 
     def _on(self, device: torch.device) -> torch.Generator:

@@ -7,7 +7,6 @@ kept by construction: the loader draws so, and :class:`Draws` counts that no dra
 from __future__ import annotations
 
 import math
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data._utils.collate import default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.noise import own_generator, secure_uniform
@@ -70,7 +70,13 @@ class Draws:
 
 
 class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
-    """Index batches of size Binomial(n, q); ``steps`` of them make a pass."""
+    """Index batches of size Binomial(n, q); ``steps`` of them make a pass.
+
+    With ``part=(r, W)`` every one of W ranks draws the same batch of all examples, and rank r gets of it those whose index
+    leaves r when divided by W. So an example is in a batch with probability q whatever the others do, on one rank only, and
+    the same whatever their number: the union over ranks is what one process would draw. Its presence does not move
+    another example to another rank, whose sum stays as it is to the bit. In secure mode each rank draws for its own.
+    """
 
     def __init__(
         self,
@@ -80,9 +86,12 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         steps: int,
         generator: torch.Generator | None = None,
         secure: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
         self.secure = secure
+        self.part = part
+        self.largest_part: int | None = None  # examples of the last draw on the rank that has most; None if unknown
         self.draws = Draws(sampler=weakref.ref(self))
 
         self.passes, self.position = 0, 0  # where the draws are: in which pass, and how many were made in it
@@ -105,13 +114,20 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
             )
             self.position = position + 1
             self.draws.draw()
-            yield (uniform < self.sample_rate).nonzero().flatten().tolist()
+            yield self._of_rank((uniform < self.sample_rate).nonzero().flatten())
         self.passes, self.position = self.passes + 1, 0
 
-    def refresh(self) -> None:
-        """From here on batches that are independent of all before, whatever seed was set."""
+    def _of_rank(self, drawn: Tensor) -> list[int]:
+        rank, world = self.part
+        owner = drawn % world
+        self.largest_part = None if self.secure else int(torch.bincount(owner, minlength=world).max())
+        mine: list[int] = drawn[owner == rank].tolist()
+        return mine
+
+    def refresh(self, seed: int) -> None:
+        """From here on batches that are independent of all before, whatever seed was set. ``seed`` is new and secret."""
         if not self.secure:  # in place: the data loader may draw from the same one
-            self.generator.manual_seed(secrets.randbits(63))
+            self.generator.manual_seed(seed)
 
 
 def _nothing() -> None:
@@ -190,7 +206,10 @@ class Sampling:
 
 
 def declare(data_loader: DataLoader[Any], *, dataset_size: int | None, expected_batch_size: float | None) -> Sampling:
-    """N and b as declared, or as the loader states them. Neither is ever read off a batch."""
+    """N and b as declared, or as the loader states them. Neither is ever read off a batch.
+
+    b is of all ranks together; a loader with a ``DistributedSampler`` states that of one.
+    """
     dataset = data_loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise bad(
@@ -220,9 +239,10 @@ def poisson_loader(
     batch_first: bool,
     generator: torch.Generator | None,
     secure: bool,
+    part: tuple[int, int] = (0, 1),
 ) -> PoissonDataLoader:
     """The caller's loader with its batches drawn by Poisson sampling."""
-    _refuse_other_samplers(data_loader)
+    _refuse_other_samplers(data_loader, ranks=part[1])
     dataset = data_loader.dataset
     sampler = PoissonSampler(
         num_samples=len(dataset),  # type: ignore[arg-type]
@@ -231,6 +251,7 @@ def poisson_loader(
         # One of its own: reseeding the global generator in the loop would draw the same batches again.
         generator=generator or data_loader.generator or own_generator(),
         secure=secure,
+        part=part,
     )
     return PoissonDataLoader(
         dataset,
@@ -260,16 +281,22 @@ def _stated_batch_size(data_loader: DataLoader[Any]) -> float:
             f"the loader's {type(sampler).__name__} states no batch size",
             "Declare expected_batch_size=b",
         )
-    return float(stated)
+    own = getattr(sampler, "sampler", None)
+    return float(stated) * (own.num_replicas if isinstance(own, DistributedSampler) else 1)
 
 
-def _refuse_other_samplers(data_loader: DataLoader[Any]) -> None:
+def _refuse_other_samplers(data_loader: DataLoader[Any], ranks: int) -> None:
     """A sampler that means something (weights, a subset) must not be replaced in silence."""
     batch_sampler = data_loader.batch_sampler
     if isinstance(batch_sampler, UniformWithReplacementSampler):
         return
     sampler = getattr(batch_sampler, "sampler", batch_sampler)
     plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if isinstance(sampler, DistributedSampler):
+        if sampler.num_replicas != ranks:
+            fix = "Remove it: every rank gets its part of each batch anyway"
+            raise bad("data_loader", f"num_replicas={sampler.num_replicas}", f"but {ranks} ranks train together", fix)
+        plain = True
     if not plain:
         raise bad(
             "data_loader",
@@ -277,3 +304,22 @@ def _refuse_other_samplers(data_loader: DataLoader[Any]) -> None:
             "this sampler would be replaced by Poisson sampling, which accounting assumes",
             "Remove it (take a torch.utils.data.Subset for a subset), or pass poisson_sampling=False and accept ε = inf",
         )
+
+
+def held_tensors(dataset: Any) -> Iterator[Tensor]:
+    """The tensors of a data set that is held in memory; none if it is of another kind."""
+    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
+        if inner is not None:
+            yield from held_tensors(inner)
+    held = [
+        *getattr(dataset, "tensors", ()),
+        *(getattr(dataset, name, None) for name in ("data", "targets", "indices")),
+    ]
+    for value in held:
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None and not callable(value):
+            try:
+                yield torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                continue
