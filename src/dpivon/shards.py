@@ -44,3 +44,13 @@ def whole(part: Tensor, p: Tensor) -> Tensor:
         return part
     gathered: Tensor = like_parameter(part, p).full_tensor()  # type: ignore[attr-defined]
     return gathered
+
+
+def part_of(full: Tensor, p: Tensor) -> Tensor:
+    """The rows of ``full``, which is as large as the whole of p, that this process holds of p."""
+    if not is_sharded(p):
+        return full
+    mesh: Any = p.device_mesh  # type: ignore[attr-defined]
+    rows = -(-full.shape[0] // mesh.size())  # of every rank but the last ones
+    first = min(full.shape[0], mesh.get_local_rank() * rows)
+    return full[first : first + rows]

@@ -68,9 +68,12 @@ class Rotation:
         """The newest first."""
         return sorted(self.folder.glob("release-*.safetensors"), reverse=True)
 
+    def path(self, releases: int) -> Path:
+        return self.folder / f"release-{releases:012}.safetensors"
+
     def write(self, releases: int, state: Mapping[str, Any]) -> Path:
         """The new one is on disk before an old one goes."""
-        path = self.folder / f"release-{releases:012}.safetensors"
+        path = self.path(releases)
         write(path, state)
         for old in self.files()[self.keep :]:
             old.unlink()

@@ -135,6 +135,14 @@ class Group:
             dist.broadcast(carried, 0)
         return carried.to(t.device)
 
+    def tensors(self, mine: Tensor) -> list[Tensor]:
+        """Everybody's tensors of one shape, by rank."""
+        sent = self._carried(mine)
+        got = [torch.empty_like(sent) for _ in range(self.world)]
+        with self._speaking("collect their states"):
+            dist.all_gather(got, sent)
+        return [t.to(mine.device) for t in got]
+
     def sum_to_shards(self, parts: Tensor) -> Tensor:
         """[W, …] on every rank to the sum over ranks of row r, on rank r."""
         sent = self._carried(parts.contiguous())
