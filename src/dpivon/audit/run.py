@@ -96,7 +96,8 @@ def audit(
         model: the network; it is copied, and never trained itself.
         data: inputs and labels, or a data set of such pairs, of which the first 64 are used.
         method: a name of ``dpivon methods``, or a function that makes an optimizer for a model.
-        path: ``"bookkeeping"``, ``"hooks"``, ``"functorch"``, ``"ghost"``, ``"stacked"`` or ``"captured"``.
+        path: ``"bookkeeping"``, ``"hooks"``, ``"functorch"``, ``"ghost"``, ``"distributed"`` (book-keeping on two
+            processes), ``"stacked"`` or ``"captured"``.
         loss: ``loss(outputs, labels)`` gives one loss an example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.

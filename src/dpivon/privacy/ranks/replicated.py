@@ -46,9 +46,9 @@ class Replicated(Team):
         share_generator(self.group, optimizer.sampler_generator)
         inner: Any = optimizer.original_optimizer
         if hasattr(inner, "generator"):
-            if inner.generator is None:
+            if inner.generator is None:  # the global one is each rank's own
                 inner.generator = torch.Generator(optimizer.params[0].device)
-                inner.generator.manual_seed(self.secret())
+                inner.generator.manual_seed(int(torch.randint(2**63 - 1, (1,))))
             share_generator(self.group, inner.generator)
         self.check_replicas(optimizer)
 
