@@ -309,8 +309,7 @@ def noise_for_every_part() -> dict[str, Patch | str]:
 
 
 def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
-    def engine(original: Any, sums: Any, spec: Any, noise: Any, charge: Any) -> Release:
-        return Release(original(sums, spec, noise, charge).gradients, change(spec))
+    engine = attr(mechanism, "as_release", lambda o: lambda gradients, spec: Release(gradients, change(spec)))
 
     def stacks(original: Any) -> Any:
         def init(self: Any, *args: Any) -> None:
@@ -319,7 +318,7 @@ def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
 
         return init
 
-    return everywhere(engine_release(engine), attr(StackedMechanism, "__init__", stacks))
+    return everywhere(engine, attr(StackedMechanism, "__init__", stacks))
 
 
 def divided_by_the_drawn_batch() -> dict[str, Patch | str]:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
+from dpivon.shards import part_of
 
 N, B = 60, 12
 
@@ -25,46 +26,55 @@ def network(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
 
 
-class CoordinateNoise:
-    """Noise that depends on the release and on the place in the whole parameter, so that a shard gets its part of it."""
+class PlacedNoise:
+    """Noise that depends on the draw and on the place in the whole parameter, so that a shard gets its part of it."""
 
     generator = None
 
-    def __init__(self, optimizer: Any, scale: float = 1.0) -> None:
-        self.optimizer, self.scale, self.calls = optimizer, scale, 0
+    def __init__(self, optimizer: Any, seed: int) -> None:
+        self.optimizer, self.seed, self.calls = optimizer, seed, 0
 
     def normal(self, like: Tensor, std: float) -> Tensor:
         params = self.optimizer.params
         p = params[self.calls % len(params)]
-        generator = torch.Generator().manual_seed(1000 + self.calls)
+        generator = torch.Generator().manual_seed(self.seed + self.calls)
         self.calls += 1
-        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64) * std * self.scale
-        if noise.shape == like.shape:
-            return noise
-        together = self.optimizer.together
-        rows = -(-noise.shape[0] // together.world)
-        return noise[together.rank * rows : together.rank * rows + rows]
+        return part_of(torch.randn(p.shape, generator=generator, dtype=torch.float64), p) * std
+
+
+def place_noise(optimizer: Any) -> None:
+    """The same privacy noise and the same θ, whoever holds which part of the parameters."""
+    optimizer.noise = PlacedNoise(optimizer, 1000)
+    theta = PlacedNoise(optimizer, 2000)
+    optimizer.original_optimizer._standard_normal = lambda like: theta.normal(like, 1.0).to(like.dtype)
 
 
 def start(
-    *, method: str = "ivon", wrap: Any = None, seed: int = 0, sigma: float = 1.0, batch: float = B, **options: Any
+    *,
+    method: str = "ivon",
+    wrap: Any = None,
+    sigma: float = 1.0,
+    batch: float | None = B,
+    engine: Any = None,
+    data: Any = None,
+    **options: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """(engine, model, optimizer, loader) with every stream from a fixed seed."""
-    net = network(seed)
+    net = network()
     if wrap is not None:
         net = wrap(net)
     if method == "ivon":
         inner: Any = dpivon.IVON(net.parameters(), lr=0.2, ess=N, beta2=0.9, generator=torch.Generator().manual_seed(5))
     else:
         inner = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
-    engine = dpivon.PrivacyEngine(replica_check_every=1)
+    engine = engine or dpivon.PrivacyEngine(replica_check_every=1)
     model, optimizer, loader = engine.make_private(
         module=net,
         optimizer=inner,
-        data_loader=DataLoader(dataset(), batch_size=6, generator=torch.Generator().manual_seed(6)),
+        data_loader=data or DataLoader(dataset(), batch_size=6, generator=torch.Generator().manual_seed(6)),
         noise_multiplier=sigma,
         max_grad_norm=0.8,
-        noise_generator=torch.Generator().manual_seed(7),
+        noise_generator=None if engine.secure_mode else torch.Generator().manual_seed(7),
         expected_batch_size=batch,
         **options,
     )
@@ -97,6 +107,11 @@ def train(model: Any, optimizer: Any, loader: Any, steps: int, physical: int | N
                 if done[0] == steps:
                     break
     return seen
+
+
+def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The largest difference between two posteriors."""
+    return max(float((a[what][k] - b[what][k]).abs().max()) for what in ("mean", "variance") for k in b["mean"])
 
 
 def learned(engine: Any, optimizer: Any) -> dict[str, Any]:

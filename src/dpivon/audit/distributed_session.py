@@ -196,7 +196,8 @@ class DistributedSession:
 def _one_and_the_same(seen: list[Observed]) -> Observed:
     first, *others = seen
     for other in others:
-        if not torch.equal(first.released, other.released) or first.variance != other.variance:
+        alike = torch.allclose(first.released, other.released, rtol=0, atol=0, equal_nan=True)
+        if not alike or first.variance != other.variance:
             raise PrivacyError("The ranks of one run have different releases: two noised sums under one charge.")
         if any(not torch.equal(a, b) for a, b in zip(first.theta, other.theta, strict=True)):
             raise PrivacyError("The ranks of one run took gradients at different θ.")

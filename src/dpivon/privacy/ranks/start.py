@@ -54,10 +54,10 @@ class Start:
         self._facts = {
             "noise_multiplier": spec.noise_multiplier,
             "max_grad_norm": spec.max_grad_norm,
-            "sample_rate": spec.sample_rate,
-            "expected_batch_size": spec.expected_batch_size,
-            "NoiseSpec": spec.digest,
             **{name: str(value) for name, value in facts.items()},
+            "expected_batch_size": spec.expected_batch_size,
+            "sample_rate": spec.sample_rate,
+            "NoiseSpec": spec.digest,
             "optimizer": type(optimizer.original_optimizer).__name__,
             "model": _shapes(module),
             "data": _data(dataset),
