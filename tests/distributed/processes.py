@@ -61,6 +61,8 @@ def launch(world: int, work: Callable[..., Any], *args: Any, timeout: float = 60
             except EOFError:
                 process.join(5)
                 found = ("killed", process.exitcode)
+            if found[0] != "done":
+                until = min(until, time.monotonic() + 2 * len(processes))  # for those that hang
             results.append(found)
         for process in processes:
             process.join(5)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
+from dpivon.optim.adam_rule import Adam
 from dpivon.shards import part_of
 
 N, B = 60, 12
@@ -65,6 +66,8 @@ def start(
         net = wrap(net)
     if method == "ivon":
         inner: Any = dpivon.IVON(net.parameters(), lr=0.2, ess=N, beta2=0.9, generator=torch.Generator().manual_seed(5))
+    elif method == "rule":
+        inner = dpivon.RuleOptimizer(net.parameters(), Adam(), lr=0.05)
     else:
         inner = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     engine = engine or dpivon.PrivacyEngine(replica_check_every=1)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpivon.errors import bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.releases import LearnsFromReleases
+from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy import mechanism
 from dpivon.privacy.layers.registry import plain_type
 from dpivon.privacy.noise import TorchNoise
@@ -59,7 +60,7 @@ class Sharded(Team):
         if isinstance(optimizer.noise, TorchNoise):
             optimizer.noise.reseed(_of_rank(root, "noise", self.rank))
         inner: Any = optimizer.original_optimizer
-        if isinstance(inner, IVON):
+        if hasattr(inner, "generator"):
             seed = int(self.group.tell(_draw(inner)))
             inner.generator = torch.Generator(optimizer.params[0].device)
             inner.generator.manual_seed(_of_rank(seed, "posterior", self.rank))
@@ -124,12 +125,14 @@ def check_sharded(module: nn.Module, mode: str, optimizer: Any, group: Group | N
     for name, p in module.named_parameters():
         if p.requires_grad:
             _check_layout(name, p, group)
+    estimator = getattr(getattr(optimizer, "rule", optimizer), "estimator", getattr(optimizer, "curvature", None))
+    if not getattr(estimator, "elementwise", True):
+        fix = "Use 'gradsq-corrected', or train unsharded"
+        raise bad("curvature", estimator.name, "pools over a tensor of which each rank has a part", fix)  # type: ignore[union-attr]
     if isinstance(optimizer, IVON):
-        if not optimizer.curvature.elementwise:
-            fix = "Use 'gradsq-corrected', or train unsharded"
-            raise bad("curvature", optimizer.curvature.name, "pools over a tensor of which each rank has a part", fix)
-    elif isinstance(optimizer, LearnsFromReleases):
-        fix = "Use dpivon.IVON or an optimizer of torch.optim, or train unsharded"
+        return
+    if isinstance(optimizer, LearnsFromReleases) and type(optimizer) is not RuleOptimizer:  # rules go by coordinates
+        fix = "Use dpivon.IVON, RuleOptimizer or an optimizer of torch.optim, or train unsharded"
         raise bad("optimizer", type(optimizer).__name__, "does not know sharded parameters", fix)
 
 
