@@ -140,22 +140,32 @@ def test_every_rank_noises_its_own_part_from_a_stream_of_its_own() -> None:
     assert correlation(first[0], theta[0, :50]) < 5
 
 
+def in_one_unit(net: nn.Module) -> nn.Module:
+    fully_shard(net)
+    return net
+
+
 def predictions(rank: int) -> Any:
-    _, model, optimizer, loader = trainings.start(wrap=trainings.shard)
+    _, model, optimizer, loader = trainings.start(wrap=in_one_unit)
     trainings.train(model, optimizer, loader, 2)
     x = trainings.dataset().tensors[0][:5]
     found = []
     model.eval()
     for _ in range(3):
         with torch.no_grad(), optimizer.sampled_params():
-            weights = {name: p.full_tensor() for name, p in optimizer.module.named_parameters()}
+            weights = {
+                n: p.full_tensor() for n, p in zip(trainings.network().state_dict(), optimizer.params, strict=True)
+            }
             outputs = model(x)
         plain = trainings.network()
         plain.load_state_dict(weights)
         found.append((outputs, plain(x).detach()))
-    with pytest.raises(dpivon.ArgumentError, match="is sharded"):
-        dpivon.predict(optimizer.module, optimizer.posterior(), x)
     return found
+
+
+def predicted_by_its_posterior(rank: int) -> Any:
+    _, _, optimizer, _ = trainings.start(wrap=in_one_unit)
+    dpivon.predict(optimizer.module, optimizer.posterior(), trainings.dataset().tensors[0])
 
 
 def test_a_forward_sees_the_weights_of_the_moment() -> None:
@@ -164,6 +174,9 @@ def test_a_forward_sees_the_weights_of_the_moment() -> None:
         for outputs, expected in found:
             assert torch.allclose(outputs, expected, atol=1e-6)
         assert not torch.allclose(found[0][0], found[1][0], atol=1e-3)
+    for word, text in launch(2, predicted_by_its_posterior):
+        assert word == "ArgumentError"
+        assert "is sharded" in text
 
 
 # ---- what is refused
@@ -228,3 +241,29 @@ def test_what_cannot_be_sharded_is_refused(what: str, error: str, said: str) -> 
     for word, text in launch(2, refused, what, timeout=20):
         assert word == error, text
         assert said in text
+
+
+# ---- bugs sown on purpose: the tests above must see them
+
+
+def with_bug(rank: int, bug: str) -> Any:
+    from dpivon.privacy.ranks import sharded
+
+    if bug == "averaged over ranks":
+        right = sharded.Group.sum_to_shards
+        sharded.Group.sum_to_shards = lambda self, parts: right(self, parts) / self.world
+        return training(rank, trainings.shard, None, "sgd")[1]
+    if bug == "one noise for all parts":
+        sharded._of_rank = lambda seed, what, rank: seed
+        return noise_alone(rank)
+    sharded.fsdp_modules = lambda module: []  # weights that were gathered stay, and are used again
+    return predictions(rank)
+
+
+def test_bugs_of_sharding_are_seen() -> None:
+    _, alone = training(0, None, None, "sgd")
+    assert trainings.apart(run(2, with_bug, "averaged over ranks")[0], alone) > 1000 * ROUNDING
+    (first, _), (second, _) = run(2, with_bug, "one noise for all parts")
+    assert correlation(first, second) > 50
+    stale = run(2, with_bug, "stale weights")[0]
+    assert not all(torch.allclose(outputs, expected, atol=1e-6) for outputs, expected in stale)
