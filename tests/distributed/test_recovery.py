@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +61,10 @@ def kept(rank: int, folder: str, steps: int, fault: Any = None, wrapper: Any = N
     }
 
 
-def undisturbed(folder: Path, world: int = 2) -> dict[str, Any]:
-    return run(world, kept, str(folder), STEPS)[0]["learned"]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks learn that nobody disturbs."""
+    return run(2, kept, str(tmp_path_factory.mktemp("whole")), STEPS)[0]["learned"]
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,13 @@ def undisturbed(folder: Path, world: int = 2) -> dict[str, Any]:
     [((1, "sum_to_first", 5, signal.SIGKILL), 4), ((0, "from_first", 5, signal.SIGKILL), 5)],
     ids=["another rank, while sums are added up", "the first, between charge and release"],
 )
-def test_a_rank_is_killed_in_a_step(tmp_path, fault: Any, charged: int) -> None:
-    whole = undisturbed(tmp_path / "whole")
-    begun = time.monotonic()
-    ended = launch(2, kept, str(tmp_path / "run"), STEPS, fault, timeout=20)
-    assert time.monotonic() - begun < 20  # at once, not at the time limit of the group
+def test_a_rank_is_killed_in_a_step(tmp_path, whole: Any, fault: Any, charged: int) -> None:
+    ended = launch(2, kept, str(tmp_path / "run"), STEPS, fault)
     assert ended[fault[0]] == ("killed", -9)
     word, text = ended[1 - fault[0]]
     assert word == "RankError"
     assert "start all of them again" in text
+    assert "timed out" not in text.lower()  # at once, not at the time limit of the group
     assert read(tmp_path / "run" / "ledger.jsonl").releases == charged
     results = run(2, kept, str(tmp_path / "run"), STEPS)
     for result in results:  # lost releases are made again to the bit, at no cost
@@ -89,15 +87,14 @@ def test_a_rank_is_killed_in_a_step(tmp_path, fault: Any, charged: int) -> None:
         assert result["learned"]["epsilon"] == whole["epsilon"]
 
 
-def test_a_rank_that_hangs_is_given_up(tmp_path) -> None:
-    begun = time.monotonic()
-    ended = launch(2, kept, str(tmp_path), STEPS, (1, "sum_to_first", 2, signal.SIGSTOP), timeout=3)
-    assert ended[0][0] == "RankError"
-    assert time.monotonic() - begun < 60
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_given_up_at_the_time_limit_of_the_group(tmp_path) -> None:
+    ended = launch(2, kept, str(tmp_path), STEPS, (1, "sum_to_first", 2, signal.SIGSTOP), timeout=15)
+    assert [word for word, _ in ended] == ["RankError", "silent"]
+    assert "did not answer in time" in ended[0][1]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path) -> None:
-    whole = undisturbed(tmp_path / "whole")
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, whole: Any) -> None:
     run(2, kept, str(tmp_path / "run"), 6)
     for result in run(4, kept, str(tmp_path / "run"), STEPS):
         assert (result["steps"], result["lost"], result["told"]) == (6, 0, [])
@@ -108,10 +105,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path) -> None:
     assert alone["learned"]["epsilon"] > whole["epsilon"]
 
 
-def test_after_a_crash_on_other_ranks_what_was_lost_stays_charged(tmp_path) -> None:
+def test_after_a_crash_on_other_ranks_what_was_lost_stays_charged(tmp_path, whole: Any) -> None:
     """Sums of four ranks are rounded otherwise, so a lost release cannot be made again to the bit: it is dropped."""
-    whole = undisturbed(tmp_path / "whole")
-    launch(2, kept, str(tmp_path / "run"), STEPS, (1, "sum_to_first", 6, signal.SIGKILL), timeout=20)
+    launch(2, kept, str(tmp_path / "run"), STEPS, (1, "sum_to_first", 6, signal.SIGKILL))
     results = run(4, kept, str(tmp_path / "run"), STEPS)
     for result in results:
         assert (result["steps"], result["lost"]) == (3, 2)
@@ -122,8 +118,7 @@ def test_after_a_crash_on_other_ranks_what_was_lost_stays_charged(tmp_path) -> N
     assert read(tmp_path / "run" / "ledger.jsonl").releases == STEPS + 2
 
 
-def test_a_signal_to_one_rank_stops_all_of_them_in_good_order(tmp_path) -> None:
-    whole = undisturbed(tmp_path / "whole")
+def test_a_signal_to_one_rank_stops_all_of_them_in_good_order(tmp_path, whole: Any) -> None:
     ended = launch(2, kept, str(tmp_path / "run"), STEPS, (1, "sum_to_first", 5, signal.SIGTERM), None, 100)
     assert [word for word, _ in ended] == ["SystemExit", "SystemExit"]
     assert all(text.startswith("143") for _, text in ended)
@@ -162,7 +157,7 @@ def full_disk(rank: int, folder: str) -> Any:
 
 
 def test_if_the_charge_cannot_be_written_no_rank_learns_anything(tmp_path) -> None:
-    for text, same, charged in run(2, full_disk, str(tmp_path), timeout=20):
+    for text, same, charged in run(2, full_disk, str(tmp_path)):
         assert "nothing was released" in text
         assert same
         assert charged == 1

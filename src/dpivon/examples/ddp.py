@@ -73,7 +73,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     engine = dpivon.PrivacyEngine(accountant="pld")
     private, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
-        optimizer=dpivon.IVON(model.parameters(), lr=0.3, ess=len(data), hess_init=0.5),
+        optimizer=dpivon.IVON(model.parameters(), lr=1.0, ess=len(data), hess_init=0.5),
         data_loader=DataLoader(data, batch_size=options.batch_size),  # b of all ranks together
         target_epsilon=options.epsilon,
         target_delta=1e-5,
@@ -110,7 +110,7 @@ def main() -> None:
         "--fsdp", action="store_true", help="shard parameters, sums, noise and posterior over the ranks"
     )
     parser.add_argument("--epsilon", type=float, default=3.0)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=140, help="expected batch of all ranks together")
     parser.add_argument(
         "--out", type=Path, default=Path("ddp-output"), help="ledger and checkpoints; resumes from there"
