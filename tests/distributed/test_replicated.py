@@ -103,6 +103,7 @@ def test_every_way_to_clip_adds_up(mode: str) -> None:
 # ---- ranks that disagree
 
 
+WHOLE = "poisson_sampling"
 DIFFERENT = ("noise_multiplier", "expected_batch_size", "dataset_size", "data", "grad_sample_mode")
 
 
@@ -114,6 +115,10 @@ def disagreeing(rank: int) -> dict[str, str]:
             start_with(rank, what)
         except dpivon.DpivonError as error:
             found[what] = f"{type(error).__name__}: {error}"
+    try:
+        trainings.start(poisson_sampling=False)
+    except dpivon.DpivonError as error:
+        found[WHOLE] = str(error)
     return found
 
 
@@ -140,6 +145,7 @@ def test_if_ranks_differ_or_one_fails_no_rank_starts() -> None:
         assert first[what] == second[what]
         assert first[what].startswith(f"PrivacyError: {what}=")
         assert "rank 1" in first[what]
+    assert "DistributedSampler" in first[WHOLE]
     assert first["grad_sample_mode"].startswith("RankError: Rank 1 failed")
     assert second["grad_sample_mode"].startswith("ArgumentError: grad_sample_mode='nonsense'")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +255,16 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         for what, (error, said) in REFUSED.items():
             assert found[what].startswith(f"{error}: ")
             assert said in found[what]
+
+
+def test_the_page_names_what_may_be_sharded() -> None:
+    from dpivon.privacy.ranks.sharded import LAYERS
+
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    listed = page.split("and these layers: ")[1].split(" (tied")[0]
+    assert {name.strip("` \n") for name in listed.split(",")} == {re.sub(r"\dd$", "", kind.__name__) for kind in LAYERS}
+    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page):
+        assert (Path(__file__).parents[2] / "docs" / target).exists(), target
 
 
 # ---- bugs sown on purpose: the tests above must see them

@@ -33,7 +33,7 @@ from dpivon.privacy.ranks.sharded import Sharded
 from dpivon.privacy.ranks.start import Start, choose_team
 from dpivon.privacy.ranks.wrappers import unwrap_parallel
 from dpivon.privacy.resume import refresh
-from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader
+from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 from dpivon.privacy.spec import NoiseSpec
 
 
@@ -217,6 +217,8 @@ class PrivacyEngine(OpacusVerbs):
                 secure=self.secure_mode,
                 part=(0, 1) if team is None else (team.rank, team.world),
             )
+        elif team is not None:
+            refuse_whole_batches(data_loader, team.world)
         try:
             collector, source = attach(
                 module,

@@ -219,6 +219,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def posterior(self, model: nn.Module | None = None) -> Any:
         """The trained posterior, under the model's own names; a point of zero width for an ordinary optimizer."""
         model = self.module if model is None else model
+        self.together.settle(self.module)
         if isinstance(self.original_optimizer, HasPosterior):
             return self.original_optimizer.posterior(model)
         return Posterior.point(model)

@@ -269,6 +269,13 @@ def poisson_loader(
     )
 
 
+def refuse_whole_batches(data_loader: DataLoader[Any], ranks: int) -> None:
+    """Batches of the caller's own must be parts of one batch, or every example would be there once a rank."""
+    if ranks > 1 and not isinstance(getattr(data_loader.batch_sampler, "sampler", None), DistributedSampler):
+        fix = "Give the loader a torch.utils.data.distributed.DistributedSampler"
+        raise bad("poisson_sampling", False, f"all {ranks} ranks would take the same whole batch", fix)
+
+
 def _stated_batch_size(data_loader: DataLoader[Any]) -> float:
     sampler = data_loader.batch_sampler
     if isinstance(sampler, UniformWithReplacementSampler):

@@ -130,9 +130,11 @@ class Group:
 
     def from_first(self, t: Tensor) -> Tensor:
         """The first rank's tensor, on every rank."""
+        if not t.numel():
+            return t
         carried = self._carried(t)
-        with self._speaking("receive what the first of them released"):
-            dist.broadcast(carried, 0)
+        with self._speaking("receive what the first of them has"):
+            dist.broadcast(carried.view(-1).view(torch.uint8), 0)  # as bytes: backends do not know every type
         return carried.to(t.device)
 
     def tensors(self, mine: Tensor) -> list[Tensor]:
@@ -153,9 +155,11 @@ class Group:
         return mine.to(parts.device)
 
     def _carried(self, t: Tensor) -> Tensor:
-        """A copy on the device that the backend sends from."""
+        """A copy on the device that the backend sends from, in one piece."""
         stays = self._cuda if t.is_cuda else self._letters.type == "cpu"
-        return t.detach().clone() if stays else t.detach().to("cpu" if t.is_cuda else "cuda")
+        if stays:
+            return t.detach().clone(memory_format=torch.contiguous_format)
+        return t.detach().to("cpu" if t.is_cuda else "cuda").contiguous()
 
     @contextmanager
     def _speaking(self, what: str) -> Iterator[None]:

@@ -75,8 +75,7 @@ def share_state(group: Group, optimizer: DPOptimizer, state: dict[str, Any] | No
     kept: dict[str, Tensor] = {}
     for name, shape, dtype in listed:
         like = tensors[name] if group.first else torch.empty(shape, dtype=getattr(torch, dtype.split(".")[1]))
-        bytes_ = like.contiguous().reshape(-1).view(torch.uint8)
-        got = group.from_first(bytes_).view(like.dtype).reshape(shape) if like.numel() else like
+        got = group.from_first(like)
         owner = _owner(optimizer, name, shape)
         kept[name] = got if owner is None else part_of(got, owner).clone()
     received: dict[str, Any] = unflatten(text, kept)
