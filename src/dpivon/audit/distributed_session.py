@@ -57,6 +57,17 @@ class RankSession(EngineSession):
         return [i for i in rows if i % dist.get_world_size() == dist.get_rank()]
 
 
+def can_fork() -> bool:
+    """Beside a GPU autograd has threads, which a forked process lacks."""
+    return not torch.cuda.is_available()
+
+
+def check_forks(path: str) -> None:
+    if not can_fork():
+        fix = "Hide the GPU with CUDA_VISIBLE_DEVICES=''"
+        raise bad("path", path, "forks its ranks, which autograd does not survive beside a GPU", fix)
+
+
 def _serve(rank: int, store: str, orders: Any, subject: Subject, setting: Setting, answer: Answer | None) -> None:
     """A rank's whole life: do what is asked, say what came of it."""
     torch.set_num_threads(1)
@@ -88,9 +99,7 @@ class DistributedSession:
     """The ranks of one run as one session."""
 
     def __init__(self, subject: Subject, setting: Setting, answer: Answer | None) -> None:
-        if torch.cuda.is_available():
-            fix = "Hide it with CUDA_VISIBLE_DEVICES=''"
-            raise bad("path", subject.path, "forks processes, which autograd does not survive beside a GPU", fix)
+        check_forks(subject.path)
         self.subject, self.setting, self._answer = subject, setting, answer
         self.charged: list[int] = []
         context = multiprocessing.get_context("fork")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dpivon.audit.distributed_session import check_forks
 from dpivon.audit.finding import Check, Finding
 from dpivon.audit.reference import is_random
 from dpivon.audit.subject import Loss, MakeOptimizer, Subject
@@ -105,6 +106,8 @@ def audit(
     """
     inputs, labels = _take(data)
     subject = Subject(model, inputs, labels, method, path, loss, seed)
+    if path == "distributed":
+        check_forks(path)
     begun, tell = time.perf_counter(), progress or (lambda name: None)
     state = torch.random.get_rng_state()
     try:
