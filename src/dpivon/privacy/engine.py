@@ -133,150 +133,101 @@ class PrivacyEngine(OpacusVerbs):
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
         """
-        module = unwrap_parallel(module)
         group = self._group()
-        with Start(group) as begin:
-            made = self._make_private(
-                group,
-                begin,
-                module=module,
-                optimizer=optimizer,
-                data_loader=data_loader,
+        with Start(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
+            module = unwrap_parallel(module)
+            mode = choose(module, grad_sample_mode)
+            check_model(module, mode)
+            check_optimizer(module, optimizer)
+            if rand_on_empty:
+                raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
+            if noise_generator is not None and self.secure_mode:
+                raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
+            sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
+            trainable = [p for p in module.parameters() if p.requires_grad]
+            clip = make_clipping(clipping, max_grad_norm, len(trainable))
+            spec = NoiseSpec(
                 noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
-                criterion=criterion,
-                batch_first=batch_first,
+                max_grad_norm=clip.sensitivity,
+                expected_batch_size=sampling.expected_batch_size,
+                sample_rate=sampling.sample_rate,
                 loss_reduction=loss_reduction,
-                poisson_sampling=poisson_sampling,
-                clipping=clipping,
-                noise_generator=noise_generator,
-                grad_sample_mode=grad_sample_mode,
-                wrap_model=wrap_model,
-                rand_on_empty=rand_on_empty,
-                dataset_size=dataset_size,
-                expected_batch_size=expected_batch_size,
-                augmentations=augmentations,
+                poisson=poisson_sampling,
             )
-        if self._inherited:
-            refresh(made[1])
-        return made
-
-    def _make_private(
-        self,
-        group: Group | None,
-        begin: Start,
-        *,
-        module: nn.Module,
-        optimizer: Optimizer,
-        data_loader: DataLoader[Any],
-        noise_multiplier: float,
-        max_grad_norm: float | Sequence[float],
-        criterion: Any,
-        batch_first: bool,
-        loss_reduction: str,
-        poisson_sampling: bool,
-        clipping: str,
-        noise_generator: torch.Generator | None,
-        grad_sample_mode: str | None,
-        wrap_model: bool,
-        rand_on_empty: bool,
-        dataset_size: int | None,
-        expected_batch_size: float | None,
-        augmentations: int,
-    ) -> Any:
-        """One rank's part of it, without a word to the others; what they must have in common is noted in ``begin``."""
-        mode = choose(module, grad_sample_mode)
-        check_model(module, mode)
-        check_optimizer(module, optimizer)
-        if rand_on_empty:
-            raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
-        if noise_generator is not None and self.secure_mode:
-            raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
-        sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        clip = make_clipping(clipping, max_grad_norm, len(trainable))
-        spec = NoiseSpec(
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=clip.sensitivity,
-            expected_batch_size=sampling.expected_batch_size,
-            sample_rate=sampling.sample_rate,
-            loss_reduction=loss_reduction,
-            poisson=poisson_sampling,
-        )
-        augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
-        self._check_mode(mode, clipping, optimizer, trainable, augmentations)
-        check_criterion(criterion, loss_reduction, mode)
-        team = choose_team(group, module, mode, optimizer, self.replica_check_every)
-        loader: DataLoader[Any] = data_loader
-        if poisson_sampling:
-            loader = poisson_loader(
-                data_loader,
-                sampling,
-                batch_first=batch_first,
-                generator=None,
-                secure=self.secure_mode,
-                part=(0, 1) if team is None else (team.rank, team.world),
+            augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
+            self._check_mode(mode, clipping, optimizer, trainable, augmentations)
+            check_criterion(criterion, loss_reduction, mode)
+            team = choose_team(group, module, mode, optimizer, self.replica_check_every)
+            loader: DataLoader[Any] = data_loader
+            if poisson_sampling:
+                loader = poisson_loader(
+                    data_loader,
+                    sampling,
+                    batch_first=batch_first,
+                    generator=None,
+                    secure=self.secure_mode,
+                    part=(0, 1) if team is None else (team.rank, team.world),
+                )
+            elif team is not None:
+                refuse_whole_batches(data_loader, team.world)
+            try:
+                collector, source = attach(
+                    module,
+                    mode,
+                    batch_first=batch_first,
+                    loss_reduction=loss_reduction,
+                    wrap_model=wrap_model,
+                    samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
+                    augmentations=augmentations,
+                    scatter=team.scatter if isinstance(team, Sharded) else None,
+                )
+            except NotImplementedError as error:
+                raise bad(
+                    "module",
+                    type(module).__name__,
+                    f"has a layer that cannot be trained privately ({error})",
+                    "Replace or freeze the layer",
+                ) from error
+            if poisson_sampling:
+                collector.forbid_grad_accumulation()
+            noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
+            dp_optimizer = DPOptimizer(
+                optimizer,
+                spec=spec,
+                clipping=clip,
+                source=source,
+                noise=noise,
+                charge=self._charge,
+                module=module,
+                watch=ForwardWatch(module),
+                draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
+                prefetches=data_loader.num_workers > 0,
+                together=team,
             )
-        elif team is not None:
-            refuse_whole_batches(data_loader, team.world)
-        try:
-            collector, source = attach(
+            self._remember_dataset(data_loader.dataset, sampling.dataset_size)
+            self._made.append(weakref.ref(dp_optimizer))
+            start.note(
                 module,
-                mode,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                wrap_model=wrap_model,
-                samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
+                dp_optimizer,
+                data_loader.dataset,
+                dataset_size=sampling.dataset_size,
+                clipping=f"{clipping} {max_grad_norm}",
+                grad_sample_mode=mode,
                 augmentations=augmentations,
-                scatter=team.scatter if isinstance(team, Sharded) else None,
+                accountant=self.accountant.mechanism(),
+                secure_mode=self.secure_mode,
+                charged=len(self.accountant),
             )
-        except NotImplementedError as error:
-            raise bad(
-                "module",
-                type(module).__name__,
-                f"has a layer that cannot be trained privately ({error})",
-                "Replace or freeze the layer",
-            ) from error
-        if poisson_sampling:
-            collector.forbid_grad_accumulation()
-        noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
-        dp_optimizer = DPOptimizer(
-            optimizer,
-            spec=spec,
-            clipping=clip,
-            source=source,
-            noise=noise,
-            charge=self._charge,
-            module=module,
-            watch=ForwardWatch(module),
-            draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
-            prefetches=data_loader.num_workers > 0,
-            together=team,
-        )
-        self._remember_dataset(data_loader.dataset, sampling.dataset_size)
-        self._made.append(weakref.ref(dp_optimizer))
-        begin.note(
-            module,
-            dp_optimizer,
-            data_loader.dataset,
-            dataset_size=sampling.dataset_size,
-            clipping=f"{clipping} {max_grad_norm}",
-            grad_sample_mode=mode,
-            augmentations=augmentations,
-            accountant=self.accountant.mechanism(),
-            secure_mode=self.secure_mode,
-            charged=len(self.accountant),
-        )
-        if spec.unaccounted:
-            warnings.warn(
-                f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
-                PrivacyWarning,
-                stacklevel=3,
-            )
-        if not isinstance(source, GhostGradients):
-            return collector, dp_optimizer, loader
-        ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
-        return collector, dp_optimizer, ghost_criterion, loader
+            if spec.unaccounted:
+                warnings.warn(
+                    f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
+                    PrivacyWarning,
+                    stacklevel=2,
+                )
+            if not isinstance(source, GhostGradients):
+                return collector, dp_optimizer, loader
+            ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
+            return collector, dp_optimizer, ghost_criterion, loader
 
     def make_private_with_epsilon(
         self,
@@ -441,6 +392,6 @@ class PrivacyEngine(OpacusVerbs):
                 "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. "
                 "Use a new engine for other data.",
                 PrivacyWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         self._dataset, self._dataset_size = dataset, size

@@ -16,6 +16,7 @@ from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.replicated import Replicated
 from dpivon.privacy.ranks.sharded import Sharded, check_sharded
 from dpivon.privacy.ranks.wrappers import fsdp_modules
+from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import held_tensors
 
 
@@ -34,11 +35,11 @@ class Start:
     """A block in which one rank makes its things. Leaving it, all ranks go on together or none does.
 
     A rank whose σ, C, q, N, b, data or model differ from the others' would add to a release what the charge does not
-    cover, so every rank refuses.
+    cover, so every rank refuses. ``afresh``: noise and batches then come from new seeds.
     """
 
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
+    def __init__(self, group: Group | None, *, afresh: bool) -> None:
+        self._group, self._afresh = group, afresh
         self._facts: dict[str, Any] = {}
         self._made: tuple[nn.Module, DPOptimizer] | None = None
 
@@ -47,9 +48,9 @@ class Start:
 
     def note(self, module: nn.Module, optimizer: DPOptimizer, dataset: Any, **facts: Any) -> None:
         """What was made, and what must be equal on all ranks."""
+        self._made = module, optimizer
         if self._group is None:
             return
-        self._made = module, optimizer
         spec = optimizer.spec
         self._facts = {
             "noise_multiplier": spec.noise_multiplier,
@@ -66,13 +67,17 @@ class Start:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._group is None:
+        if error is not None and not isinstance(error, Exception):
+            return  # Ctrl-C does not wait for anybody
+        if self._group is not None:
+            self._group.all_fine(error, self._facts)
+        if self._made is None or error is not None:
             return
-        self._group.all_fine(error, self._facts)
-        if self._made is not None and error is None:
-            module, optimizer = self._made
-            team: Any = optimizer.together
-            team.begin(module, optimizer)
+        module, optimizer = self._made
+        if isinstance(optimizer.together, Replicated | Sharded):
+            optimizer.together.begin(module, optimizer)
+        if self._afresh:
+            refresh(optimizer)
 
 
 def _shapes(module: nn.Module) -> str:
