@@ -11,6 +11,7 @@ import torch
 import trainings
 from processes import launch, run
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import dpivon
@@ -217,6 +218,8 @@ def attempt(what: str) -> None:
         net = Reaching()
     if what == "part":
         fully_shard(net[0])
+    elif what == "order":
+        fully_shard(net, mesh=DeviceMesh("cpu", [1, 0]))
     else:
         fully_shard(net)
     if what == "mode":
@@ -241,6 +244,7 @@ def attempt(what: str) -> None:
 REFUSED = {
     "conv": ("ArgumentError", "has no rule for sharded weights"),
     "part": ("ArgumentError", "is not sharded while other"),
+    "order": ("ArgumentError", "is not split by rows over all 2 ranks in their order"),
     "mode": ("ArgumentError", "grad_sample_mode='hooks'"),
     "pooled": ("ArgumentError", "curvature='rank-one'"),
     "rule": ("ArgumentError", "does not know sharded"),

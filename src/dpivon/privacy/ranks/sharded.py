@@ -27,7 +27,7 @@ from dpivon.privacy.ranks.team import Team
 from dpivon.privacy.ranks.wrappers import fsdp_modules
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
-from dpivon.shards import is_sharded
+from dpivon.shards import is_sharded, part_of
 
 if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer
@@ -140,10 +140,14 @@ def _check_layout(name: str, p: Any, group: Group) -> None:
     fix = "Call fully_shard(module) on the whole model, with a mesh of all ranks and its default placement"
     if not is_sharded(p):
         raise bad(f"module.{name}", tuple(p.shape), "is not sharded while other parameters are", fix)
-    whole_mesh = p.device_mesh.ndim == 1 and p.device_mesh.size() == group.world
-    if not whole_mesh or not p.placements[0].is_shard(0):
-        raise bad(f"module.{name}", p.placements, f"is not split by rows over all {group.world} ranks", fix)
-    if p.to_local().device.type != p.device_mesh.device_type:
+    mesh = p.device_mesh
+    in_order = mesh.ndim == 1 and mesh.mesh.tolist() == list(range(group.world))
+    by_rows = in_order and p.placements[0].is_shard(0)
+    if not by_rows or part_of(torch.empty(p.shape, device="meta"), p).shape != p.to_local().shape:
+        raise bad(
+            f"module.{name}", p.placements, f"is not split by rows over all {group.world} ranks in their order", fix
+        )
+    if p.to_local().device.type != mesh.device_type:
         raise bad(f"module.{name}", p.to_local().device, "is offloaded from the device it is used on", fix)
 
 
