@@ -19,8 +19,15 @@ from dpivon.privacy.accounting import noise_multiplier as calibrate
 STEPS, ROUNDING = 6, 2e-6
 
 
-def training(rank: int, physical: int | None = None, batch: float = trainings.B, wrapper: Any = None, method="ivon"):
-    engine, model, optimizer, loader = trainings.start(method=method, wrap=wrapper, batch=batch)
+def training(
+    rank: int,
+    physical: int | None = None,
+    batch: float = trainings.B,
+    wrapper: Any = None,
+    method: str = "ivon",
+    mode: str | None = None,
+) -> Any:
+    engine, model, optimizer, loader = trainings.start(method=method, wrap=wrapper, batch=batch, grad_sample_mode=mode)
     seen = trainings.train(model, optimizer, loader, STEPS, physical)
     return seen, trainings.learned(engine, optimizer)
 
@@ -53,7 +60,9 @@ def test_any_number_of_ranks_is_one_process(world: int, physical: int | None) ->
 )
 def test_a_wrapped_model_is_taken_as_it_comes(wrapper: Any) -> None:
     _, alone = training(0, method="sgd")
-    for _, learned in run(2, training, None, trainings.B, wrapper, "sgd"):
+    for _, learned in run(
+        2, training, None, trainings.B, wrapper, "sgd", "hooks"
+    ):  # in which p.grad is computed as well
         assert trainings.apart(learned, alone) < ROUNDING
 
 
