@@ -96,8 +96,7 @@ def by_mode(rank: int, mode: str) -> Any:
     criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
     for x, y in loader:
         optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward() if len(x) or mode == "ghost" else (0.0 * model(x).sum()).backward()
+        criterion(model(x), y).backward()
         optimizer.step()
     return trainings.learned(engine, optimizer)
 
@@ -124,10 +123,11 @@ def disagreeing(rank: int) -> dict[str, str]:
             start_with(rank, what)
         except dpivon.DpivonError as error:
             found[what] = f"{type(error).__name__}: {error}"
-    try:
-        trainings.start(poisson_sampling=False)
-    except dpivon.DpivonError as error:
-        found[WHOLE] = str(error)
+    for name, options in ((WHOLE, {}), ("wrap_model", {"wrap": nn.parallel.DistributedDataParallel})):
+        try:
+            trainings.start(**{name: False}, **options)
+        except dpivon.DpivonError as error:
+            found[name] = str(error)
     return found
 
 
@@ -155,6 +155,7 @@ def test_if_ranks_differ_or_one_fails_no_rank_starts() -> None:
         assert first[what].startswith(f"PrivacyError: {what}=")
         assert "rank 1" in first[what]
     assert "DistributedSampler" in first[WHOLE]
+    assert "average raw gradients" in first["wrap_model"]
     assert first["grad_sample_mode"].startswith("RankError: Rank 1 failed")
     assert second["grad_sample_mode"].startswith("ArgumentError: grad_sample_mode='nonsense'")
 

@@ -30,7 +30,7 @@ from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.spec import NoiseSpec
 
 RANKS = 2
-PATIENCE = 20.0  # seconds until a rank that does not answer is given up
+PATIENCE = 60.0  # seconds until a rank that does not answer is given up
 
 
 class RankSession(EngineSession):

@@ -135,7 +135,7 @@ class PrivacyEngine(OpacusVerbs):
         """
         group = self._group()
         with Start(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
-            module = unwrap_parallel(module)
+            module = unwrap_parallel(module, wrap_model)
             mode = choose(module, grad_sample_mode)
             check_model(module, mode)
             check_optimizer(module, optimizer)

@@ -8,13 +8,16 @@ from torch import nn
 from dpivon.errors import bad
 
 
-def unwrap_parallel(module: nn.Module) -> nn.Module:
+def unwrap_parallel(module: nn.Module, wrap_model: bool) -> nn.Module:
     """The network in ``DistributedDataParallel`` or Opacus's counterpart of it, which need not be there.
 
     Their own work (averaging gradients, handing out the first weights) is not used: gradients are raw, and both are
     done at the boundary. The wrapper's hooks stay silent, since its ``forward`` is never called.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel | DifferentiallyPrivateDistributedDataParallel):
+        if not wrap_model:  # then the caller would go on calling the wrapper
+            fix = "Pass module.module and call that, or leave wrap_model=True"
+            raise bad("wrap_model", False, f"{type(module).__name__} would average raw gradients itself", fix)
         inner: nn.Module = module.module
         return inner
     if isinstance(module, nn.DataParallel):
