@@ -3,7 +3,7 @@
 from dpivon._version import __version__
 from dpivon.audit import Audit, audit
 from dpivon.diagnostics import Diagnostics
-from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning, StorageError
+from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning, RankError, StorageError
 from dpivon.fit import Fitted, fit
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
@@ -61,6 +61,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyError",
     "PrivacyWarning",
+    "RankError",
     "Release",
     "Resumed",
     "RuleOptimizer",

@@ -199,7 +199,7 @@ def audit(
     path: Annotated[
         list[str] | None,
         typer.Option(
-            help="bookkeeping, hooks, functorch, ghost, stacked or captured. Repeat it; by default all that can be."
+            help="bookkeeping, hooks, functorch, ghost, distributed, stacked or captured. Repeat it; by default all possible."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One bound on ε a path instead of a curve.")] = False,

@@ -27,6 +27,10 @@ class StorageError(DpivonError, OSError):
     """Something could not be written. What was on disk before is intact."""
 
 
+class RankError(DpivonError, RuntimeError):
+    """Another process of the group is gone, failed, or does not answer. Nothing was released without a charge."""
+
+
 class PrivacyWarning(UserWarning):
     """Training runs, but not under the guarantee the caller may expect."""
 

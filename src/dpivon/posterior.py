@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import ArgumentError, bad
+from dpivon.shards import local, whole
 from dpivon.tensor_files import read_tensors, write_tensors
 
 _FORMAT_KEY = "dpivon_posterior"
@@ -81,7 +82,8 @@ class Posterior:
         if not chosen:
             raise bad("model", type(model).__name__, "has no parameters", "Pass the network that was trained")
         mean = {
-            name: p.detach().clone().to(p.dtype if p.dtype in _DTYPES else torch.float32) for name, p in chosen.items()
+            name: whole(local(p).detach().clone(), p).to(p.dtype if p.dtype in _DTYPES else torch.float32)
+            for name, p in chosen.items()
         }
         variance = {name: torch.zeros_like(m) for name, m in mean.items()}
         return cls(mean, variance, {"method": "point"})

@@ -18,6 +18,7 @@ from dpivon.dropout import LiveDropout, is_live
 from dpivon.errors import bad, check_choice, check_number, check_whole
 from dpivon.posterior import Posterior, unwrap
 from dpivon.sampled_posterior import SampledPosterior
+from dpivon.shards import is_sharded
 from dpivon.variational.convert import is_variational, plain
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian"]
@@ -150,6 +151,9 @@ def predict(
 
 
 def _network(model: nn.Module) -> nn.Module:
+    if any(is_sharded(p) for p in model.parameters()):
+        problem = "is sharded: its layers are gathered from their own weights, and would not take the posterior's"
+        raise bad("model", type(model).__name__, problem, "Build the plain network and predict with that")
     return plain(model) if is_variational(model) else unwrap(model)
 
 

@@ -147,8 +147,9 @@ guesses from the final weights alone. At σ = 1 the single releases notice noise
 tier B notices 1.1 %. Claimed ε is the smallest of the library's accountants.
 
 *captured* is the traced and padded program on a CPU. What needs a GPU (the CUDA graph itself, and the compiler's roundings)
-is in `tests/gpu`. There is no distributed path yet, so "ranks that add the same noise" has no column. Noise replayed
-after a resume belongs to checkpoints, and is among the tests of faults.
+is in `tests/gpu`. *distributed* is book-keeping on two forked processes over gloo, each with a copy of the model; the
+sharded one is held to it in `tests/distributed`. Noise replayed after a resume belongs to checkpoints, and is among the
+tests of faults.
 
 ## Bugs × paths
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dpivon.privacy.clipping as clipping
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
-import dpivon.privacy.optimizer as dp_optimizer
+import dpivon.privacy.mechanism as mechanism
 import dpivon.stacked.stack as stacked
 from dpivon.audit.subject import PATHS, STACK_PATHS
 from dpivon.optim.ivon import IVON
@@ -34,6 +34,8 @@ from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.layers.uses import Dense
 from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.ranks.group import Group
+from dpivon.privacy.ranks.replicated import Replicated
 from dpivon.privacy.sampling import PoissonSampler
 from dpivon.privacy.stack import StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, PRIVACY, Streams
@@ -45,6 +47,7 @@ GRADIENTS = {
     "functorch": PerExampleGradients,
     "bookkeeping": BookKeeper,
     "ghost": GhostGradients,
+    "distributed": BookKeeper,
     "stacked": LoopedGradients,
     "captured": PaddedGradients,
 }
@@ -85,7 +88,7 @@ def everywhere(engine: Patch | str, stacks: Patch | str, **special: Patch | str)
 
 def engine_release(change: Callable[..., Release]) -> Patch:
     """``change(original, sums, spec, noise, charge)`` in place of ``mechanism.release``."""
-    return attr(dp_optimizer, "release", lambda original: lambda *a: change(original, *a))
+    return attr(mechanism, "release", lambda original: lambda *a: change(original, *a))
 
 
 def stack_release(change: Callable[..., Tensor]) -> Patch:
@@ -195,6 +198,7 @@ def noise_before_clipping() -> dict[str, Patch | str]:
         "functorch": by_rows,
         "bookkeeping": by_uses,
         "ghost": reason,
+        "distributed": by_uses,
         "stacked": in_stack,
         "captured": in_stack,
     }
@@ -305,8 +309,7 @@ def noise_for_every_part() -> dict[str, Patch | str]:
 
 
 def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
-    def engine(original: Any, sums: Any, spec: Any, noise: Any, charge: Any) -> Release:
-        return Release(original(sums, spec, noise, charge).gradients, change(spec))
+    engine = attr(mechanism, "as_release", lambda o: lambda gradients, spec: Release(gradients, change(spec)))
 
     def stacks(original: Any) -> Any:
         def init(self: Any, *args: Any) -> None:
@@ -315,7 +318,7 @@ def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
 
         return init
 
-    return everywhere(engine_release(engine), attr(StackedMechanism, "__init__", stacks))
+    return everywhere(engine, attr(StackedMechanism, "__init__", stacks))
 
 
 def divided_by_the_drawn_batch() -> dict[str, Patch | str]:
@@ -512,6 +515,7 @@ def cross_terms_dropped() -> dict[str, Patch | str]:
         "functorch": whole,
         "ghost": refused,
         "bookkeeping": apart,
+        "distributed": apart,
         "stacked": apart,
         "captured": apart,
     }
@@ -546,6 +550,7 @@ def theta_samples_clipped_apart() -> dict[str, Patch | str]:
         "hooks": rows,
         "functorch": rows,
         "bookkeeping": apart,
+        "distributed": apart,
         "ghost": "ghost mode refuses more than one θ-sample a step",
         "stacked": reason,
         "captured": reason,
@@ -654,7 +659,7 @@ def batches(draw: Callable[[Any, int, float], Iterator[list[int]]]) -> dict[str,
             self.draws.begin_pass()
             for _ in range(self.steps):
                 self.draws.draw()
-                yield next(source)
+                yield self._of_rank(torch.tensor(next(source), dtype=torch.int64))
 
         return iterate
 
@@ -852,6 +857,133 @@ def roundings_dropped() -> dict[str, Patch | str]:
     )
 
 
+# ---- several ranks
+
+
+def between_ranks(patch: Patch) -> dict[str, Patch | str]:
+    """A bug in what ranks do together."""
+    return dict.fromkeys(PATHS, "one process: nothing is shared or added up between ranks") | {"distributed": patch}
+
+
+def team_release(change: Callable[..., Any]) -> Patch:
+    """``change(original, self, optimizer, sums, spec)`` in place of what ranks do with their sums."""
+    return attr(
+        Replicated, "release", lambda original: lambda self, *a: change(lambda *b: original(self, *b), self, *a)
+    )
+
+
+def reduced(change: Callable[[Any, Group, Tensor], Tensor | None]) -> Patch:
+    """``change(original, group, flat sums)`` in place of the sum over ranks."""
+    return attr(Group, "sum_to_first", lambda original: lambda self, flat: change(original, self, flat))
+
+
+def every_rank_adds_noise() -> dict[str, Patch | str]:
+    def change(call: Any, self: Any, optimizer: Any, sums: Any, spec: Any) -> Any:
+        if not self.group.first:
+            sums = {p: s + optimizer.noise.normal(s, spec.noise_std) for p, s in sums.items()}
+        return call(optimizer, sums, spec)
+
+    return between_ranks(team_release(change))
+
+
+def ranks_share_their_noise() -> dict[str, Patch | str]:
+    """Each rank adds its W-th of the variance, all from one seed."""
+
+    def change(call: Any, self: Any, optimizer: Any, sums: Any, spec: Any) -> Any:
+        generator = torch.Generator().manual_seed(self.releases)
+        share = spec.noise_std / self.world**0.5
+        sums = {p: s + share * torch.randn(s.shape, generator=generator, dtype=s.dtype) for p, s in sums.items()}
+        with engine_release(lambda o, total, spec, noise, charge: o(total, spec, Silent(), charge))():
+            return call(optimizer, sums, spec)
+
+    class Silent:
+        def normal(self, like: Tensor, std: float) -> Tensor:
+            return torch.zeros_like(like)
+
+    return between_ranks(team_release(change))
+
+
+def ranks_noise_apart() -> dict[str, Patch | str]:
+    """Every rank noises the one sum itself: W releases under one charge."""
+
+    def follow(original: Any) -> Any:
+        def own(self: Any, optimizer: Any, sums: Any, spec: Any, charge: Any) -> Release:
+            made = original(self, optimizer, sums, spec, charge)
+            noisy = {p: g + spec.noise_std / spec.divisor * torch.randn_like(g) for p, g in made.gradients.items()}
+            return Release(noisy, made.variance, made.batch_size)
+
+        return own
+
+    return between_ranks(attr(Replicated, "_follow", follow))
+
+
+def averaged_over_ranks() -> dict[str, Patch | str]:
+    def change(original: Any, group: Any, flat: Tensor) -> Tensor | None:
+        total = original(group, flat)
+        return None if total is None else total / group.world
+
+    return between_ranks(reduced(change))
+
+
+def other_ranks_lost() -> dict[str, Patch | str]:
+    def change(original: Any, group: Any, flat: Tensor) -> Tensor | None:
+        total = original(group, flat)
+        return None if total is None else flat
+
+    return between_ranks(reduced(change))
+
+
+def reduced_in_bf16() -> dict[str, Patch | str]:
+    return between_ranks(reduced(lambda original, group, flat: original(group, flat.bfloat16().to(flat.dtype))))
+
+
+def clipped_after_reduction(where: str) -> dict[str, Patch | str]:
+    """Examples are not clipped; the sum of a rank, or of all of them, is."""
+    bound = 0.7
+
+    def change(original: Any, group: Any, flat: Tensor) -> Tensor | None:
+        clip = lambda t: t * min(1.0, bound / (float(t.norm()) + 1e-6))  # noqa: E731
+        if where == "rank":
+            return original(group, clip(flat))
+        total = original(group, flat)
+        return None if total is None else clip(total)
+
+    return between_ranks(both(reduced(change), factors(lambda o, self, norms: torch.ones_like(norms))))
+
+
+def theta_of_each_rank() -> dict[str, Patch | str]:
+    def begin(original: Any) -> Any:
+        def apart(self: Any, module: Any, optimizer: Any) -> None:
+            original(self, module, optimizer)
+            if isinstance(optimizer.original_optimizer, IVON):
+                optimizer.original_optimizer.generator.manual_seed(self.rank)
+
+        return apart
+
+    return between_ranks(attr(Replicated, "begin", begin))
+
+
+def all_of_the_batch_on_every_rank() -> dict[str, Patch | str]:
+    return between_ranks(attr(PoissonSampler, "_of_rank", lambda original: lambda self, drawn: drawn.tolist()))
+
+
+def empty_part_skipped() -> dict[str, Patch | str]:
+    """A rank that got no example of a batch does not take part in its release."""
+
+    def change(call: Any, self: Any, optimizer: Any, sums: Any, spec: Any) -> Any:
+        empty = not any(bool(s.any()) for s in sums.values())
+        return None if empty and not self.group.first else call(optimizer, sums, spec)
+
+    return between_ranks(team_release(change))
+
+
+def other_ranks_do_not_charge() -> dict[str, Patch | str]:
+    def follow(original: Any) -> Any:
+        return lambda self, optimizer, sums, spec, charge: original(self, optimizer, sums, spec, lambda spec: None)
+
+    return between_ranks(attr(Replicated, "_follow", follow))
+
+
 def mutants() -> list[Mutant]:
     width, definition, moves = "gaussian of the stated width", "definition", "one example moves"
     first_once, poisson = "charged first", "poisson samples"
@@ -960,4 +1092,18 @@ def mutants() -> list[Mutant]:
         Mutant("charged at q/2", "wrong q", first_once, charged_as(sample_rate=lambda q: q / 2)),
         Mutant("charged at 2σ", "wrong σ", first_once, charged_as(noise_multiplier=lambda s: 2 * s)),
         Mutant("an accountant that halves ε", "the claim is wrong", "account is no less", too_small_epsilon()),
+        Mutant("noise of every rank", "W times as much variance", "sigma c over b", every_rank_adds_noise()),
+        Mutant("ranks add the same noise", "shares of it from one seed", width, ranks_share_their_noise()),
+        Mutant("every rank noises the sum itself", "W releases, one charge", definition, ranks_noise_apart()),
+        Mutant("averaged over ranks", "as ordinary gradients are", definition, averaged_over_ranks()),
+        Mutant("other ranks' sums lost", "only the first one's is released", definition, other_ranks_lost()),
+        Mutant("ranks add up in bf16", "rounded by more than an example", "coherent", reduced_in_bf16()),
+        Mutant("a rank's sum clipped", "not its examples", definition, clipped_after_reduction("rank")),
+        Mutant("clipped after the reduction", "the sum, not its examples", definition, clipped_after_reduction("all")),
+        Mutant("a θ for every rank", "no gradient of one objective", definition, theta_of_each_rank()),
+        Mutant("all of the batch on every rank", "every example W times", poisson, all_of_the_batch_on_every_rank()),
+        Mutant("a rank skips its empty part", "its absence is seen, or awaited", first_once, empty_part_skipped()),
+        Mutant(
+            "only the first rank charges", "ε as another rank states it is 0", first_once, other_ranks_do_not_charge()
+        ),
     ]

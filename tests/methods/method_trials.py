@@ -128,7 +128,7 @@ class FrozenReleases:
 
 def with_frozen_releases(trial: Trial, batch: tuple[Tensor, Tensor], monkeypatch: Any) -> Tensor:
     frozen = FrozenReleases()
-    monkeypatch.setattr("dpivon.privacy.optimizer.release", frozen)
+    monkeypatch.setattr("dpivon.privacy.mechanism.release", frozen)
     for _ in range(4):
         trial.step(*batch)
     return torch.stack(frozen.sums)

@@ -86,7 +86,7 @@ def test_an_example_never_contributes_more_than_the_bound(name: str, monkeypatch
     sums = []
     for batch in (x, without):
         trial, frozen = start(name), FrozenReleases()
-        monkeypatch.setattr("dpivon.privacy.optimizer.release", frozen)
+        monkeypatch.setattr("dpivon.privacy.mechanism.release", frozen)
         torch.manual_seed(5)
         trial.step(batch, y)
         sums.append(frozen.sums[0])
@@ -241,7 +241,7 @@ def test_an_example_that_is_not_finite_counts_for_nothing(name: str, monkeypatch
     for batch in ((poisoned, y), (x[keep], y[keep])):
         trial, frozen = start(name), FrozenReleases()
         with monkeypatch.context() as patch:
-            patch.setattr("dpivon.privacy.optimizer.release", frozen)
+            patch.setattr("dpivon.privacy.mechanism.release", frozen)
             trial.step(*batch)
         assert bool(torch.isfinite(frozen.sums[0]).all())
         assert finite(trial)

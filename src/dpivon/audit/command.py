@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.page import write
 from dpivon.audit.run import Audit, audit
 from dpivon.audit.subject import PATHS, STACK_PATHS, probe
@@ -63,6 +64,8 @@ def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, sa
         check_choice("path", path, PATHS, "Choose a way to compute clipped sums")
     network, inputs, labels = load(model)
     possible = [p for p in PATHS if (p not in STACK_PATHS or method in RULES) and (p != "ghost" or model != "small")]
+    if not can_fork():
+        possible.remove("distributed")
     audits: list[Audit] = []
     for i, path in enumerate(paths or possible):  # each with noise of its own, so that they are so many trials
         audits.append(audit(network, (inputs, labels), method=method, path=path, quick=quick, seed=100 * i))

@@ -20,6 +20,17 @@ from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.spec import NoiseSpec
 
 
+def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
+    """What the subject's method trains, and by which optimizer."""
+    model = subject.build()
+    if not isinstance(subject.method, str):
+        return model, subject.method(model)
+    defaults = describe(subject.method).defaults
+    options: dict[str, Any] = {"mc_samples": setting.mc_samples} if "mc_samples" in defaults else {}
+    learner = method(subject.method, model, dataset_size=setting.size, lr=setting.lr, **options)
+    return learner.model, learner.optimizer
+
+
 class _Criterion:
     """The mean loss; one an example where ghost clipping asks for it."""
 
@@ -53,7 +64,7 @@ class EngineSession:
         self.charged: list[int] = []
         torch.manual_seed(setting.seed)
         self.engine = PrivacyEngine(generator=torch.default_generator)  # equal settings, equal streams
-        model, self.inner = self._make_optimizer()
+        model, self.inner = make_optimizer(subject, setting)
         self.module = model
         loader = DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1)
         criterion = _Criterion(subject.loss)
@@ -64,7 +75,7 @@ class EngineSession:
             data_loader=loader,
             noise_multiplier=setting.sigma,
             max_grad_norm=setting.bound,
-            grad_sample_mode=subject.path,
+            grad_sample_mode="bookkeeping" if subject.path == "distributed" else subject.path,
             dataset_size=setting.size,
             expected_batch_size=setting.batch,
             **options,
@@ -74,15 +85,6 @@ class EngineSession:
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
         self._batches: Iterator[Any] = iter(())
         self._t = 0
-
-    def _make_optimizer(self) -> tuple[nn.Module, Any]:
-        model, setting = self.subject.build(), self.setting
-        if not isinstance(self.subject.method, str):
-            return model, self.subject.method(model)
-        defaults = describe(self.subject.method).defaults
-        options: dict[str, Any] = {"mc_samples": setting.mc_samples} if "mc_samples" in defaults else {}
-        learner = method(self.subject.method, model, dataset_size=setting.size, lr=setting.lr, **options)
-        return learner.model, learner.optimizer
 
     # ---- steps
 
@@ -170,7 +172,7 @@ class EngineSession:
         return [p.detach() for p in self.module.parameters()] + kept + learned
 
     def network_as_trained(self) -> nn.Module:
-        return self._make_optimizer()[0]
+        return make_optimizer(self.subject, self.setting)[0]
 
     def means(self, run: int = 0) -> Tensor:
         return torch.cat([p.detach().flatten().double() for p in self.optimizer.params])

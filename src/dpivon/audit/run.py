@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dpivon.audit.distributed_session import check_forks
 from dpivon.audit.finding import Check, Finding
 from dpivon.audit.reference import is_random
 from dpivon.audit.subject import Loss, MakeOptimizer, Subject
@@ -108,7 +109,8 @@ def audit(
         model: the network; it is copied, and never trained itself.
         data: inputs and labels, or a data set of such pairs, of which the first 64 are used.
         method: a name of ``dpivon methods``, or a function that makes an optimizer for a model.
-        path: ``"bookkeeping"``, ``"hooks"``, ``"functorch"``, ``"ghost"``, ``"stacked"`` or ``"captured"``.
+        path: ``"bookkeeping"``, ``"hooks"``, ``"functorch"``, ``"ghost"``, ``"distributed"`` (book-keeping on two
+            processes), ``"stacked"`` or ``"captured"``.
         loss: ``loss(outputs, labels)`` gives one loss an example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.
@@ -116,6 +118,8 @@ def audit(
     """
     inputs, labels = _take(data)
     subject = Subject(model, inputs, labels, method, path, loss, seed)
+    if path == "distributed":
+        check_forks(path)
     begun, tell = time.perf_counter(), progress or (lambda name: None)
     state = torch.random.get_rng_state()
     try:

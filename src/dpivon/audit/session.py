@@ -87,16 +87,22 @@ class Session(Protocol):
 
 def start(subject: Subject, setting: Setting, answer: Answer | None = None) -> Session:
     """A fresh run of the subject. Equal settings give equal random streams."""
+    from dpivon.audit.distributed_session import DistributedSession
     from dpivon.audit.engine_session import EngineSession
     from dpivon.audit.stack_session import StackSession
 
     kind: Any = StackSession if subject.stacked else EngineSession
+    if subject.path == "distributed":
+        kind = DistributedSession
     session: Session = kind(subject, setting.but(seed=setting.seed + subject.seed), answer)
     return session
 
 
 def side_by_side(subject: Subject, setting: Setting, batches: Sequence[Sequence[int]]) -> list[Tensor]:
     """b·g_dp without noise of each batch, every one the first step of the same run: the clipped sums at one θ."""
+    if subject.path == "distributed":  # in the same processes, which are dear to start
+        ranks: Any = start(subject, setting, silence)
+        return [ranks.fresh_step(rows).released * setting.batch for rows in batches]
     if not subject.stacked:
         return [start(subject, setting, silence).step(rows).released * setting.batch for rows in batches]
     session: Any = start(subject, setting.but(runs=len(batches), twins=True), silence)

@@ -18,8 +18,9 @@ from dpivon.stacked.networks import cross_entropy
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
-#: Ways from a batch to a release: four of one run, two of a stack of runs ("captured" is the traced, padded program).
-ENGINE_PATHS = ("bookkeeping", "hooks", "functorch", "ghost")
+#: Ways from a batch to a release: four of one process, one of two processes, two of a stack of runs ("captured" is the
+#: traced, padded program).
+ENGINE_PATHS = ("bookkeeping", "hooks", "functorch", "ghost", "distributed")
 STACK_PATHS = ("stacked", "captured")
 PATHS = (*ENGINE_PATHS, *STACK_PATHS)
 

@@ -70,9 +70,12 @@ class Rotation:
         """The newest first."""
         return sorted(self.folder.glob(_NAMES), reverse=True)
 
+    def path(self, releases: int) -> Path:
+        return self.folder / f"release-{releases:012}.safetensors"
+
     def write(self, releases: int, state: Mapping[str, Any]) -> Path:
         """The new one is on disk before an old one goes."""
-        path = self.folder / f"release-{releases:012}.safetensors"
+        path = self.path(releases)
         write(path, state)
         self._drop()
         return path

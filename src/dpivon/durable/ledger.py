@@ -66,6 +66,14 @@ class Record:
             release -= n
         return None
 
+    def note(self, terms: Terms, n: int, evidence: str = "") -> None:
+        """Releases to come, with the evidence of the first of them; of evidence the last is kept."""
+        if evidence:
+            self.evidence[self.releases] = evidence
+            while len(self.evidence) > KEPT_EVIDENCE:
+                del self.evidence[next(iter(self.evidence))]
+        self.add(terms, n)
+
     def add(self, terms: Terms, n: int) -> None:
         self.releases += n
         if self.rows and self.rows[-1][0] == terms:
@@ -131,9 +139,7 @@ class Ledger:
         lines.append({"to": at + n, "n": n} | ({"evidence": evidence} if evidence else {}))
         self._append(lines)
         self._terms, self._largest = terms, max(self._largest, n)
-        self.record.add(terms, n)
-        if evidence:
-            self._keep(at, evidence)
+        self.record.note(terms, n, evidence)
         self._merge()
 
     def give_back(self, n: int) -> None:
@@ -155,11 +161,6 @@ class Ledger:
     def __del__(self) -> None:
         if hasattr(self, "_lock"):
             self.close()
-
-    def _keep(self, at: int, evidence: str) -> None:
-        self.record.evidence[at] = evidence
-        while len(self.record.evidence) > KEPT_EVIDENCE:
-            del self.record.evidence[next(iter(self.record.evidence))]
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         content, seal = _sealed(lines, self._seal)

@@ -25,6 +25,7 @@ from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
 from dpivon.posterior import Posterior
 from dpivon.release import Release
+from dpivon.shards import local, whole
 
 _MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
@@ -142,7 +143,8 @@ class IVON(Optimizer):
         else:
             perturbation = self._draw()
         params = list(perturbation)
-        saved = [p.detach().clone() for p in params]
+        here = [local(p.detach()) for p in params]
+        saved = [p.clone() for p in here]
         self._inside = "train" if train else "predict"
         try:
             self._perturb(params, perturbation)
@@ -154,7 +156,7 @@ class IVON(Optimizer):
         finally:
             self._inside = None
             with torch.no_grad():
-                torch._foreach_copy_(params, saved)
+                torch._foreach_copy_(here, saved)
 
     @torch.no_grad()
     def _draw(self, train: bool = False) -> Perturbation:
@@ -187,7 +189,7 @@ class IVON(Optimizer):
     @torch.no_grad()
     def _perturb(self, params: list[Tensor], perturbation: Perturbation) -> None:
         means = TensorList([self._mean(p) for p in params])
-        (means + TensorList([perturbation[p] for p in params])).copy_to(params)
+        (means + TensorList([perturbation[p] for p in params])).copy_to([local(p) for p in params])
 
     # ---- the step
 
@@ -262,7 +264,7 @@ class IVON(Optimizer):
             debias=debias(beta1, [state["step"] for state in states]) if group["debias"] else 1.0,
             clip_radius=group["clip_radius"],
         )
-        new.mean.copy_to(params)
+        new.mean.copy_to([local(p) for p in params])
         for state, mean, momentum, hess in zip(states, new.mean, new.momentum, new.hess, strict=True):
             state["momentum"], state["hess"] = momentum, hess
             if "mean" in state:
@@ -413,7 +415,7 @@ class IVON(Optimizer):
         """The posterior N(m, diag σ²) as it stands.
 
         Parameters are named as in ``model``, or as in ``named_parameters()`` if the optimizer was made from them,
-        otherwise by position. Frozen parameters are not part of it.
+        otherwise by position. Frozen parameters are not part of it. Of a sharded model every rank must ask for it.
         """
         if self._inside is not None:
             raise DpivonError("posterior() inside sampled_params: call it after the `with` block.")
@@ -423,19 +425,20 @@ class IVON(Optimizer):
             for p in group["params"]:
                 if p.requires_grad:
                     hess = self._state(p, group)["hess"]
-                    mean[names[p]] = self._mean(p).detach().clone()
-                    var[names[p]] = variance(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+                    mean[names[p]] = whole(self._mean(p).detach().clone(), p)
+                    var[names[p]] = whole(variance(hess, ess=group["ess"], weight_decay=group["weight_decay"]), p)
         return Posterior(mean=mean, variance=var, metadata={"method": "ivon", "curvature": self.curvature.name})
 
     # ---- state
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
+        here = local(p)
         if not state:
             dtype = full_dtype(p)
             state["step"] = 0
-            state["momentum"] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-            state["hess"] = torch.full_like(p, group["hess_init"], dtype=dtype, requires_grad=False)
+            state["momentum"] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
+            state["hess"] = torch.full_like(here, group["hess_init"], dtype=dtype, requires_grad=False)
         for name in curvatures.memory_of(self.curvature):
             if _MEMORY + name not in state:
                 if state["step"]:
@@ -443,12 +446,12 @@ class IVON(Optimizer):
                         f"curvature={self.curvature.name!r}: the state has no {name!r} of its first {state['step']} steps; "
                         "it was made with another estimator. Go on with that one, or begin anew."
                     )
-                state[_MEMORY + name] = torch.zeros_like(p, dtype=full_dtype(p), requires_grad=False)
-        follow(p, state)
+                state[_MEMORY + name] = torch.zeros_like(here, dtype=full_dtype(p), requires_grad=False)
+        follow(here, state)
         return state
 
     def _mean(self, p: Tensor) -> Tensor:
-        return full_mean(p, self.state[p])
+        return full_mean(local(p), self.state[p])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -15,6 +15,7 @@ from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
 from dpivon.optim.rule import UpdateRule
 from dpivon.optim.tensors import TensorList
 from dpivon.release import Release
+from dpivon.shards import local
 
 
 class RuleOptimizer(Optimizer):
@@ -83,7 +84,8 @@ class RuleOptimizer(Optimizer):
         g = TensorList([dense(raw[p]).to(full_dtype(p)) for p in params])
         remembered = [key for key in states[0] if key not in ("step", "mean")]
         before = {key: TensorList([state[key] for state in states]) for key in remembered}
-        before["mean"] = TensorList([full_mean(p, state) for p, state in zip(params, states, strict=True)])
+        here = [local(p) for p in params]
+        before["mean"] = TensorList([full_mean(p, state) for p, state in zip(here, states, strict=True)])
         after = self.rule.step(
             before,
             g,
@@ -92,7 +94,7 @@ class RuleOptimizer(Optimizer):
             normal=TensorList([self._standard_normal(x) for x in g]) if self.rule.draws else None,
             hyper=group,
         )
-        after["mean"].copy_to(params)
+        after["mean"].copy_to(here)
         for i, state in enumerate(states):
             for key in (*remembered, *(["mean"] if "mean" in state else [])):
                 state[key] = after[key][i]
@@ -103,9 +105,9 @@ class RuleOptimizer(Optimizer):
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if not state:
-            started = self.rule.start(TensorList([p.detach().to(full_dtype(p))]), group)
+            started = self.rule.start(TensorList([local(p.detach()).to(full_dtype(p))]), group)
             state.update({"step": 0, **{key: value[0] for key, value in started.items() if key != "mean"}})
-        follow(p, state)
+        follow(local(p), state)
         return state
 
     # ---- what the release boundary calls

@@ -9,11 +9,11 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.ranks.states import load_model, share_state, whole_model, whole_optimizer
+from dpivon.privacy.ranks.team import Team
 from dpivon.privacy.resume import ReplayJournal, refresh, repeatable, sampler_of
-from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler
+from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler, held_tensors
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class Checkpoints:
     A resume is exact with batches drawn in the process itself (``num_workers=0``), parameters on the CPU and
     ``secure_mode=False``. Everywhere else it goes on with new noise, which is as private and costs no more, but for
     the steps that were lost.
+
+    On several ranks every one makes it, and calls ``restore`` and ``save``; the first has the folder. A run may go on with
+    another number of ranks, sharded or not.
     """
 
     def __init__(
@@ -96,7 +103,10 @@ class Checkpoints:
                 "Give the optimizer and the loader that make_private returned",
             )
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._team = optimizer.together if isinstance(optimizer.together, Team) else None
+        self._first = self._team is None or self._team.group.first
+        if self._first:
+            self.folder.mkdir(parents=True, exist_ok=True)
         if engine.ledger is not None and engine.ledger.path.absolute() != (self.folder / LEDGER).absolute():
             fix = f"Give PrivacyEngine(ledger={str(self.folder / LEDGER)!r}), or none: it is attached here"
             raise bad("engine", str(engine.ledger.path), "its ledger is not in the folder of its checkpoints", fix)
@@ -118,13 +128,20 @@ class Checkpoints:
         self._digest_of_data: tuple[bytes, str] | None = None
         sampler.before_draw = self._before_draw
 
+    def _by_first(self, action: Callable[[], _T]) -> _T | None:
+        """Done by the process that has the files; None on the others, and its error on all."""
+        return action() if self._team is None else self._team.group.by_first(action)
+
     def _count(self, optimizer: DPOptimizer) -> None:
         self._steps += 1
 
     # ---- saving
 
     def save(self, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint, whole or not at all. In the middle of a logical batch it is the one before that batch."""
+        """Write a checkpoint, whole or not at all. In the middle of a logical batch it is the one before that batch.
+
+        On several ranks all of them must call it; the first writes.
+        """
         return self._save(dict(extra or {}), inside=False)
 
     def _save(self, extra: dict[str, Any], inside: bool) -> Path:
@@ -151,14 +168,24 @@ class Checkpoints:
             "optimizer_class": type(self._optimizer.original_optimizer).__name__,
             "noise_multiplier": self._optimizer.noise_multiplier,
             "max_grad_norm": self._optimizer.max_grad_norm,
-            "model": dict(self._optimizer.module.state_dict()),
-            "optimizer": self._optimizer.state_dict(),
+            "model": whole_model(self._optimizer, keep=self._first),
+            "optimizer": whole_optimizer(self._optimizer, keep=self._first),
             "also": {name: part.state_dict() for name, part in self._also.items()},
-            "generators": generators,
+            "generators": self._of_all_ranks(generators),
             "drawn_by": list(self._optimizer.drawn_by),
             "extra": extra,
         }
-        return self._files.write(self._journal.position, state)
+        at = self._journal.position
+        self._by_first(lambda: self._files.write(at, state))
+        return self._files.path(at)
+
+    def _of_all_ranks(self, generators: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """With the global generator (dropout) of every rank; the others are the first one's."""
+        if self._team is None or not generators:
+            return dict(generators)
+        mine = generators["global"]
+        assert mine is not None
+        return {**generators, "globals": self._team.group.tensors(mine)}
 
     def _counts(self) -> dict[str, int]:
         return self._ledger.record.counts()
@@ -186,7 +213,9 @@ class Checkpoints:
 
     def restore(self) -> Resumed:
         """Go on from the newest whole checkpoint, or begin if there is none. Before the first step."""
-        state = self._files.read()
+        state = self._by_first(self._files.read)
+        if self._team is not None:
+            state = share_state(self._team.group, self._optimizer, state)
         record = self._ledger.record
         if state is None:
             if record.releases:
@@ -196,7 +225,7 @@ class Checkpoints:
         self._check(state, record)
         optimizer, sampler, at = self._optimizer, self._sampler, int(state["ledger"]["position"])
         optimizer.abandon_virtual_batch()
-        optimizer.module.load_state_dict(state["model"])
+        load_model(optimizer, state["model"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer.noise_multiplier, optimizer.max_grad_norm = state["noise_multiplier"], state["max_grad_norm"]
         for name, part in self._also.items():
@@ -213,6 +242,8 @@ class Checkpoints:
         saved = state["generators"]
         exact = bool(saved) and not self._ahead and repeatable(self._optimizer.noise, self._optimizer.params)
         exact = exact and saved["noise"] is not None and saved["sampler"] is not None and not self._sampler.secure
+        if self._team is not None:
+            exact = bool(self._team.group.tell(exact and not self._team.sharded))
         if exact and (not lost or at in self._ledger.record.evidence):
             self._journal.repeat_from(at)
             self._set(saved)
@@ -226,13 +257,17 @@ class Checkpoints:
 
     def _set(self, saved: Mapping[str, Any]) -> None:
         noise: Any = self._optimizer.noise
-        noise.generator = torch.Generator()  # our own: one that the caller holds must not be able to draw our noise
-        noise.generator.set_state(saved["noise"])
+        if self._first:
+            noise.generator = torch.Generator()  # our own: one that the caller holds must not be able to draw our noise
+            noise.generator.set_state(saved["noise"])
         self._sampler.generator.set_state(saved["sampler"])
         inner: Any = self._optimizer.original_optimizer
         if saved["posterior"] is not None and getattr(inner, "generator", None) is not None:
             inner.generator.set_state(saved["posterior"])
-        torch.set_rng_state(saved["global"])
+        rank = self._optimizer.together.rank
+        known = saved.get("globals") or [saved["global"]]
+        if rank < len(known):  # on more ranks than before the new ones keep their own
+            torch.set_rng_state(known[rank])
 
     def _tell_lost(self, lost: int, why: str) -> None:
         warnings.warn(
@@ -286,7 +321,7 @@ class Checkpoints:
         if self._digest_of_data is not None and self._digest_of_data[0] == key:
             return self._digest_of_data[1]
         total = hmac.new(key, f"{len(self._dataset)} {self._dataset_digest}".encode(), hashlib.sha256)
-        for value in _tensors(self._dataset):
+        for value in held_tensors(self._dataset):
             total.update(f"{value.dtype} {list(value.shape)}".encode())
             total.update(bytes_of(value))
         self._digest_of_data = key, total.hexdigest()
@@ -296,23 +331,41 @@ class Checkpoints:
 
     @contextmanager
     def saving_on_signals(self) -> Iterator[None]:
-        """Inside, SIGTERM and Ctrl-C save before the next batch is drawn, and exit with 143 and 130."""
+        """Inside, SIGTERM and Ctrl-C save before the next batch is drawn, and exit with 143 and 130.
+
+        On several ranks a signal to any of them stops all, after the step under way.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise bad("saving_on_signals", threading.current_thread().name, "is not the main thread", "Enter it there")
         wanted = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self._ask) for number in wanted}
+        if self._team is not None:
+            self._team.on_stop = self._stop_together
         try:
             yield
+            if self._team is not None:
+                asked = self._team.group.numbers([self._team.asked_to_stop])
+                self._signal = max(n for (n,) in asked) or None
             if self._signal is not None:
                 self._stop(inside=False)
         finally:
+            if self._team is not None:
+                self._team.on_stop, self._team.asked_to_stop = None, 0
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: Any) -> None:
-        if self._signal == signal.SIGINT == number:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+    def _stop_together(self, number: int) -> None:
         self._signal = number
+        self._stop(inside=True)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        before = self._signal if self._team is None else self._team.asked_to_stop
+        if before == signal.SIGINT == number:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+        if self._team is None:
+            self._signal = number
+        else:
+            self._team.asked_to_stop = number  # acted on when all ranks know of it
 
     def _stop(self, *, inside: bool) -> None:
         number = self._signal
@@ -326,22 +379,3 @@ def _names(optimizer: DPOptimizer) -> list[str]:
     """The model's name of every parameter, in the optimizer's order."""
     known: dict[Any, str] = {p: name for name, p in optimizer.module.named_parameters()}
     return [known.get(p, "") for group in optimizer.param_groups for p in group["params"]]
-
-
-def _tensors(dataset: Any) -> Iterator[Tensor]:
-    """The tensors of a data set that is held in memory; none if it is of another kind."""
-    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
-        if inner is not None:
-            yield from _tensors(inner)
-    held = [
-        *getattr(dataset, "tensors", ()),
-        *(getattr(dataset, name, None) for name in ("data", "targets", "indices")),
-    ]
-    for value in held:
-        if isinstance(value, Tensor):
-            yield value
-        elif value is not None and not callable(value):
-            try:
-                yield torch.as_tensor(value)
-            except (TypeError, ValueError, RuntimeError):
-                continue

@@ -27,8 +27,13 @@ from dpivon.privacy.losses import check_criterion
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.ranks.group import Group, current
+from dpivon.privacy.ranks.ledger import FollowedLedger, open_ledger
+from dpivon.privacy.ranks.sharded import Sharded
+from dpivon.privacy.ranks.start import Start, choose_team
+from dpivon.privacy.ranks.wrappers import unwrap_parallel
 from dpivon.privacy.resume import refresh
-from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader
+from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 from dpivon.privacy.spec import NoiseSpec
 
 
@@ -50,6 +55,9 @@ class PrivacyEngine(OpacusVerbs):
             ``generator=torch.default_generator`` is Opacus's behaviour.
         orders: Rényi orders, ``"wide"`` or ``"opacus"``.
         ledger: a file that records every release before it is made, as :meth:`attach_ledger`.
+        distributed: with a process group of ``torch.distributed``, train one model on all ranks: every rank makes the same
+            calls, and each gets its part of every batch. False trains alone, as when ranks train models of their own.
+        replica_check_every: how many releases apart the ranks compare their weights and optimizer state; 0 never.
     """
 
     def __init__(
@@ -60,6 +68,8 @@ class PrivacyEngine(OpacusVerbs):
         orders: str | Sequence[float] = "wide",
         ledger: str | os.PathLike[str] | None = None,
         generator: torch.Generator | None = None,
+        distributed: bool = True,
+        replica_check_every: int = 100,
     ) -> None:
         if generator is not None and not hasattr(generator, "get_state"):
             fix = "Use torch.Generator().manual_seed(seed), or leave it out"
@@ -67,12 +77,16 @@ class PrivacyEngine(OpacusVerbs):
         if generator is not None and secure_mode:
             raise bad("generator", generator, "contradicts secure_mode=True", "Leave one of them out")
         self._seeded_by = generator
+        self.replica_check_every = check_whole(
+            "replica_check_every", replica_check_every, "Use a number of releases such as 100, or 0 for never"
+        )
+        self._distributed = distributed
         self.accountant = Accountant(accountant, orders=orders)
         self.secure_mode = secure_mode
         self._dataset: Any = None
         self._dataset_size: int | None = None
         self._limit: Limit | None = None
-        self.ledger: Ledger | None = None
+        self.ledger: Ledger | FollowedLedger | None = None
         self._inherited = 0  # releases that the ledger held when it was attached
         self._made: list[weakref.ref[DPOptimizer]] = []
         if ledger is not None:
@@ -128,80 +142,103 @@ class PrivacyEngine(OpacusVerbs):
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
         """
-        mode = choose(module, grad_sample_mode)
-        check_model(module, mode)
-        check_optimizer(module, optimizer)
-        if rand_on_empty:
-            raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
-        if noise_generator is not None and self.secure_mode:
-            raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
-        sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        clip = make_clipping(clipping, max_grad_norm, len(trainable))
-        spec = NoiseSpec(
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=clip.sensitivity,
-            expected_batch_size=sampling.expected_batch_size,
-            sample_rate=sampling.sample_rate,
-            loss_reduction=loss_reduction,
-            poisson=poisson_sampling,
-        )
-        augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
-        self._check_mode(mode, clipping, optimizer, trainable, augmentations)
-        check_criterion(criterion, loss_reduction, mode)
-        loader: DataLoader[Any] = data_loader
-        if poisson_sampling:
-            loader = poisson_loader(
-                data_loader, sampling, batch_first=batch_first, parent=self._seeded_by, secure=self.secure_mode
-            )
-        try:
-            collector, source = attach(
-                module,
-                mode,
-                batch_first=batch_first,
+        group = self._group()
+        with Start(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
+            module = unwrap_parallel(module, wrap_model)
+            mode = choose(module, grad_sample_mode)
+            check_model(module, mode)
+            check_optimizer(module, optimizer)
+            if rand_on_empty:
+                raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
+            if noise_generator is not None and self.secure_mode:
+                raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
+            sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
+            trainable = [p for p in module.parameters() if p.requires_grad]
+            clip = make_clipping(clipping, max_grad_norm, len(trainable))
+            spec = NoiseSpec(
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=clip.sensitivity,
+                expected_batch_size=sampling.expected_batch_size,
+                sample_rate=sampling.sample_rate,
                 loss_reduction=loss_reduction,
-                wrap_model=wrap_model,
-                samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
+                poisson=poisson_sampling,
+            )
+            augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
+            self._check_mode(mode, clipping, optimizer, trainable, augmentations)
+            check_criterion(criterion, loss_reduction, mode)
+            team = choose_team(group, module, mode, optimizer, self.replica_check_every)
+            loader: DataLoader[Any] = data_loader
+            if poisson_sampling:
+                loader = poisson_loader(
+                    data_loader,
+                    sampling,
+                    batch_first=batch_first,
+                    parent=self._seeded_by,
+                    secure=self.secure_mode,
+                    part=(0, 1) if team is None else (team.rank, team.world),
+                )
+            elif team is not None:
+                refuse_whole_batches(data_loader, team.world)
+            try:
+                collector, source = attach(
+                    module,
+                    mode,
+                    batch_first=batch_first,
+                    loss_reduction=loss_reduction,
+                    wrap_model=wrap_model,
+                    samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
+                    augmentations=augmentations,
+                    scatter=team.scatter if isinstance(team, Sharded) else None,
+                )
+            except NotImplementedError as error:
+                raise bad(
+                    "module",
+                    type(module).__name__,
+                    f"has a layer that cannot be trained privately ({error})",
+                    "Replace or freeze the layer",
+                ) from error
+            if poisson_sampling:
+                collector.forbid_grad_accumulation()
+            if noise_generator is None and self._seeded_by is not None:
+                noise_generator = own_generator(self._seeded_by)
+            noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
+            dp_optimizer = DPOptimizer(
+                optimizer,
+                spec=spec,
+                clipping=clip,
+                source=source,
+                noise=noise,
+                charge=self._charge,
+                module=module,
+                watch=ForwardWatch(module),
+                draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
+                prefetches=data_loader.num_workers > 0,
+                together=team,
+            )
+            self._remember_dataset(data_loader.dataset, sampling.dataset_size)
+            self._made.append(weakref.ref(dp_optimizer))
+            start.note(
+                module,
+                dp_optimizer,
+                data_loader.dataset,
+                dataset_size=sampling.dataset_size,
+                clipping=f"{clipping} {max_grad_norm}",
+                grad_sample_mode=mode,
                 augmentations=augmentations,
+                accountant=self.accountant.mechanism(),
+                secure_mode=self.secure_mode,
+                charged=len(self.accountant),
             )
-        except NotImplementedError as error:
-            raise bad(
-                "module",
-                type(module).__name__,
-                f"has a layer that cannot be trained privately ({error})",
-                "Replace or freeze the layer",
-            ) from error
-        if poisson_sampling:
-            collector.forbid_grad_accumulation()
-        if noise_generator is None and self._seeded_by is not None:
-            noise_generator = own_generator(self._seeded_by)
-        noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
-        dp_optimizer = DPOptimizer(
-            optimizer,
-            spec=spec,
-            clipping=clip,
-            source=source,
-            noise=noise,
-            charge=self._charge,
-            module=module,
-            watch=ForwardWatch(module),
-            draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
-            prefetches=data_loader.num_workers > 0,
-        )
-        self._remember_dataset(data_loader.dataset, sampling.dataset_size)
-        self._made.append(weakref.ref(dp_optimizer))
-        if self._inherited:
-            refresh(dp_optimizer)
-        if spec.unaccounted:
-            warnings.warn(
-                f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
-                PrivacyWarning,
-                stacklevel=2,
-            )
-        if not isinstance(source, GhostGradients):
-            return collector, dp_optimizer, loader
-        ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
-        return collector, dp_optimizer, ghost_criterion, loader
+            if spec.unaccounted:
+                warnings.warn(
+                    f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
+                    PrivacyWarning,
+                    stacklevel=2,
+                )
+            if not isinstance(source, GhostGradients):
+                return collector, dp_optimizer, loader
+            ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
+            return collector, dp_optimizer, ghost_criterion, loader
 
     def make_private_with_epsilon(
         self,
@@ -278,19 +315,23 @@ class PrivacyEngine(OpacusVerbs):
             )
         return self.accountant.get_epsilon(delta)
 
-    def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger:
+    def _group(self) -> Group | None:
+        return current() if self._distributed else None
+
+    def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger | FollowedLedger:
         """Record every release in a file, synced before it is made; what the file holds already is charged to this engine.
 
         Nothing that was ever released under the file can be forgotten, whatever is loaded or restarted. If it holds any
         release, noise and batches are drawn from new seeds of the operating system, also where yours are fixed:
-        the same noise must not meet two sums. See :class:`dpivon.Checkpoints` for going on where a run was.
+        the same noise must not meet two sums. See :class:`dpivon.Checkpoints` for going on where a run was. In a process
+        group the first rank has the file, and the others follow it.
         """
         if self.ledger is not None:
             raise bad("ledger", str(path), f"this engine has {self.ledger.path} already", "Use one engine a ledger")
         if len(self.accountant):
             problem = f"this engine has made {len(self.accountant)} releases that would not be in it"
             raise bad("ledger", str(path), problem, "Attach it before the first step")
-        ledger = Ledger(path)
+        ledger = open_ledger(path, self._group())
         replay(ledger.record, 0, self.accountant)
         self.ledger, self._inherited = ledger, len(self.accountant)
         if self._inherited:

@@ -23,8 +23,6 @@ def check_model(module: nn.Module, grad_sample_mode: str) -> None:
     """A model whose per-example gradients mean something."""
     if isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks"):
         raise bad("module", type(module).__name__, "is already private", "Pass the plain module, and only once")
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise bad("module", type(module).__name__, "is not supported by this engine", "Pass the plain module")
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise bad("module", type(module).__name__, "has no trainable parameters", "Set requires_grad on some")

@@ -33,8 +33,13 @@ def release(
     sums = TensorList([total.double() for total in clipped_sums.values()])
     noises = TensorList([noise.normal(total, spec.noise_std) for total in sums])
     released = (noises + sums) / spec.divisor
+    return as_release({p: g.to(full_dtype(p)) for p, g in zip(clipped_sums, released, strict=True)}, spec)
+
+
+def as_release(gradients: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release:
+    """Released gradients with what is public about them."""
     return Release(
-        gradients={p: g.to(full_dtype(p)) for p, g in zip(clipped_sums, released, strict=True)},
+        gradients=gradients,
         variance=spec.variance,
         batch_size=spec.divisor if spec.loss_reduction == "mean" else None,
     )

@@ -77,6 +77,11 @@ class MicroBatches:
                 "batches were fetched ahead, or none was handed out yet",
                 "Call retry() inside the loop over micro-batches, with num_workers=0",
             )
+        if self.optimizer.together.sharded:
+            raise PrivacyError(
+                "retry() on a sharded model: the other ranks would not run the batch again, and wait for ever. Start again "
+                "with a smaller max_physical_batch_size."
+            )
         if self.optimizer.draws is not None and not self.optimizer.draws.redeemable:
             raise PrivacyError("retry() after its batch was released: it would be released twice. Go on to the next.")
         if self.size == 1:
@@ -89,7 +94,8 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Any]:
         source = self._source
-        split = self._split = _Split(source.batch_sampler, self.size)  # type: ignore[arg-type]
+        even = self.optimizer.together.sharded
+        split = self._split = _Split(source.batch_sampler, self.size, even)  # type: ignore[arg-type]
         loader = DataLoader(
             dataset=source.dataset,
             batch_sampler=split,
@@ -116,10 +122,14 @@ class MicroBatches:
 
 
 class _Split(Sampler[list[int]]):
-    """Chunks of each logical batch, with (first, last) noted in the order in which they will be yielded."""
+    """Chunks of each logical batch, with (first, last) noted in the order in which they will be yielded.
 
-    def __init__(self, sampler: Sampler[list[int]], size: int) -> None:
-        self.sampler, self.size = sampler, size
+    ``even``: as many on every rank, if need be empty ones. The layers of a sharded model are gathered in every forward, so
+    all ranks must run as many.
+    """
+
+    def __init__(self, sampler: Sampler[list[int]], size: int, even: bool) -> None:
+        self.sampler, self.size, self.even = sampler, size, even
         self.flags: deque[tuple[bool, bool]] = deque()
         self.again = False
 
@@ -128,9 +138,21 @@ class _Split(Sampler[list[int]]):
         for indices in self.sampler:
             start, last = 0, False
             while not last:
-                last = start + self.size >= len(indices)
+                last = start + self.size >= max(len(indices), self._largest())
                 self.flags.append((start == 0, last))
                 yield indices[start : start + self.size]
                 start += self.size
                 if self.again:
                     start, last, self.again = 0, False, False
+
+    def _largest(self) -> int:
+        """The examples of the rank that has most of this logical batch."""
+        if not self.even:
+            return 0
+        largest: int | None = getattr(self.sampler, "largest_part", None)
+        if largest is None:
+            raise PrivacyError(
+                "BatchMemoryManager on a sharded model without a shared draw (secure_mode, or poisson_sampling=False): ranks "
+                "do not know how many micro-batches the others have. Use a batch that fits, or the plain mode."
+            )
+        return largest

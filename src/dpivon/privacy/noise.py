@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import secrets
 from typing import Protocol
 
 import torch
@@ -49,6 +49,11 @@ class TorchNoise:
     def refresh(self) -> None:
         """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
         self.generator, self.origin = renewed(torch.Generator(self.generator.device)), OS_ENTROPY
+        self._elsewhere.clear()
+
+    def branch(self, material: bytes) -> None:
+        """From here on the stream that this material stands for; whoever has other material has another stream."""
+        self.generator = expanded(torch.Generator(self.generator.device), material)
         self._elsewhere.clear()
 
     def _on(self, device: torch.device) -> torch.Generator:
@@ -99,13 +104,19 @@ def os_generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 def renewed(generator: torch.Generator) -> torch.Generator:
-    """The generator itself, from here on in a state drawn from the operating system.
+    """The generator itself, from here on in a state drawn from the operating system."""
+    return expanded(generator, os.urandom(64))
+
+
+def expanded(generator: torch.Generator, material: bytes) -> torch.Generator:
+    """The generator itself, from here on in the state that follows from ``material``, and is as secret.
 
     Not by ``manual_seed`` on a CPU: torch's Mersenne twister reads only 32 bits of its seed, and four thousand million
-    streams of noise can all be tried. Its whole state is drawn instead. A GPU's generator takes all 64 bits.
+    streams of noise can all be tried. Its whole state is set instead. A GPU's generator takes all 64 bits.
     """
+    drawn = hashlib.shake_256(material).digest(4 * _WORDS)
     if generator.device.type != "cpu":
-        return generator.manual_seed(secrets.randbits(63))
+        return generator.manual_seed(int.from_bytes(drawn[:8], "little") >> 1)
     state = generator.manual_seed(_KNOWN_SEED).get_state()
     words = state[_WORDS_AT : _WORDS_AT + 8 * _WORDS].view(torch.int64) if len(state) == _STATE_BYTES else state[:0]
     if words[:2].tolist() != _KNOWN_WORDS:
@@ -113,7 +124,7 @@ def renewed(generator: torch.Generator) -> torch.Generator:
             f"torch={torch.__version__}: keeps its generator's state in a form that dpivon does not know, so noise would have "
             "32 secret bits only. Use PrivacyEngine(secure_mode=True), or a torch that dpivon was tested with."
         )
-    words.copy_(torch.frombuffer(bytearray(os.urandom(4 * _WORDS)), dtype=torch.int32).long() & 0xFFFFFFFF)
+    words.copy_(torch.frombuffer(bytearray(drawn), dtype=torch.int32).long() & 0xFFFFFFFF)
     generator.set_state(state)
     return generator
 

@@ -17,13 +17,14 @@ from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.history import check_history, merged
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.ranks.ledger import FollowedLedger
 
 
 class OpacusVerbs:
     """Part of :class:`~dpivon.PrivacyEngine`."""
 
     accountant: Accountant
-    ledger: Ledger | None
+    ledger: Ledger | FollowedLedger | None
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:

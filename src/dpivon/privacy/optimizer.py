@@ -22,19 +22,24 @@ from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.base import GradientSource
 from dpivon.privacy.guards import ForwardWatch
-from dpivon.privacy.mechanism import release
 from dpivon.privacy.noise import NoiseSource, SecureNoise
 from dpivon.privacy.precision import full_precision
+from dpivon.privacy.ranks.together import Alone, Decision, Together
 from dpivon.privacy.sampling import Draws
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
+from dpivon.shards import like_parameter, local
 
 
 class Journal(Protocol):
     """Who decides, after a resume, what a release is: a new one, or one that was made before the crash."""
 
-    def admit(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Callable[[NoiseSpec], None] | None:
-        """How to charge this release; None to drop it unreleased."""
+    def decide(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
+        """What this sum is to become. One rank decides for all."""
+        ...
+
+    def charge_for(self, decision: Decision) -> Callable[[NoiseSpec], None] | None:
+        """How to charge what was decided; None to drop it unreleased."""
         ...
 
 
@@ -61,6 +66,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         watch: ForwardWatch,
         draws: Draws | None,
         prefetches: bool = False,
+        together: Together | None = None,
     ) -> None:
         self.original_optimizer = optimizer
         self._init_optimizer_protocol()
@@ -70,6 +76,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self.source, self.noise, self.charge = source, noise, charge
         self.module, self.watch, self.draws = module, watch, draws
         self._prefetches = prefetches
+        self.together: Together = together or Alone()
         self.secure_mode = isinstance(noise, SecureNoise)
         self.step_hooks: list[Callable[[DPOptimizer], None]] = []
         self.last_release: Release | None = None
@@ -157,6 +164,18 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         return getattr(self.noise, "origin", "unstated"), "not ours" if sampler is None else sampler.origin
 
     @property
+    def sampler_generator(self) -> torch.Generator | None:
+        """What draws the batches; None in secure mode, and without Poisson sampling."""
+        sampler = None if self.draws is None else self.draws.sampler()
+        return None if sampler is None or sampler.secure else sampler.generator
+
+    @property
+    def batch_number(self) -> int:
+        """How many batches were handed out; 0 where workers draw them ahead, or the caller does."""
+        sampler = None if self.draws is None or self._prefetches else self.draws.sampler()
+        return 0 if sampler is None else sampler.passes * sampler.steps + sampler.position
+
+    @property
     def accumulated_iterations(self) -> int:
         """How many batches the pending gradients come from."""
         return self.source.batches(self.params)
@@ -168,6 +187,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         """As :meth:`dpivon.IVON.sampled_params`. Gradients taken inside with ``train=True`` stay on this side of the
         boundary until ``step()``; with ``mc_samples=K`` they are averaged per example before clipping."""
         inner = self._variational()
+        self.together.settle(self.module)
         if train and self._in_closure and inner.inside_training_sample:  # step(closure) has sampled already
             yield
             return
@@ -212,6 +232,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def posterior(self, model: nn.Module | None = None) -> Any:
         """The trained posterior, under the model's own names; a point of zero width for an ordinary optimizer."""
         model = self.module if model is None else model
+        self.together.settle(self.module)
         if isinstance(self.original_optimizer, HasPosterior):
             return self.original_optimizer.posterior(model)
         return Posterior.point(model)
@@ -234,6 +255,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                     self.original_optimizer.step()
                 finally:
                     self.original_optimizer._stepping_on_release = False  # type: ignore[attr-defined]
+            self.together.stepped(self)
         return loss
 
     def _run(self, closure: Callable[[], Any]) -> Any:
@@ -290,11 +312,11 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         if self.draws is not None:
             self.draws.redeem()
         sums = {p: p.summed_grad for p in self.params}
-        charge = self.charge if self.journal is None else self.journal.admit(sums, spec)
-        if charge is None:  # a step that was to repeat a lost one, and does not
+        made = self.together.release(self, sums, spec)
+        if made is None:  # a step that was to repeat a lost one, and does not
             self.abandon_virtual_batch()
             return False
-        self.last_release = release(sums, spec, self.noise, charge)
+        self.last_release = made
         self._open_spec = None
         self._is_last_step_skipped = False
         for group in self.original_optimizer.param_groups:
@@ -302,7 +324,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                 p.grad = None  # also of a parameter that was frozen after backward
         for p in self.params:
             _mark_as_processed(p.summed_grad)
-            p.grad = self.last_release.gradients[p].view_as(p).to(p.dtype, copy=True)
+            p.grad = like_parameter(made.gradients[p].view_as(local(p)).to(p.dtype, copy=True), p)
         for hook in self.step_hooks:
             hook(self)
         return True

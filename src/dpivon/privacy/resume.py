@@ -23,6 +23,8 @@ from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyWarning
 from dpivon.privacy.noise import NoiseSource, TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.ranks.ledger import FollowedLedger
+from dpivon.privacy.ranks.together import AGAIN, DROP, NEW, Decision
 from dpivon.privacy.sampling import PoissonSampler
 from dpivon.privacy.spec import NoiseSpec
 
@@ -33,6 +35,8 @@ def refresh(optimizer: DPOptimizer) -> None:
         optimizer.noise.refresh()
     if (sampler := sampler_of(optimizer)) is not None:
         sampler.refresh()
+        if not sampler.secure:  # otherwise every rank draws for its own examples
+            optimizer.together.share(sampler.generator)
 
 
 class ReplayJournal:
@@ -42,7 +46,7 @@ class ReplayJournal:
     guess of the sum, which is private.
     """
 
-    def __init__(self, optimizer: DPOptimizer, ledger: Ledger, charge: Callable[..., None]) -> None:
+    def __init__(self, optimizer: DPOptimizer, ledger: Ledger | FollowedLedger, charge: Callable[..., None]) -> None:
         self._optimizer, self._ledger, self._charge = optimizer, ledger, charge
         self.key = secrets.token_bytes(32)
         self.replayed = 0
@@ -60,22 +64,31 @@ class ReplayJournal:
         """Releases from here to the end of the ledger were made and lost."""
         self._lost = release if release < self._ledger.record.releases else None
 
-    def admit(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Callable[[NoiseSpec], None] | None:
+    def decide(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
         evidence = self.evidence(sums, spec)
         if self._lost is None:
-            return lambda spec: self._charge(spec, evidence)
+            return NEW, evidence
         record = self._ledger.record
         made = record.evidence.get(self._lost, "")
         if made and hmac.compare_digest(made, evidence) and record.terms_at(self._lost) == (spec.terms,):
+            return AGAIN, ""
+        return DROP, ""
+
+    def charge_for(self, decision: Decision) -> Callable[[NoiseSpec], None] | None:
+        what, evidence = decision
+        if what == NEW:
+            return lambda spec: self._charge(spec, evidence)
+        if what == AGAIN:
             return self._again
-        lost = record.releases - self._lost
+        assert self._lost is not None
+        lost = self._ledger.record.releases - self._lost
         self._lost = None
         refresh(self._optimizer)
         warnings.warn(
             f"A resumed step is not the one that was lost, bit for bit, so it was dropped and not released. The {lost} lost "
             "releases stay charged; noise and batches are new from here.",
             PrivacyWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
 
@@ -87,7 +100,7 @@ class ReplayJournal:
 
     def evidence(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> str:
         """Of a clipped sum and the noise it is about to get; empty where that cannot be repeated."""
-        if not repeatable(self._optimizer.noise, self._optimizer.params):
+        if self._optimizer.together.sharded or not repeatable(self._optimizer.noise, self._optimizer.params):
             return ""
         generator = self._optimizer.generator
         assert generator is not None

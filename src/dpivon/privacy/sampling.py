@@ -18,6 +18,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data._utils.collate import default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.noise import CRYPTOGRAPHIC, OS_ENTROPY, SEEDED, own_generator, renewed, secure_uniform
@@ -69,7 +70,13 @@ class Draws:
 
 
 class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
-    """Index batches of size Binomial(n, q); ``steps`` of them make a pass."""
+    """Index batches of size Binomial(n, q); ``steps`` of them make a pass.
+
+    With ``part=(r, W)`` every one of W ranks draws the same batch of all examples, and rank r gets of it those whose index
+    leaves r when divided by W. So an example is in a batch with probability q whatever the others do, on one rank only, and
+    the same whatever their number: the union over ranks is what one process would draw. Its presence does not move
+    another example to another rank, whose sum stays as it is to the bit. In secure mode each rank draws for its own.
+    """
 
     def __init__(
         self,
@@ -80,9 +87,12 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         generator: torch.Generator | None = None,
         secure: bool = False,
         origin: str = SEEDED,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
         self.secure, self.origin = secure, CRYPTOGRAPHIC if secure else origin
+        self.part = part
+        self.largest_part: int | None = None  # examples of the last draw on the rank that has most; None if unknown
         self.draws = Draws(sampler=weakref.ref(self))
 
         self.passes, self.position = 0, 0  # where the draws are: in which pass, and how many were made in it
@@ -105,8 +115,15 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
             )
             self.position = position + 1
             self.draws.draw()
-            yield (uniform < self.sample_rate).nonzero().flatten().tolist()
+            yield self._of_rank((uniform < self.sample_rate).nonzero().flatten())
         self.passes, self.position = self.passes + 1, 0
+
+    def _of_rank(self, drawn: Tensor) -> list[int]:
+        rank, world = self.part
+        owner = drawn % world
+        self.largest_part = None if self.secure else int(torch.bincount(owner, minlength=world).max())
+        mine: list[int] = drawn[owner == rank].tolist()
+        return mine
 
     def refresh(self) -> None:
         """From here on batches that are independent of all before, whatever seed was set."""
@@ -191,7 +208,10 @@ class Sampling:
 
 
 def declare(data_loader: DataLoader[Any], *, dataset_size: int | None, expected_batch_size: float | None) -> Sampling:
-    """N and b as declared, or as the loader states them. Neither is ever read off a batch."""
+    """N and b as declared, or as the loader states them. Neither is ever read off a batch.
+
+    b is of all ranks together; a loader with a ``DistributedSampler`` states that of one.
+    """
     dataset = data_loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise bad(
@@ -221,9 +241,10 @@ def poisson_loader(
     batch_first: bool,
     parent: torch.Generator | None,
     secure: bool,
+    part: tuple[int, int] = (0, 1),
 ) -> PoissonDataLoader:
     """The caller's loader with its batches drawn by Poisson sampling, from its own generator if it has one."""
-    _refuse_other_samplers(data_loader)
+    _refuse_other_samplers(data_loader, ranks=part[1])
     dataset = data_loader.dataset
     sampler = PoissonSampler(
         num_samples=len(dataset),  # type: ignore[arg-type]
@@ -233,6 +254,7 @@ def poisson_loader(
         generator=data_loader.generator or own_generator(parent),
         secure=secure,
         origin=OS_ENTROPY if data_loader.generator is None and parent is None else SEEDED,
+        part=part,
     )
     return PoissonDataLoader(
         dataset,
@@ -250,6 +272,13 @@ def poisson_loader(
     )
 
 
+def refuse_whole_batches(data_loader: DataLoader[Any], ranks: int) -> None:
+    """Batches of the caller's own must be parts of one batch, or every example would be there once a rank."""
+    if ranks > 1 and not isinstance(getattr(data_loader.batch_sampler, "sampler", None), DistributedSampler):
+        fix = "Give the loader a torch.utils.data.distributed.DistributedSampler"
+        raise bad("poisson_sampling", False, f"all {ranks} ranks would take the same whole batch", fix)
+
+
 def _stated_batch_size(data_loader: DataLoader[Any]) -> float:
     sampler = data_loader.batch_sampler
     if isinstance(sampler, UniformWithReplacementSampler):
@@ -262,16 +291,22 @@ def _stated_batch_size(data_loader: DataLoader[Any]) -> float:
             f"the loader's {type(sampler).__name__} states no batch size",
             "Declare expected_batch_size=b",
         )
-    return float(stated)
+    own = getattr(sampler, "sampler", None)
+    return float(stated) * (own.num_replicas if isinstance(own, DistributedSampler) else 1)
 
 
-def _refuse_other_samplers(data_loader: DataLoader[Any]) -> None:
+def _refuse_other_samplers(data_loader: DataLoader[Any], ranks: int) -> None:
     """A sampler that means something (weights, a subset) must not be replaced in silence."""
     batch_sampler = data_loader.batch_sampler
     if isinstance(batch_sampler, UniformWithReplacementSampler):
         return
     sampler = getattr(batch_sampler, "sampler", batch_sampler)
     plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if isinstance(sampler, DistributedSampler):
+        if sampler.num_replicas != ranks:
+            fix = "Remove it: every rank gets its part of each batch anyway"
+            raise bad("data_loader", f"num_replicas={sampler.num_replicas}", f"but {ranks} ranks train together", fix)
+        plain = True
     if not plain:
         raise bad(
             "data_loader",
@@ -279,3 +314,22 @@ def _refuse_other_samplers(data_loader: DataLoader[Any]) -> None:
             "this sampler would be replaced by Poisson sampling, which accounting assumes",
             "Remove it (take a torch.utils.data.Subset for a subset), or pass poisson_sampling=False and accept ε = inf",
         )
+
+
+def held_tensors(dataset: Any) -> Iterator[Tensor]:
+    """The tensors of a data set that is held in memory; none if it is of another kind."""
+    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
+        if inner is not None:
+            yield from held_tensors(inner)
+    held = [
+        *getattr(dataset, "tensors", ()),
+        *(getattr(dataset, name, None) for name in ("data", "targets", "indices")),
+    ]
+    for value in held:
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None and not callable(value):
+            try:
+                yield torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                continue

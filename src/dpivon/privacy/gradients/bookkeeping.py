@@ -39,12 +39,20 @@ class BookKeeper:
     """Watches the layers of a model and keeps the uses of their parameters. It is the optimizer's gradient source."""
 
     def __init__(
-        self, module: nn.Module, *, batch_first: bool, loss_reduction: str, samples: int = 1, augmentations: int = 1
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool,
+        loss_reduction: str,
+        samples: int = 1,
+        augmentations: int = 1,
+        scatter: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.module = module
         self.batch_first, self.loss_reduction = batch_first, loss_reduction
         self.samples, self.augmentations = samples, augmentations
         self.rows: int | None = None  # of the batch, as the model saw it
+        self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._uses: dict[Tensor, list[Use]] = defaultdict(list)
         self._scale: float | None = None
         self._pool = Pool()
@@ -59,6 +67,7 @@ class BookKeeper:
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
         self._detached: list[list[Tensor]] = []
+        self._owners = {layer: dict(layer.named_parameters()) for layer in module.modules()} if scatter else {}
         module.autograd_grad_sample_hooks = self._handles  # type: ignore[assignment]  # Opacus's mark of a private model
         try:
             self._watch(module)
@@ -109,7 +118,7 @@ class BookKeeper:
                 output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
             inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
             uses = _in_precision(layer, lambda g: rule(layer, self._batch_major(inputs), g))
-            return self._observe(output, uses, inputs)
+            return self._observe(output, self._of_owner(layer, uses), inputs)
 
         self._handles.append(layer.register_forward_pre_hook(before))
         self._handles.append(
@@ -126,7 +135,7 @@ class BookKeeper:
             saved = [t.detach() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
 
             def observe(z: Tensor, uses: Uses) -> Tensor:
-                return self._observe(z, _in_precision(layer, uses), saved, batch_major=True)
+                return self._observe(z, self._of_owner(layer, _in_precision(layer, uses)), saved, batch_major=True)
 
             return forward(layer, observe, *args, **kwargs)
 
@@ -150,6 +159,18 @@ class BookKeeper:
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _of_owner(self, layer: nn.Module, uses: Uses) -> Uses:
+        """The uses of a sharded layer under the parameters that the optimizer holds, not the whole ones of this pass."""
+        if self._scatter is None:
+            return uses
+        owners = self._owners[layer]
+
+        def renamed(g: Tensor) -> Mapping[Tensor, Use]:
+            names: dict[Tensor, str] = {p: name for name, p in layer.named_parameters()}
+            return {owners[names[p]]: use for p, use in uses(g).items()}
+
+        return renamed
 
     def _recording(self, layer: nn.Module) -> bool:
         return layer.training and torch.is_grad_enabled()
@@ -249,7 +270,8 @@ class BookKeeper:
         self._uses.clear()
         self._kept.clear()
         self._scale = None
-        blocks = _blocks(params, uses, joint=clipping.joint)
+        # Sharded, every rank must scatter in one order, whatever its batch.
+        blocks = _blocks(params, uses, joint=clipping.joint and self._scatter is None)
         norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
         table = (
@@ -267,10 +289,11 @@ class BookKeeper:
         sums: dict[Tensor, Tensor] = {}
         for (members, use), c in zip(blocks, factors * scale, strict=True):
             if use is None:
-                sums |= {p: torch.zeros_like(p, dtype=torch.float64) for p in members}
+                found = {p: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in members}
             else:
                 parts = use.weighted_sum(c).flatten().split([p.numel() for p in members])
-                sums |= {p: part.view(p.shape) for p, part in zip(members, parts, strict=True)}
+                found = {p: part.view(p.shape) for p, part in zip(members, parts, strict=True)}
+            sums |= found if self._scatter is None else {p: self._scatter(p, total) for p, total in found.items()}
         self._pool.take_back()
         return [sums[p] for p in params]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dpivon.errors import bad
 from dpivon.privacy.gradients.base import GradientSource
@@ -35,8 +36,12 @@ def attach(
     wrap_model: bool,
     samples: int,
     augmentations: int,
+    scatter: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Any, GradientSource]:
-    """What the caller goes on using as the model, and where the optimizer gets its clipped sums."""
+    """What the caller goes on using as the model, and where the optimizer gets its clipped sums.
+
+    ``scatter`` keeps a part of each sum, where the model is sharded; book-keeping only.
+    """
     if mode == "bookkeeping":
         keeper = BookKeeper(
             module,
@@ -44,6 +49,7 @@ def attach(
             loss_reduction=loss_reduction,
             samples=samples,
             augmentations=augmentations,
+            scatter=scatter,
         )
         collector: Any = BookKeepingModule(module, keeper) if wrap_model else BookKeepingHooks(module, keeper)
         source: GradientSource = keeper

@@ -71,18 +71,27 @@ def _note_precision(layers: tuple[type[nn.Module], ...], bf16: bool) -> None:
         TAKE_BF16.difference_update(layers)
 
 
+def plain_type(layer: nn.Module) -> type[nn.Module]:
+    """The class of a layer as its author wrote it: ``fully_shard`` puts one of its own in front."""
+    kind = type(layer)
+    if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ == "FSDPModule":
+        inner: type[nn.Module] = kind.__bases__[1]
+        return inner
+    return kind
+
+
 def takes_bf16(layer: nn.Module) -> bool:
-    return type(layer) in TAKE_BF16
+    return plain_type(layer) in TAKE_BF16
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
     if type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers."):
         return hugging_face_conv1d
-    return RULES.get(type(layer))
+    return RULES.get(plain_type(layer))
 
 
 def forward_for(layer: nn.Module) -> Forward | None:
-    return FORWARDS.get(type(layer))
+    return FORWARDS.get(plain_type(layer))
 
 
 def hugging_face_conv1d(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
