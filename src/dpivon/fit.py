@@ -30,6 +30,7 @@ class Fitted:
         model: a copy of the network, at the posterior mean.
         posterior: the Gaussian over its weights.
         budget: the plan that was run, with its ε.
+        account: what was spent, and what is charged later.
     """
 
     model: nn.Module
@@ -98,7 +99,7 @@ def fit(
         method: a name of ``dpivon methods`` that can be stacked.
         options: the method's own, such as ``{"ess": …, "hess_init": …}``.
         loss: ``loss(outputs, labels)`` returns one loss an example.
-        also: releases to be made besides, which the plan leaves room for (:func:`dpivon.budget`).
+        also: releases to be made besides, which the plan leaves room for (:func:`~dpivon.privacy.accounting.budget.budget`).
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
             unless the data is public.

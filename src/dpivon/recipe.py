@@ -51,9 +51,21 @@ def steady(
     >>> trained.predict(test_x).probs, trained.temperature, trained.predictor.account.get_epsilon(1e-5)
 
     ``predictor`` of what it returns is the :class:`dpivon.Fitted`; ``temperature`` is 1 where none was worth its cost.
-    ``samples`` are the draws that the temperature is chosen for: predict with as many. ``options`` are those of
-    :func:`dpivon.fit`, such as ``dtype=``, or ``lr=`` for another r than 5. Larger batches and more epochs help at every ε;
-    they are a matter of computing time, not of tuning.
+    Larger batches and more epochs help at every ε; they are a matter of computing time, not of tuning.
+
+    Args:
+        model: the classifier; it is copied.
+        inputs: as the model takes them, normalised by public constants, one example a row.
+        labels: one an example.
+        target_epsilon: ε of everything together.
+        delta: δ, well below 1/N.
+        batch_size: the expected batch b.
+        epochs: length of the run, in epochs of ⌈N/b⌉ steps.
+        max_grad_norm: C.
+        temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
+        samples: the draws that the temperature is chosen for; predict with as many.
+        seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
+        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, or ``lr=`` for another r than 5.
     """
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from dpivon.cli import app
 from dpivon.study.__main__ import __file__ as _study_main
 from dpivon.study.config import resolve
+from dpivon.train.schema import read_schema
 
 CLI = typer.main.get_command(app)
 CHEAP = ("budget", "methods", "version")
@@ -102,7 +103,18 @@ def test_tests_that_are_named_exist() -> None:
                 assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), (page, line)
 
 
-@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if fences(path.read_text(), "yaml")])
+SCHEMAS = "docs/train.md"  # its YAML declares tables
+
+
+def test_a_schema_on_a_page_can_be_read(tmp_path: Path) -> None:
+    (block,) = fences(PAGES[SCHEMAS].read_text(), "yaml")
+    (tmp_path / "schema.yaml").write_text(block)
+    assert set(read_schema(tmp_path / "schema.yaml").columns) == {"age", "sex"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page, path in PAGES.items() if page != SCHEMAS and fences(path.read_text(), "yaml")]
+)
 def test_a_study_on_a_page_becomes_a_plan(page: str, tmp_path: Path) -> None:
     """A block that is a part of a study changes the study before it."""
     study: dict[str, Any] = {}

@@ -215,6 +215,8 @@ def test_a_release_that_fails_was_charged_and_a_charge_that_fails_releases_nothi
     spent, on_disk = len(engine.accountant), engine.ledger.record.releases
 
     class Broken:
+        origin = "cryptographic"
+
         def normal(self, like: Tensor, std: float) -> Tensor:
             assert len(engine.accountant) == spent + 1  # charged, and nothing is released yet
             assert read(tmp_path / "ledger.jsonl").releases == on_disk + 1

@@ -117,9 +117,10 @@ def test_a_plan_that_looks_beyond_comes_back_and_others_stay_as_they_were(resolv
 @pytest.mark.parametrize("name", ["beyond", "beyond-classes", "beyond-tuning", "beyond-quick", "beyond-quick-tuning"])
 def test_studies_beyond_the_paper_hold_every_method_at_matched_epsilon(name):
     plan = resolve(STUDIES / f"{name}.yaml")
-    assert {r.method for r in plan.runs} == set(RULES)
+    methods = set(RULES) - ({"dp-steady"} if "quick" in name else set())  # which came after those had run
+    assert {r.method for r in plan.runs} == methods
     cells = {
-        m: {(r.batch_size, r.noise_multiplier, r.max_grad_norm) for r in plan.runs if r.method == m} for m in RULES
+        m: {(r.batch_size, r.noise_multiplier, r.max_grad_norm) for r in plan.runs if r.method == m} for m in methods
     }
     assert len(set(map(frozenset, cells.values()))) == 1  # the same σ for all, so the same ε
     tuning = name.endswith("tuning")

@@ -67,7 +67,12 @@ class TemperatureSpec(NoiseSpec):
 class CalibratedTemperature(Tempered):
     """A tempered predictor, and what is public about how its temperature was found.
 
-    ``noise_multiplier`` is σ of the whole choice; ``answers`` are the (T, noisy sum) it was made from.
+    Attributes:
+        predictor: what is tempered.
+        temperature: T.
+        noise_multiplier: σ of the whole choice.
+        bound: B, at which an example's contribution was clipped.
+        answers: the (T, noisy sum) that it was made from.
     """
 
     noise_multiplier: float
@@ -76,7 +81,12 @@ class CalibratedTemperature(Tempered):
 
 
 def temperature_cost(noise_multiplier: float, halvings: int = HALVINGS) -> Entry:
-    """The row of an account that a choice of noise multiplier σ makes: (σ√k, 1, k)."""
+    """The row of an account that a choice makes: (σ√k, 1, k).
+
+    Args:
+        noise_multiplier: σ of the whole choice.
+        halvings: k.
+    """
     sigma = check_number("noise_multiplier", noise_multiplier, "Use a value such as 20", at_least=0.0)
     k = check_whole("halvings", halvings, f"Use about {HALVINGS}", at_least=1)
     return sigma * math.sqrt(k), 1.0, k
@@ -89,7 +99,13 @@ def temperature_spec(noise_multiplier: float, bound: float = BOUND, halvings: in
 
 
 def temperature_noise(epsilon: float, delta: float, halvings: int = HALVINGS) -> float:
-    """The σ whose choice costs (ε, δ) by itself."""
+    """The σ whose choice costs (ε, δ) by itself.
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+        halvings: k, how many answers a choice is made of.
+    """
     k = check_whole("halvings", halvings, f"Use about {HALVINGS}", at_least=1)
     return calibrate(epsilon, delta, 1.0, k) / math.sqrt(k)
 
@@ -141,7 +157,8 @@ def choose(
     charge: Charge,
 ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
     """The mechanism, for one run or for several that are charged together. Nothing else here looks at calibration data."""
-    spec, k = temperature_spec(noise_multiplier, bound, halvings), halvings
+    origin = noises[0].origin
+    spec, k = temperature_spec(noise_multiplier, bound, halvings).replace(drawn_by=(origin, origin)), halvings
     middle = [0.0] * len(log_probs)
     answers: list[list[tuple[float, float]]] = [[] for _ in log_probs]
     for step in range(1, k + 1):

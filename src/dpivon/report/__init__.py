@@ -4,6 +4,6 @@ It reads the files that are meant to be read (``run_folder.py``, ``study_folder.
 checkpoint, a training example, a seed or the state of a generator.
 """
 
-from dpivon.report.build import Built, build, write
+from dpivon.report.writer import Built, build, write
 
 __all__ = ["Built", "build", "write"]

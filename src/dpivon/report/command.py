@@ -24,7 +24,7 @@ def report(
 
     Example: dpivon report results/quick --out quick.html
     """
-    from dpivon.report.build import write
+    from dpivon.report.writer import write
 
     built = write(folder, out, figures)
     if as_json:
