@@ -31,6 +31,12 @@ def test_the_library_as_it_is_passes(path: str) -> None:
     assert sum(f.holds is True for f in findings) >= 14
 
 
+@pytest.mark.parametrize("path", [p for p in RUNNABLE if p in ("bookkeeping", "distributed")])
+def test_a_network_that_a_method_cannot_train_is_no_finding(path: str) -> None:
+    (check,) = [c for c in CHECKS if c.name == "canaries in single releases"]
+    assert check(probe(path, "dp-mc-dropout")).holds is None
+
+
 def test_the_canaries_are_found_and_prove_no_more_than_is_claimed() -> None:
     from dpivon.audit.tier_c import one_run, single_releases
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dpivon.audit.engine_session import EngineSession, make_optimizer
 from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Setting, Subject
-from dpivon.errors import PrivacyError, bad
+from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.spec import NoiseSpec
 
@@ -83,7 +83,8 @@ def _serve(rank: int, store: str, orders: Any, subject: Subject, setting: Settin
             name, args = pickle.loads(orders.recv_bytes())
             result = getattr(session, name)(*args)
     except Exception as error:
-        orders.send_bytes(pickle.dumps((f"rank {rank}: {type(error).__name__}: {error}", None, [])))
+        said = f"rank {rank}: {type(error).__name__}: {error}"
+        orders.send_bytes(pickle.dumps(((isinstance(error, ArgumentError), said), None, [])))
     finally:
         os._exit(0)  # nothing of the parent's is run a second time
 
@@ -110,9 +111,7 @@ class DistributedSession:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, store, theirs, subject, setting, answer), daemon=True)
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # of forks beside threads; none of ours is needed there
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: none of ours is needed
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -135,7 +134,8 @@ class DistributedSession:
             for pipe in ready:
                 error, result, charged = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 if error is not None:
-                    raise PrivacyError(error)
+                    refused, said = error
+                    raise ArgumentError(said) if refused else PrivacyError(said)
                 answers[pipe] = result
                 self.charged += charged
         return [answers[pipe] for pipe in self._pipes]
