@@ -301,7 +301,9 @@ def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, 
         kind_of(str(sample))
         text = draft_from_sample(read_columns(sample, names, delimiter), target, sample)
     write_draft(to, text)
-    typer.echo(f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}")
+    typer.echo(
+        f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}"
+    )
 
 
 def _show_oddities(settings: Any) -> None:

@@ -13,6 +13,7 @@ from dpivon.methods import METHODS, describe
 from dpivon.methods.base import rule_defaults
 from dpivon.optim import IVON, RuleOptimizer
 from dpivon.optim.curvature import ESTIMATORS
+from dpivon.optim.moments import Gradient
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -76,6 +77,12 @@ def test_any_estimator_can_be_named(curvature: str) -> None:
     else:
         q = dpivon.method("dp-calm", nn.Linear(2, 2), dataset_size=5, curvature=curvature).posterior()
         assert q.metadata["curvature"] == curvature
+
+
+@pytest.mark.parametrize("wrong", [3, None, "none such", Gradient])
+def test_what_is_no_moment_is_refused(wrong: Any) -> None:
+    with pytest.raises(dpivon.ArgumentError, match=r"phi=.*Use one of 'gradient'"):
+        dpivon.method("dpagd", nn.Linear(2, 2), dataset_size=5, phi=wrong)
 
 
 def test_dpagd_takes_any_phi_and_psi() -> None:

@@ -18,11 +18,15 @@ _NUMBERS = ("momentum", "beta1", "beta2", "floor", "relative_floor", "nu", "cap"
 
 
 def _moment(kind: str, value: Any, known: dict[str, Moment]) -> Moment:
-    if not isinstance(value, str):
-        return value  # a Moment of the caller's own
-    if value not in known:
-        raise bad(kind, value, "is not known", f"Use one of {', '.join(map(repr, known))}, or an object")
-    return known[value]
+    fix = f"Use one of {', '.join(map(repr, known))}, or an object with the members of dpivon.optim.moments.Moment"
+    if isinstance(value, str):
+        if value not in known:
+            raise bad(kind, value, "is not known", fix)
+        return known[value]
+    if isinstance(value, type) or not all(hasattr(value, member) for member in ("name", "defaults", "start", "update")):
+        raise bad(kind, value, "is no moment", fix)
+    moment: Moment = value
+    return moment
 
 
 def _build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
