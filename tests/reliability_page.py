@@ -241,8 +241,6 @@ def _audit(report: dict[str, Any]) -> list[str]:
             "`make audit` · [AUDIT.md](AUDIT.md), `audit.html`, `mutants.json` ·",
             f"**{counts['caught']} of {planted} planted bugs caught**, {counts['does not apply']} cells do not apply,",
             f"{report['alarms']} false alarms in {report['sound_checks']} checks of the library as it is.",
-            "There is no distributed path on this tree, so no column for it. Since then the cells were run again as tests",
-            "(`pytest tests/audit -k every_bug_is_caught_on_every_path`): 306 of 306 passed; the long audits were not.",
         ),
     ]
 
