@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo study docs test test-all browser lint conformance audit faults fuzz bad-input clean
+.PHONY: help demo study docs test test-all browser lint conformance audit faults fuzz bad-input newcomer clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
 	@echo "make study       a small grid of private runs on digits, figures and claims in study-output/ (about ten minutes)"
 	@echo "make docs        the documentation as a site in site/, links checked; open site/index.html"
+	@echo "make newcomer    from the built wheel to a report on a table, in an empty folder (about two minutes)"
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"
 	@echo "make browser     Debian's chromium, with which the tests of reports look at them (needs root; they are skipped without)"
 	@echo "make test-all    the same, with the slow tests"
@@ -85,6 +86,9 @@ bad-input: $(READY)
 audit: $(READY)
 	@echo "== The audit of the library as it is, and with every bug sown into it"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/audit/make_matrix.py --out results/reliability
+
+newcomer: $(READY)
+	PYTHON=$(PYTHON) bash tests/newcomer.sh
 
 clean:
 	rm -rf $(VENV) demo-output study-output site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -54,8 +54,13 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("data file short or flipped", "checksum error before step 0", ("data file short or flipped",)),
     (
         "a sweep worker killed or hung",
-        "the cell reruns; no duplicate rows (a study is one process here: a hung one is stopped by hand)",
-        ("SIGKILL of a study", "a sweep killed"),
+        "the others finish; the cell reruns, or is named as failed; no duplicate rows",
+        ("SIGKILL of a study", "a sweep killed", "a sweep's worker killed or hung"),
+    ),
+    (
+        "a rank killed or hung",
+        "all ranks end with an error; the run resumes; ε does not fall",
+        ("a rank killed or hung",),
     ),
     ("two processes on one run directory", "a lock error", ("two processes on one folder", "two processes")),
     (

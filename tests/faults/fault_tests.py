@@ -63,6 +63,18 @@ ROWS: dict[str, list[str]] = {
         "study/test_run.py::test_killed_while_finishing_nothing_stands_twice",
         "study/test_run.py::test_a_crash_anywhere_changes_nothing",
     ],
+    "a sweep's worker killed or hung": [
+        "study/test_ray.py::test_a_killed_worker_changes_nothing_where_the_folder_is_seen",
+        "study/test_ray.py::test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged",
+        "study/test_ray.py::test_a_worker_that_hangs_is_ended_and_its_stack_begun_again",
+        "study/test_ray.py::test_a_run_that_fails_is_tried_again_then_named_and_the_others_finish",
+    ],
+    "a rank killed or hung": [
+        "distributed/test_recovery.py::test_a_rank_is_killed_in_a_step",
+        "distributed/test_recovery.py::test_after_a_crash_on_other_ranks_what_was_lost_stays_charged",
+        "distributed/test_recovery.py::test_a_rank_that_hangs_is_given_up_at_the_time_limit_of_the_group",
+        "distributed/test_recovery.py::test_if_the_charge_cannot_be_written_no_rank_learns_anything",
+    ],
     "two processes": [
         "durable/test_ledger.py::test_a_second_process_is_refused",
         "study/test_run.py::test_two_processes_never_run_one_study",

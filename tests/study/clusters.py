@@ -64,9 +64,9 @@ def caught(folder: Path, after: int):
 class Killer(threading.Thread):
     """Kills the first process that trains in one of ``folders()`` and has ``after`` releases, some of them in no checkpoint."""
 
-    def __init__(self, folders, *, after: int) -> None:
+    def __init__(self, folders, *, after: int, only_stop: bool = False) -> None:
         super().__init__(daemon=True)
-        self.folders, self.after, self.killed = folders, after, 0
+        self.folders, self.after, self.killed, self.only_stop = folders, after, 0, only_stop
         self.start()
 
     def run(self) -> None:
@@ -74,8 +74,18 @@ class Killer(threading.Thread):
         while time.monotonic() < deadline:
             for folder in self.folders():
                 with caught(folder, self.after) as process:
+                    if process is not None and self.only_stop:
+                        self.killed = charged(folder)
+                        self._wait_for_its_end(process)
+                        return
                     if process is not None:
                         os.kill(process, signal.SIGKILL)
                         self.killed = charged(folder)
                         return
             time.sleep(0.002)
+
+    @staticmethod
+    def _wait_for_its_end(process: int) -> None:
+        """It stays stopped until somebody ends it."""
+        while Path(f"/proc/{process}").exists():
+            time.sleep(0.05)

@@ -98,6 +98,15 @@ def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, loca
     assert kept == {row["releases"] for row in rows.values()}
 
 
+def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, tmp_path):
+    killer = Killer(lambda: tmp_path.glob("stacks/*"), after=20, only_stop=True)
+    outcome = run_with("ray", LONG, tmp_path, FAST, Cluster(workers=2, hung_after=6.0))
+    assert killer.killed >= 20
+    assert (outcome.finished, outcome.exit_code, outcome.failed) == (3, 0, {})
+    rows = rows_of(tmp_path)
+    assert all(same(row, local[name]) and row["epsilon"] == local[name]["epsilon"] for name, row in rows.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_stopping_in_time_costs_nothing_wherever_the_stack_is_kept(cluster, local, tmp_path, shared):

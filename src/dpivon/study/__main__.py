@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--workers", type=int, help="stacks at once, on Ray")
     run.add_argument("--gpus-per-stack", type=float, help="the share of a GPU that a stack takes, on Ray")
     run.add_argument("--retries", type=int, help="new attempts at a stack that fails, on Ray")
+    run.add_argument("--hung-after", type=float, help="seconds of silence after which a worker is ended, on Ray")
     run.add_argument("--scratch", type=Path, help="folder on the workers' own disks, where they do not see --out")
     loop = commands.add_parser("hooks", help="run a plan one by one on Opacus's hooks, to hold the stacks to it")
     loop.add_argument("plan", type=Path)

@@ -59,6 +59,9 @@ def run(
     workers: Annotated[int | None, typer.Option(help="Ray: stacks at once; by default what the cluster holds.")] = None,
     gpus_per_stack: Annotated[float | None, typer.Option(help="Ray: the share of a GPU that a stack takes: 1.")] = None,
     retries: Annotated[int | None, typer.Option(help="Ray: new attempts at a stack that fails: 3.")] = None,
+    hung_after: Annotated[
+        float | None, typer.Option(help="Ray: seconds of silence after which a worker is ended: 1800.")
+    ] = None,
     scratch: Annotated[
         Path | None, typer.Option(help="Ray: folder on the workers' own disks, where they do not see --out.")
     ] = None,
@@ -75,7 +78,7 @@ def run(
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study, lr)
     settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet, only)
     out = out or Path("study-output") / plan.name
-    cluster = Cluster(address, workers, gpus_per_stack, retries, scratch)
+    cluster = Cluster(address, workers, gpus_per_stack, retries, hung_after, scratch)
     outcome = run_with(engine, plan, out, settings, cluster)
     typer.echo("\n".join(outcome.lines(out / plan.table)))
     raise typer.Exit(outcome.exit_code)

@@ -49,6 +49,8 @@ class Cluster:
         workers: stacks at once; by default as many as the cluster's GPUs, or CPU cores, hold when it starts.
         gpus_per_stack: the share of a GPU that a stack takes, by default 1; half lets two share one.
         retries: how often a stack that failed without getting further is begun again, by default 3.
+        hung_after: seconds without a word from a worker after which it is ended like a lost one, by default 1800: a block, an
+            evaluation or a compilation must not take longer.
         scratch: a folder on the workers' own disks to keep stacks in, where they do not see OUT.
     """
 
@@ -56,6 +58,7 @@ class Cluster:
     workers: int | None = None
     gpus_per_stack: float | None = None
     retries: int | None = None
+    hung_after: float | None = None
     scratch: Path | None = None
 
 

@@ -77,6 +77,8 @@ def _check(cluster: Cluster) -> None:
         check_whole("workers", cluster.workers, "Give the number of stacks to train at once", at_least=1)
     if cluster.retries is not None:
         check_whole("retries", cluster.retries, "Give the number of new attempts at a stack that fails")
+    if cluster.hung_after is not None:
+        check_number("hung_after", cluster.hung_after, "Give seconds, longer than a block of steps takes", above=0.0)
     if cluster.gpus_per_stack is not None:
         fix = "Give the share of a GPU that a stack takes; it never uses two"
         check_number("gpus_per_stack", cluster.gpus_per_stack, fix, above=0.0, at_most=1.0)
@@ -129,6 +131,8 @@ class _Stack:
     furthest: float = 0.0  # examples that any attempt has seen
     shown: float = 0.0  # examples in the display
     not_before: float = 0.0
+    heard: tuple[Report | None, float] = (None, 0.0)  # the last report, and when it was new
+    silent: bool = False  # so long that its worker was ended
 
 
 class _Driver:
@@ -146,6 +150,7 @@ class _Driver:
     ) -> None:
         self.ray, self.plan, self.out, self.settings, self.cluster = ray, plan, out, settings, cluster
         self.device, self.token, self.progress = device, token, progress
+        self.hung_after = 1800.0 if cluster.hung_after is None else cluster.hung_after
         self.retries = 3 if cluster.retries is None else cluster.retries
         self.data, self.examples = ray.put(cargo), cargo.examples
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -183,6 +188,7 @@ class _Driver:
             while not stopping and len(self.running) < workers and (stack := self._next()) is not None:
                 self._submit(stack)
             self._show([*self.running.values(), *(ended for ended, _ in over)])
+            self._end_the_silent()
             for ended, reference in over:  # last: their workers have something new to do by now
                 self._end(ended, reference, stopping)
             over = []
@@ -201,6 +207,7 @@ class _Driver:
 
     def _submit(self, stack: _Stack) -> None:
         stack.attempts += 1
+        stack.heard, stack.silent = (None, 0.0), False
         open_stack(self.out / "stacks" / stack.name, stack.runs)
         self.ray.get(self.desk.expect.remote(stack.name, stack.attempts))
         task = Task(
@@ -217,6 +224,14 @@ class _Driver:
             if stack.name not in begun:
                 self.ray.cancel(reference)  # if it begins all the same, the desk turns it away
 
+    def _end_the_silent(self) -> None:
+        """A worker that hangs holds its stack, and would hold the study: it is ended, and its stack begun again."""
+        for reference, stack in self.running.items():
+            report, since = stack.heard
+            if report is not None and not stack.silent and time.monotonic() - since > self.hung_after:
+                stack.silent = True
+                self.ray.cancel(reference, force=True)
+
     def _end(self, stack: _Stack, reference: Any, stopping: bool) -> None:
         errors = self.ray.exceptions
         try:
@@ -227,6 +242,8 @@ class _Driver:
             ended = Ended(error=f"{type(error.cause).__name__}: {error.cause}")
         except errors.RayError as error:
             ended = Ended(error=f"its worker was lost ({type(error).__name__})")
+        if stack.silent and ended.results is None:
+            ended = Ended(error=f"its worker said nothing for {self.hung_after:g} s and was ended")
         self.ray.get(self.desk.forget.remote(stack.name))
         for note in ended.notes:
             self.progress.say(f"{stack.title}: {note}")
@@ -258,7 +275,11 @@ class _Driver:
             at_work += ", others wait to begin"
         for stack in stacks:
             report = reports.get(stack.name)
-            if report is None or report.attempt != stack.attempts or not report.words:
+            if report is None or report.attempt != stack.attempts:
+                continue
+            if report != stack.heard[0]:
+                stack.heard = report, time.monotonic()
+            if not report.words:
                 continue
             self.moved = True
             if stack.shown == 0.0:

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# A newcomer's first five commands, from the built wheel to a report on a table of their own, in an empty folder: `make newcomer`.
+# The table is scikit-learn's breast cancer data; for the blanks of the drafted schema stands examples/patients.yaml.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$root/.venv/bin/python" -m build --wheel --outdir "$folder/wheel" "$root" > /dev/null
+cd "$folder"
+"$python" -m venv env
+PATH="$folder/env/bin:$PATH"
+began=$SECONDS
+step() {
+    echo
+    echo "\$ $*"
+    "$@"
+    echo "[$((SECONDS - began)) s]"
+}
+# torch first, as its own page tells: which build is the machine's choice
+pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" torch 2> /dev/null
+step pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$folder"/wheel/*.whl 2> /dev/null
+python -c "import sys; sys.path.insert(0, '$root/examples'); import train_patients; train_patients.write_tables()"
+step dpivon train patients.csv --target diagnosis --write-schema patients.yaml
+cp "$root/examples/patients.yaml" patients.yaml
+step dpivon train patients.csv --schema patients.yaml --epsilon 3 --delta 1e-4 --dataset-size 400 --test new-patients.csv --out run
+step dpivon predict run new-patients.csv --out predictions.csv
+step dpivon report run
+ls run/report.html predictions.csv
