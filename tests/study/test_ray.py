@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -113,8 +114,8 @@ def test_stopping_in_time_costs_nothing_wherever_the_stack_is_kept(cluster, loca
     out, options = tmp_path / "out", Cluster(workers=2, scratch=None if shared else tmp_path / "scratch")
     brief = Settings(quiet=True, block=4, device="cpu", checkpoint_seconds=0.2, minutes=1e-9)
     assert run_with("ray", LONG, out, brief, options).exit_code == 75
-    under_way = [line for line in status_lines(out) if "releases charged" in line]
-    assert any("4 releases" in line or "8 releases" in line for line in under_way), under_way
+    under_way = [int(n) for n in re.findall(r"(\d+) releases charged", "\n".join(status_lines(out)))]
+    assert 0 < max(under_way) < max(row["steps"] for row in local.values())  # how far depends on the machine
     assert run_with("ray", LONG, out, FAST, options).exit_code == 0
     for name, row in rows_of(out).items():
         assert same(row, local[name])
