@@ -230,7 +230,7 @@ def constant_table(c: Constants) -> list[str]:
         ("its noise, PyTorch's generator / the operating system's", noise, core),
         ("sums in double to the first rank and back, two ranks", f"{c.loopback / 1e9:.1f} GB/s", "gloo on loopback"),
         ("a release in the ledger, on disk", f"{ms * c.fsync:.2f} ms", "`benchmarks.ledger`"),
-        ("throughput through Ray over directly, an estimate", f"{c.ray_ratio:.3f}", "two busy CPU cores"),
+        ("throughput through Ray over directly, an estimate", f"{c.ray_ratio:.3f}", "two CPU cores"),
         ("kept a token, width and layer, fp32: plain / private", _pair(kept, "full"), "small GPT-2, all trained"),
         ("the same, LoRA", _pair(kept, "lora"), "small GPT-2"),
         ("a private step over a plain one, all / LoRA", f"{c.full_ratio:.1f} / {c.lora_ratio:.1f}", f"{core}, eager"),

@@ -275,7 +275,7 @@ def _load(report: dict[str, Any]) -> list[str]:
         *_said(
             "First calls, nothing cached but what the row above left. PRV finds no bound at this length and says so; it",
             f"returns the RDP bound. One charge took {charge['median_ms']:.2g} ms on the disk of the checkout (median of",
-            f"1,000; worst {charge['worst_ms']:.3g} ms). Since then terms also say who drew: 44 bytes more.",
+            f"1,000; worst {charge['worst_ms']:.3g} ms)..",
         ),
     ]
 
