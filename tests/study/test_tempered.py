@@ -1,0 +1,43 @@
+"""A private temperature in a study is charged wherever the stack is kept, before any answer is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from clusters import LONG
+
+from dpivon.privacy.temperature import HALVINGS
+from dpivon.study.datasets import load_data
+from dpivon.study.progress import Progress
+from dpivon.study.settings import Settings
+from dpivon.study.work import Custody, Work
+
+
+class Watched(Custody):
+    """Notes what was announced, and how much was charged then."""
+
+    def __init__(self) -> None:
+        self.seen = []
+        self.work = None
+
+    def ahead(self, terms, upto):
+        self.seen.append((terms, upto, self.work.stack.mechanism.charged))
+
+
+def test_whoever_else_keeps_the_stack_hears_of_a_temperature_before_it_is_charged_or_drawn(tmp_path):
+    plan = replace(LONG, epochs=1, runs=LONG.runs[:1], temperature_noise=20.0)
+    cpu, custody = torch.device("cpu"), Watched()
+    data = load_data(plan, tmp_path, cpu)
+    with Progress(1.0, 0.0, quiet=True) as progress:
+        settings = Settings(quiet=True, block=8, device="cpu")
+        work = Work(plan, plan.runs, tmp_path / "stack", data, [], settings, cpu, progress, "one", custody)
+        custody.work = work
+        assert work.train(lambda: False)
+        trained = work.stack.mechanism.charged
+        (row,) = work.results().rows
+    terms, upto, charged = custody.seen[-1]
+    assert [t["mechanism"] for t in terms] == ["gaussian, temperature"]
+    assert (upto, charged) == (trained + HALVINGS, trained)
+    assert work.stack.mechanism.charged == upto
+    assert row["epsilon_tempered"] > row["epsilon"]
