@@ -5,7 +5,8 @@
     python -m benchmarks.step --json step.json
 
 Every contender runs in a process of its own, so that peak memory is its own; the contenders take turns for several rounds and
-the median is taken over all of them, so that a drifting machine drifts for all.
+the median is taken over all of them, so that a drifting machine drifts for all. On a GPU all processes start and compile side
+by side, and then wait: only one at a time makes steps while the clock runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 CONTENDERS = {
@@ -160,7 +162,7 @@ def captured_step(model, model_name, batch, device, examples=50_000, block=16):
 
 
 def worker(args):
-    """Measure one contender: seconds for each step, and peak memory in MB."""
+    """Prepare one contender; then, for every line read, measure it: seconds for each step, and peak memory in MB."""
     import resource
 
     import torch
@@ -173,17 +175,82 @@ def worker(args):
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        step()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        step()  # awake again, and not measured
         if cuda:
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / getattr(step, "count", 1))
-    peak = (
-        torch.cuda.max_memory_allocated() / 2**20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    )
-    print(json.dumps({"times": times, "peak_mb": peak}))
+        times = []
+        for _ in range(args.steps):
+            start = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) / getattr(step, "count", 1))
+        on_device = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"times": times, "peak_mb": on_device if cuda else on_host}), flush=True)
+
+
+class Contender:
+    """A process that prepares itself and then measures when told to."""
+
+    def __init__(self, name, args):
+        command = [sys.executable, "-m", "benchmarks.step", "--worker", name, "--model", args.model]
+        command += ["--batch", str(args.batch), "--device", args.device, "--threads", str(args.threads)]
+        command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+        self.name, self.errors = name, tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by end()
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
+
+    def ready(self):
+        """Wait until it is; False if it failed, with its last words."""
+        for line in self.process.stdout:
+            if line.strip() == "ready":
+                return True
+        return self._failed()
+
+    def measure(self):
+        """Its times and its peak, or None if it failed."""
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            self._failed()
+            return None
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.errors.close()
+
+    def _failed(self):
+        self.process.wait()
+        self.errors.seek(0)
+        print(f"{self.name}: failed\n{self.errors.read()[-800:]}", file=sys.stderr)
+        return False
+
+
+def rounds_side_by_side(args):
+    """(contender, result) in turn: all are prepared first, which on a GPU is mostly compiling."""
+    contenders = [Contender(name, args) for name in args.only]
+    there = [c for c in contenders if c.ready()]
+    for _ in range(args.rounds):
+        for contender in there:
+            yield contender.name, contender.measure()
+    for contender in contenders:
+        contender.end()
+
+
+def rounds_one_by_one(args):
+    """(contender, result) in turn, each in a new process: on a CPU, those that wait would hold memory and caches."""
+    for _ in range(args.rounds):
+        for name in args.only:
+            contender = Contender(name, args)
+            if contender.ready():
+                yield name, contender.measure()
+            contender.end()
 
 
 def main():
@@ -206,16 +273,8 @@ def main():
     import torch
 
     times, peaks = {name: [] for name in args.only}, dict.fromkeys(args.only, 0.0)
-    for _ in range(args.rounds):
-        for name in args.only:
-            command = [sys.executable, "-m", "benchmarks.step", "--worker", name, "--model", args.model]
-            command += ["--batch", str(args.batch), "--device", args.device, "--threads", str(args.threads)]
-            command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode:
-                print(f"{name}: failed\n{run.stderr[-800:]}", file=sys.stderr)
-                continue
-            result = json.loads(run.stdout.strip().splitlines()[-1])
+    for name, result in rounds_side_by_side(args) if args.device == "cuda" else rounds_one_by_one(args):
+        if result is not None:
             times[name] += result["times"]
             peaks[name] = max(peaks[name], result["peak_mb"])
     rows = {n: {"ms": 1e3 * statistics.median(t), "peak_mb": peaks[n]} for n, t in times.items() if t}

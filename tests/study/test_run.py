@@ -22,7 +22,7 @@ from dpivon.stacked import Stack
 from dpivon.study import table
 from dpivon.study.__main__ import main
 from dpivon.study.folder import group
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import Plan, PlannedRun, noise_seed
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings
 from dpivon.study.status import status_lines
@@ -90,6 +90,28 @@ def test_a_row_a_run_with_its_own_epsilon(undisturbed):
     assert {d["id"] for d in diagnostics} == {rows["dp-ivon-gradsq"]["id"]}
     assert not list((undisturbed / "stacks").iterdir())
     assert status_lines(undisturbed)[0] == "tiny: 3 of 3 runs finished"
+
+
+def test_runs_of_one_repetition_begin_at_the_same_weights_and_share_no_noise(tmp_path, monkeypatch):
+    seen = []
+
+    class Seen(Stack):
+        def __init__(self, runs, *args, **kwargs):
+            super().__init__(runs, *args, **kwargs)
+            seen.extend((self.runs[i], row.clone()) for i, row in enumerate(self.mean))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpivon.study.work.Stack", Seen)
+    first = PLAN.runs[0]
+    runs = (first, replace(first, method="dp-adam"), replace(first, noise_multiplier=3.0), replace(first, seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        run_study(replace(PLAN, runs=runs), tmp_path / "out", replace(FAST, stack=4))
+    same = [row for run, row in seen if run.seed != noise_seed(PLAN, runs[3])]
+    other = [row for run, row in seen if run.seed == noise_seed(PLAN, runs[3])]
+    assert len(same) == 3
+    assert all(torch.equal(row, same[0]) for row in same)
+    assert not torch.equal(other[0], same[0])
+    assert len({run.seed for run, _ in seen}) == 4
 
 
 def test_what_is_finished_is_not_repeated(undisturbed, monkeypatch):

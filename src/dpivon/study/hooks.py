@@ -21,7 +21,7 @@ from dpivon.study import table
 from dpivon.study.datasets import StudyData, build_network, load_data
 from dpivon.study.evaluate import row_scores
 from dpivon.study.folder import alone, claim
-from dpivon.study.plan import Plan, PlannedRun, noise_seed, sample_seed, steps_of
+from dpivon.study.plan import Plan, PlannedRun, first_seed, noise_seed, sample_seed, steps_of
 from dpivon.study.settings import Outcome, Settings
 from dpivon.study.work import facts
 
@@ -50,7 +50,7 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
     network = build_network(plan, data)
     assert isinstance(network, AnyNetwork)
     seed = noise_seed(plan, run) ^ 1  # another stream than the stack's
-    model = network.model(network.initial(seed).to(device))
+    model = network.model(network.initial(first_seed(plan, run)).to(device))
     options: dict[str, Any] = dict(run.options) | ({"rescale_lr": False} if run.method.startswith("dp-ivon") else {})
     learner = make(run.method, model, dataset_size=data.size, lr=run.lr, **options)
     engine = PrivacyEngine()

@@ -149,7 +149,7 @@ class Plan:
 
 
 def noise_seed(plan: Plan, run: PlannedRun) -> int:
-    """63 bits for the noise, batches and samples of one run.
+    """63 bits for the noise, batches and posterior samples of one run.
 
     They follow from the plan, so that anyone can repeat a run; whoever knows them can subtract the noise. A study
     belongs on public data.
@@ -161,6 +161,15 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
 def sample_seed(plan: Plan, run: PlannedRun) -> int:
     """Of the posterior samples that predict: the same for every method of one repetition."""
     return plan.seed * 1_000_003 + run.seed
+
+
+def first_seed(plan: Plan, run: PlannedRun) -> int:
+    """Of a run's first weights: the same for every method and setting of one repetition, so that repetitions are pairs.
+
+    First weights owe nothing to the data. Noise and batches are never shared: whoever sees two runs could subtract them.
+    """
+    text = f"first weights|{plan.seed}|{run.seed}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def steps_of(run: PlannedRun, epochs: int, examples: int) -> int:

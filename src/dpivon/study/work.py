@@ -23,7 +23,7 @@ from dpivon.study.beyond import Condition, beyond_rows
 from dpivon.study.datasets import StudyData, build_network
 from dpivon.study.evaluate import scores
 from dpivon.study.folder import Results, open_stack
-from dpivon.study.plan import Plan, PlannedRun, changed, sample_seed, steps_of
+from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, sample_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
 from dpivon.study.tempered import tempered_scores
 from dpivon.study.watch import Watch, points
@@ -73,11 +73,13 @@ class Work:
         if self.precision not in PRECISIONS:
             raise bad("precision", self.precision, "is not known", f"Use one of {', '.join(PRECISIONS)}")
         self.total = steps_of(runs[0], plan.epochs, data.size)
+        network = build_network(plan, data)
         self.stack = Stack(
             [plan.stacked(run) for run in runs],
-            build_network(plan, data),
+            network,
             data.images,
             data.labels,
+            start=torch.stack([network.initial(first_seed(plan, run)) for run in runs]),
             dtype=PRECISIONS[self.precision],
             block=settings.block,
             steps=self.total,
