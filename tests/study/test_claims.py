@@ -9,11 +9,19 @@ from tables import IVON, paper_like, rows
 
 from dpivon.study.claims import DEPENDS, NOT_SUPPORTED, SUPPORTED, UNTESTED, Claim, Claims, Comparison, regime
 from dpivon.study.claims_page import claims_page
+from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.sentences import SENTENCES
 
 
 def verdicts(table, diagnostics=(), averaged=False):
     return {c.number: c.verdict for c in Claims(table, diagnostics, averaged=averaged).all()}
+
+
+def plan_of(table, **changes):
+    keys = ("method", "batch_size", "noise_multiplier", "max_grad_norm", "seed", "lr")
+    runs = tuple(PlannedRun(*(row[k] for k in keys)) for row in table)
+    facts = {"name": "paper", "dataset": "cifar10", "network": "paper", "split": "final", "epochs": 150}
+    return Plan(**facts | {"delta": 1e-5, "mc_samples": 8, "seed": 0, "runs": runs} | changes)
 
 
 def test_a_table_that_does_what_the_paper_says_supports_it():
@@ -85,7 +93,7 @@ def test_the_page_names_what_fails_with_its_numbers():
         return (a - 0.3 if (method, b, sigma, c) == (IVON, 128, 0.1, 20.0) else a), n, e
 
     table, diagnostics = rows(one_bad_cell)
-    page = claims_page(table, diagnostics, title="paper", notes=["N_ess = N"])
+    page = claims_page(table, diagnostics, title="paper", plan=plan_of(table, assumptions=("N_ess = N",)))
     assert "| A1 | DP-IVON-Gradsq is able to achieve competitive accuracy in the weak-privacy regime | " in page
     assert "supported (5 of 6)" in page
     line = next(x for x in page.splitlines() if x.startswith("| b = 128, σ = 0.1, C = 20 | fails"))
@@ -94,7 +102,18 @@ def test_the_page_names_what_fails_with_its_numbers():
     assert "- N_ess = N" in page
     assert "weak privacy: ε from" in page
     assert "not the paper's experiment" not in page
-    assert "This is digits" in claims_page(table, diagnostics, title="quick", notes=[], dataset="digits")
+    assert "missing" not in page
+    assert "This is digits" in claims_page(table, diagnostics, title="quick", plan=plan_of(table, dataset="digits"))
+
+
+def test_a_page_says_which_planned_runs_it_lacks():
+    table, diagnostics = rows()
+    plan = plan_of(table)
+    some = [row for row in table if row["batch_size"] != 128]
+    page = claims_page(some, diagnostics, title="paper", plan=plan)
+    assert "**90 of 270 planned runs are missing: all with b = 128.**" in page
+    one = claims_page(table[1:], diagnostics, title="paper", plan=plan)
+    assert "**1 of 270 planned runs are missing.**" in one
 
 
 @pytest.mark.parametrize("method", ["dp-sgd", IVON])

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--block", type=int, default=32)
     run.add_argument("--keep", action="store_true")
     run.add_argument("--quiet", action="store_true")
-    run.add_argument("--only", default="", help="runs with this in their id, such as -b512-")
+    run.add_argument("--only", default="", help="runs with this in their id, such as b512-")
     run.add_argument("--engine", choices=ENGINES, default="local", help="ray: on a Ray cluster")
     run.add_argument("--address", help="of the Ray cluster; without it one is started on this machine")
     run.add_argument("--workers", type=int, help="stacks at once, on Ray")

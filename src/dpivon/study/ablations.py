@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from dpivon.study.cells import Cells, Value
 from dpivon.study.figures import IVON, TITLES
-from dpivon.study.plan import shown
+from dpivon.study.made import made
+from dpivon.study.plan import Plan, shown
 from dpivon.study.table import Row
 
 _COLUMNS = {
@@ -35,7 +36,7 @@ def is_ablation(rows: Sequence[Row]) -> bool:
     return len({method for method, _, _ in found}) < len(found)
 
 
-def ablations_page(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> str:
+def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str:
     """A table a cell of the grid: a line a variant, the difference from the plain method beside each score."""
     found = variants(rows)
     base = next((v for v in found if v[0] == IVON and v[1] == ""), found[0])
@@ -44,9 +45,11 @@ def ablations_page(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> 
     lines = [
         f"# {title}",
         "",
-        "Written by `dpivon study report` from `runs.csv`: mean ± standard deviation over seeds,",
+        "Written by `dpivon study report` from `runs.csv`. " + made(rows, plan),
+        "",
+        f"Mean ± standard deviation over seeds, and in brackets the difference from {describe(base)}.",
+        "",
     ]
-    lines += [f"and in brackets the difference from {describe(base)}.", ""]
     for b, sigma, c in grid:
         epsilons = [v.mean for key in found if (v := cells[key].get(key[0], b, sigma, c, "epsilon")) is not None]
         lines += [f"## b = {b}, σ = {sigma:g}, C = {c:g}: ε = {max(epsilons):.4g}", ""]
@@ -58,8 +61,8 @@ def ablations_page(rows: Sequence[Row], *, title: str, notes: Sequence[str]) -> 
                 shown = [_shown(v, None if variant == base else r) for v, r in zip(values, reference, strict=True)]
                 lines.append(f"| {describe(variant)} | " + " | ".join(shown) + " |")
         lines.append("")
-    if notes:
-        lines += ["## Assumptions", "", *(f"- {note}" for note in notes), ""]
+    if plan and plan.assumptions:
+        lines += ["## Assumptions", "", *(f"- {note}" for note in plan.assumptions), ""]
     return "\n".join(lines)
 
 

@@ -10,6 +10,8 @@ from dpivon.study.beyond_cells import AVERAGE, BeyondCells, Predictor, Setting
 from dpivon.study.beyond_claims import BeyondClaims
 from dpivon.study.cells import Value
 from dpivon.study.claims_page import numbers_table, verdict
+from dpivon.study.made import made
+from dpivon.study.plan import Plan
 from dpivon.study.table import Row
 
 _HOW = (
@@ -27,7 +29,7 @@ _VERDICTS = (
 
 
 def beyond_page(
-    rows: Sequence[Row], beyond: Sequence[Row], *, title: str, notes: Sequence[str], figures: Sequence[Path]
+    rows: Sequence[Row], beyond: Sequence[Row], *, title: str, plan: Plan | None, figures: Sequence[Path]
 ) -> str:
     """Verdicts first, then a table a setting, then the numbers behind the verdicts."""
     cells = BeyondCells(rows, beyond)
@@ -36,7 +38,7 @@ def beyond_page(
     datasets = {row["dataset"] for row in rows} - {"cifar10"}
     if datasets:
         lines += [f"**This is {' and '.join(sorted(datasets))}: it shows the machinery more than the methods.**", ""]
-    lines += ["Written by `dpivon study report` from `runs.csv` and `beyond.csv`. " + _made(rows), "", _HOW, ""]
+    lines += ["Written by `dpivon study report` from `runs.csv` and `beyond.csv`. " + made(rows, plan), "", _HOW, ""]
     lines += ["## What the tables say", "", _VERDICTS, "", "| | statement | |", "|---|---|---|"]
     lines += [f"| {c.number} | {c.statement} | {verdict(c)} |" for c in claims]
     lines += ["", *_best(cells)]
@@ -48,20 +50,9 @@ def beyond_page(
     lines += ["", "## The numbers behind the statements"]
     for claim in claims:
         lines += ["", f"### {claim.number}: {verdict(claim)}", "", f"{claim.statement}.", "", *numbers_table(claim)]
-    if notes:
-        lines += ["", "## Assumptions", "", *(f"- {note}" for note in notes)]
+    if plan and plan.assumptions:
+        lines += ["", "## Assumptions", "", *(f"- {note}" for note in plan.assumptions)]
     return "\n".join(lines) + "\n"
-
-
-def _made(rows: Sequence[Row]) -> str:
-    hardware = " and ".join(sorted({f"{row['hardware']}, torch {row['torch']}" for row in rows}))
-    minutes = sum(row["seconds"] or 0.0 for row in rows) / 60
-    seeds = len({row["seed"] for row in rows})
-    return (
-        f"{len(rows)} runs, {seeds} seed{'s' if seeds > 1 else ''} a cell (± is their standard deviation), trained in "
-        f"{minutes:.1f} minutes by the clock on {hardware}. `study.json` is the plan, every run by its numbers: "
-        "`dpivon study run study.json --out NEW` repeats it."
-    )
 
 
 def _best(cells: BeyondCells) -> list[str]:

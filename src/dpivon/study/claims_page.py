@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from dpivon.study import claims
 from dpivon.study.cells import Cells
 from dpivon.study.claims import UNTESTED, Claim, Claims, regime
+from dpivon.study.made import made
+from dpivon.study.plan import Plan
 from dpivon.study.table import Row
 
 
 def claims_page(
-    rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, notes: Sequence[str], dataset: str = "cifar10"
+    rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, plan: Plan | None, figures: Sequence[Path] = ()
 ) -> str:
     """A table of verdicts, then every claim with its numbers."""
     averaged = {c.number: c for c in Claims(rows, diagnostics, averaged=True).all()}
     plain = {c.number: c for c in Claims(rows, diagnostics, averaged=False).all()}
     cells = Cells(rows)
     lines = [f"# {title}: the paper's claims against the table", ""]
-    if dataset != "cifar10":
+    if plan and plan.dataset != "cifar10":
         lines += [
-            f"**This is {dataset}, not the paper's experiment: the verdicts show the machinery, not the paper.**",
+            f"**This is {plan.dataset}, not the paper's experiment: the verdicts show the machinery, not the paper.**",
             "",
         ]
-    lines += ["Written by `dpivon study report` from `runs.csv` and `diagnostics.csv`. " + _definition(), ""]
+    lines += ["Written by `dpivon study report` from `runs.csv` and `diagnostics.csv`. " + made(rows, plan), ""]
+    lines += [_definition(), ""]
     lines += [*_regimes(cells), ""]
     lines += ["| | the paper says | posterior mean | Monte-Carlo average |", "|---|---|---|---|"]
     for number, claim in plain.items():
         lines.append(f"| {number} | {claim.sentence} | {verdict(claim)} | {verdict(averaged[number])} |")
+    for figure in figures:
+        lines += ["", f"![{figure.stem}](figures/{figure.name})"]
     for number, claim in plain.items():
         lines += [
             "",
@@ -45,8 +51,8 @@ def claims_page(
                 "",
                 *numbers_table(averaged[number]),
             ]
-    if notes:
-        lines += ["", "## Assumptions", "", *(f"- {note}" for note in notes)]
+    if plan and plan.assumptions:
+        lines += ["", "## Assumptions", "", *(f"- {note}" for note in plan.assumptions)]
     return "\n".join(lines) + "\n"
 
 

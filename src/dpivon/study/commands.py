@@ -51,7 +51,7 @@ def run(
     block: Annotated[int, typer.Option(help="Steps to draw and charge at once.")] = 32,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the posterior of every run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-    only: Annotated[str, typer.Option(help="Run only what has this in its id, such as -b512-.")] = "",
+    only: Annotated[str, typer.Option(help="Run only what has this in its id, such as b512-.")] = "",
     engine: Annotated[str, typer.Option(help="local: in this process. ray: on a Ray cluster (dpivon[ray]).")] = "local",
     address: Annotated[
         str | None, typer.Option(help="Ray: the cluster's; without it one is started on this machine.")

@@ -220,7 +220,8 @@ def legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
     handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
     names = list(named) + [name for name, _ in dashes]
     entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs
-    columns = max(1, min(len(names), int(figure.get_figwidth() / entry)))
+    fit = max(1, min(len(names), int(figure.get_figwidth() / entry)))
+    columns = math.ceil(len(names) / math.ceil(len(names) / fit))  # as many lines, filled evenly
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 

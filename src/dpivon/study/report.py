@@ -61,22 +61,21 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
     fill_pld(out, rows)
     tuned = table.read(tuning / "tuning.csv") if tuning else table.read(out / "tuning.csv")
     plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
-    title, notes = (plan.name, plan.assumptions) if plan else (out.name, ())
+    title = plan.name if plan else out.name
     summary = out / "summary.csv"
     _summary(rows, tuned, summary)
     if is_ablation(rows):
         page = out / "ablations.md"
-        page.write_text(ablations_page(rows, title=title, notes=notes), encoding="utf-8")
+        page.write_text(ablations_page(rows, title=title, plan=plan), encoding="utf-8")
         return [summary, page]
     beyond = table.read(out / BEYOND)
     figures = figures_of(out, rows, diagnostics)
     if beyond:
         page = out / "beyond.md"
-        text = beyond_page(rows, beyond, title=title, notes=notes, figures=figures)
+        text = beyond_page(rows, beyond, title=title, plan=plan, figures=figures)
     else:
         page = out / "claims.md"
-        dataset = plan.dataset if plan else "cifar10"
-        text = claims_page(rows, diagnostics, title=title, notes=notes, dataset=dataset)
+        text = claims_page(rows, diagnostics, title=title, plan=plan, figures=figures)
     page.write_text(text, encoding="utf-8")
     written = [*figures, summary, page]
     if others := table.read(out / HOOKS):

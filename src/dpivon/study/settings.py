@@ -24,7 +24,7 @@ class Settings:
         checkpoint_seconds: about how much work a crash may lose, and how many releases it charges again.
         block: steps that a stack draws and charges at once.
         keep: save the posterior of every finished run under OUT/posteriors.
-        only: run only what has this in its id, such as "-b512-": several machines can share a plan.
+        only: run only what has this in its id, such as "b512-": several machines can share a plan.
     """
 
     data: Path = Path("data")
