@@ -1,19 +1,22 @@
 """The bars, each with a verdict and its numbers.
 
 A verdict is by the mean over repetitions, unless the bar itself names a bound; "within chance" is added where the 95 %
-interval holds the bar's threshold. Accuracy is that of the prediction as shipped (the average over draws where there is a
-posterior), in points of per cent; a difference is ours less theirs in the same repetition.
+interval holds the bar's threshold. Calibration is counted only where accuracy (1a, 1b, 1c) holds. Accuracy is that of the
+prediction as shipped (the average over draws where there is a posterior), in points of per cent; a difference is ours less
+theirs in the same repetition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dpivon.study.compare.cell import Cell, Contender
-from dpivon.study.compare.field import RAW, TEMPERED, Field
+from dpivon.study.compare.field import MEAN, RAW, TEMPERED, Field
 from dpivon.study.compare.pooled import Differences, against_best, area_difference, curves, met_by, pooled
 from dpivon.study.compare.published import PUBLISHED, published
-from dpivon.study.compare.scopes import NORMS, Scope, missing_targets
+from dpivon.study.compare.scopes import NORMS, TITLES, Scope, lacking
 from dpivon.study.compare.statistics import Interval, holm, interval, p_value
 from dpivon.study.compare.verdict import COUNTED, MET, NOT_MEASURED, NOT_MET, Bar, nats, points, verdict
 from dpivon.study.figures import IVON
@@ -28,6 +31,8 @@ def judge(field: Field, where: Sequence[Scope], ours: Contender) -> list[Bar]:
     out = []
     for scope in where:
         out += _Judge(field, scope, ours).all()
+    if not any(scope.title in TITLES.values() for scope in where):
+        return out
     everything = [cell for scope in where for cell in scope.cells]
     return out + [bar for epsilon in PUBLISHED for bar in published(field, everything, ours, epsilon)]
 
@@ -56,7 +61,10 @@ class _Judge:
             return self._bar("1a", text)
         i = interval(found)
         return self._bar(
-            "1a", text, MET if i.low >= CLOSE else NOT_MET, f"{points(i)} over {self._cells()}{self._gaps()}"
+            "1a",
+            text,
+            MET if i.low >= CLOSE else NOT_MET,
+            f"{points(i)} over {self._cells()}{self._strict(RAW, 'accuracy')}",
         )
 
     def _worst(self) -> Bar:
@@ -65,7 +73,9 @@ class _Judge:
         if worst is None:
             return self._bar("1b", text)
         cell, i = worst
-        return self._bar("1b", text, verdict(i, WORST, above=True, strict=True), f"worst {points(i)} at {cell.label}")
+        return self._bar(
+            "1b", text, verdict(i, WORST, above=True, strict=True), f"worst {points(i)} at {self.field.place(cell)}"
+        )
 
     def _area(self, number: str, words: str) -> Bar:
         text = f"the area under accuracy over log ε {words}"
@@ -75,9 +85,11 @@ class _Judge:
             if each is None:
                 return self._bar(number, text, numbers=f"no area of {Contender(method).title}" if self.cells else "")
             found[Contender(method).title] = interval([100 * x for x in each])
-        lowest = min(found.values(), key=lambda i: i.mean)
+        least = min(found.values(), key=lambda i: i.mean)
+        lowest = replace(least, low=min(i.low for i in found.values()))  # shown only if it is shown of each
         numbers = "; ".join(f"{points(i)} against {title}" for title, i in found.items())
-        numbers += f" (mean of {len(curves(self.scope.cells))} curves)"
+        number_of = len(curves(self.scope.cells))
+        numbers += f" (mean of {number_of} curves)" if number_of > 1 else ""
         return self._bar(number, text, verdict(lowest, 0.0, above=True, strict=number == "1c"), numbers)
 
     def _wins(self) -> Bar:
@@ -101,7 +113,9 @@ class _Judge:
         if worst is None:
             return self._bar("2a", text)
         cell, i = worst
-        return self._bar("2a", text, verdict(i, CALIBRATED, above=False), f"largest {nats(i)} at {cell.label}")
+        return self._bar(
+            "2a", text, verdict(i, CALIBRATED, above=False), f"largest {nats(i)} at {self.field.place(cell)}"
+        )
 
     def _nll_each(self) -> Bar:
         text = "NLL after the private temperature: in no cell is it worse than the best baseline's, beyond chance"
@@ -115,7 +129,9 @@ class _Judge:
         numbers = (
             f"worse beyond chance in {worse} of {len(intervals)}, by the mean in {sum(i.mean > 0 for i in intervals)}; "
         )
-        return self._bar("2b", text, NOT_MET if worse else MET, numbers + f"worst {nats(i, '+')} at {cell.label}")
+        return self._bar(
+            "2b", text, NOT_MET if worse else MET, numbers + f"worst {nats(i, '+')} at {self.field.place(cell)}"
+        )
 
     def _nll_mean(self) -> Bar:
         text = "NLL after the private temperature is lower than the best baseline's on average"
@@ -123,23 +139,27 @@ class _Judge:
         if not found:
             return self._bar("2c", text)
         i = interval(found)
-        return self._bar("2c", text, verdict(i, 0.0, above=False, strict=True), nats(i, "+"))
+        found_so = verdict(i, 0.0, above=False, strict=True)
+        return self._bar("2c", text, found_so, nats(i, "+") + self._strict(TEMPERED, "nll"))
 
     def _width(self) -> Bar:
-        text = "averaging over the posterior lowers NLL beyond what the temperature does (against the same run without width)"
+        text = "averaging over the posterior lowers NLL beyond what a temperature does, beyond chance"
         plain = Contender(self.ours.method, self.ours.default, NO_WIDTH)
-        found = []
+        found, before = [], []
         for cell, entry in met_by(self.field, self.scope.cells, self.ours):
+            averaged, mean = (self.field.scores(entry, kind, "nll") or {} for kind in (RAW, MEAN))
+            before += [{seed: averaged[seed] - mean[seed] for seed in averaged}] if averaged else []
             other = self.field.entries[cell].get(plain)
             each = None if other is None else self.field.differences(entry, other, TEMPERED, "nll")
             found += [] if each is None else [each]
+        raw = f"before a temperature {nats(interval(pooled(before)), '+')} against the mean" if pooled(before) else ""
         values = pooled(found)
         if not values:
-            return self._bar("2d", text)
+            return self._bar("2d", text, numbers=raw)
         i = interval(values)
-        return self._bar(
-            "2d", text, verdict(i, 0.0, above=False, strict=True), f"{nats(i, '+')} over {len(found)} cells"
-        )
+        plainly = "" if i.high < 0 else "; it buys nothing that is shown here"
+        numbers = f"after it {nats(i, '+')} against the same run without width, {len(found)} cells; {raw}{plainly}"
+        return self._bar("2d", text, MET if i.high < 0 else NOT_MET, numbers)
 
     # ---- the paper's own setting
 
@@ -160,6 +180,21 @@ class _Judge:
 
     # ---- shared
 
+    def _strict(self, kind: str, measure: str) -> str:
+        """The same against whichever baseline is better on the test set: no method could have known, so it is only told."""
+        found = []
+        for cell, entry in met_by(self.field, self.scope.cells, self.ours):
+            each = [
+                d for rival in self.field.rivals(cell) if (d := self.field.differences(entry, rival, kind, measure))
+            ]
+            pick = min if measure == "accuracy" else max
+            found += [pick(each, key=lambda d: math.fsum(d.values()) / len(d))] if each else []
+        values = pooled(found)
+        if not values:
+            return ""
+        i = interval([100 * x for x in values] if measure == "accuracy" else values)
+        return f"; against the better on the test set {points(i) if measure == 'accuracy' else nats(i, '+')}"
+
     def _differences(self, kind: str, measure: str, factor: float = 1.0) -> dict[Cell, Differences]:
         found = {cell: against_best(self.field, self.ours, cell, kind, measure) for cell in self.cells}
         return {cell: {s: factor * d for s, d in each.items()} for cell, each in found.items() if each}
@@ -178,13 +213,9 @@ class _Judge:
     def _cells(self) -> str:
         return f"{len(self.accuracy)} cells" if len(self.accuracy) > 1 else "one cell"
 
-    def _gaps(self) -> str:
-        """What the scope asks for and the tables lack."""
-        without = len(self.scope.cells) - len(self.accuracy)
-        words = [f"{without} cells cannot be compared"] if without else []
-        if self.scope.name == "epsilon" and (lacking := missing_targets(self.field, self.cells)):
-            words.append("not measured at ε = " + ", ".join(f"{t:g}" for t in lacking))
-        return "".join(f"; {w}" for w in words)
-
     def _bar(self, number: str, text: str, found: str = NOT_MEASURED, numbers: str = "") -> Bar:
-        return Bar(number, self.scope.title, text, found, numbers)
+        """What is met in a part of the scope is not met in the rest."""
+        gaps = lacking(self.field, self.scope, list(self.accuracy)) if found.startswith(MET) else []
+        if gaps:
+            found = f"{MET} where measured{found.removeprefix(MET)}"
+        return Bar(number, self.scope.title, text, found, "; ".join([*([numbers] if numbers else []), *gaps]))

@@ -180,6 +180,11 @@ class Field:
         spent = [row.get("epsilon_tempered") for e in self.entries[cell].values() for row in e.rows.values()]
         return max((x for x in spent if x is not None), default=None)
 
+    def place(self, cell: Cell) -> str:
+        """A cell in few words, its ε first: with the temperature where it has one."""
+        s, spent = cell.setting, self.total(cell) or self.epsilon(cell)
+        return f"ε = {short(spent)}, b = {s.batch_size}, C = {s.max_grad_norm:g}"
+
     # ---- the best baseline
 
     def rivals(self, cell: Cell) -> list[Entry]:
@@ -204,6 +209,11 @@ class Field:
         scored = [(v.mean, entry) for entry in rivals if (v := self.summary(entry, kind, measure)) is not None]
         pick = max if measure == "accuracy" else min
         return pick(scored, key=lambda pair: pair[0])[1], "the test set, for want of validation data: in its favour"
+
+
+def short(epsilon: float) -> str:
+    """Two digits, and thousands in full."""
+    return f"{epsilon:.2g}" if epsilon < 100 else f"{epsilon:,.0f}"
 
 
 def _by_accuracy(v: Validation) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dpivon.study.cells import Value
@@ -12,6 +12,7 @@ from dpivon.study.compare.cell import Cell, Contender
 from dpivon.study.compare.field import MEAN, RAW, TEMPERED, Field
 from dpivon.study.compare.pooled import areas, curves
 from dpivon.study.compare.remarks import remarks
+from dpivon.study.compare.rollup import rollup
 from dpivon.study.compare.scopes import Scope
 from dpivon.study.compare.statistics import holm, interval, p_value
 from dpivon.study.compare.verdict import NOT_MEASURED, Bar, between
@@ -36,14 +37,15 @@ def comparison_page(
     """``judged`` are the bars for each contender of ours, in the same order."""
     baselines = " and ".join(Contender(m).title for m in field.baselines)
     lines = [f"# {Contender(field.ours).title} against {baselines}", "", f"    {command}", ""]
-    lines += [_made(field), "", "## The bars", "", *_bars(judged), "", "How verdicts are reached. " + _definition(), ""]
-    lines += ["## Read this first", "", _PAIRS, "", _SCORES, "", *(f"- {r}" for r in remarks(field, where))]
+    lines += [_made(field), "", "## The bars in short", "", *_short(field, judged), ""]
+    lines += ["## Read this first", "", _PAIRS, "", _SCORES, "", *(f"- {r}" for r in remarks(field, where)), ""]
+    lines += ["## The bars, part by part", "", _definition(), *_bars(field, judged)]
     for figure in figures:
         lines += ["", f"![{figure.stem}](figures/{figure.name})"]
     for scope in (s for s in where if s.cells):
         lines += [
             "",
-            f"## {scope.title[0].upper()}{scope.title[1:]}",
+            f"## {scope.heading}",
             "",
             *_differences(field, scope),
             *_areas(field, scope),
@@ -64,14 +66,41 @@ def _made(field: Field) -> str:
     return f"{len(rows)} runs of {folders} on {hardware}; every run by its numbers in their `study.json`."
 
 
-def _bars(judged: dict[Contender, list[Bar]]) -> list[str]:
+def _short(field: Field, judged: dict[Contender, list[Bar]]) -> list[str]:
     """A line a bar, a column a contender of ours."""
-    titles = [c.title for c in judged]
-    lines = ["| | where | bar | " + " | ".join(titles) + " |", "|---" * (3 + len(titles)) + "|"]
-    for found in zip(*judged.values(), strict=True):
-        cells = [f"**{b.verdict}**{f': {b.numbers}' if b.numbers else ''}" for b in found]
-        lines.append(f"| {found[0].number} | {found[0].scope} | {found[0].text} | " + " | ".join(cells) + " |")
+    found = [rollup(bars) for bars in judged.values()]
+    lines = ["| bar | where | " + _roles(field, judged) + " |", "|---" * (2 + len(judged)) + "|"]
+    for parts in zip(*found, strict=True):
+        name, where, _ = parts[0]
+        lines.append(f"| {name} | {where} | " + " | ".join(f"**{verdict}**" for *_, verdict in parts) + " |")
     return lines
+
+
+def _bars(field: Field, judged: dict[Contender, list[Bar]]) -> list[str]:
+    """A table a scope, every part of its bars with the numbers."""
+    lines: list[str] = []
+    for scope in dict.fromkeys(bar.scope for bars in judged.values() for bar in bars):
+        found = [[bar for bar in bars if bar.scope == scope] for bars in judged.values()]
+        lines += ["", f"### {scope[0].upper()}{scope[1:]}", ""]
+        if all(bar.verdict == NOT_MEASURED and not bar.numbers for bars in found for bar in bars):
+            parts = ", ".join(dict.fromkeys(bar.number for bar in found[0]))
+            lines.append(f"**Not measured**: {parts}. These folders hold nothing that could tell.")
+            continue
+        lines += ["| | bar | " + _roles(field, judged) + " |", "|---" * (2 + len(judged)) + "|"]
+        for each in zip(*found, strict=True):
+            cells = [f"**{b.verdict}**{f': {b.numbers}' if b.numbers else ''}" for b in each]
+            lines.append(f"| {each[0].number} | {each[0].text} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _roles(field: Field, contenders: Iterable[Contender]) -> str:
+    """Column heads."""
+    words = []
+    for c in contenders:
+        validated = any(e.candidates for found in field.entries.values() if (e := found.get(c)) is not None)
+        tuned = "at the rate that validation data chose" if validated else "at the rate that was run"
+        words.append("as shipped, at its default rate" if c.default else tuned)
+    return " | ".join(words)
 
 
 def _differences(field: Field, scope: Scope) -> list[str]:

@@ -21,7 +21,6 @@ MOST_WEIGHTS = 550_000
 def published(field: Field, cells: Iterable[Cell], ours: Contender, epsilon: float) -> list[Bar]:
     """Against the published small models, at the cell that validation data prefer of those within ε."""
     accuracy, nll = PUBLISHED[epsilon]
-    number = f"4, ε = {epsilon:g}"
     texts = {
         "accuracy": f"accuracy is at least the published {100 * accuracy:g} %, with at most {MOST_WEIGHTS:,} weights",
         "nll": f"NLL is below the published {nll:.2f}",
@@ -34,22 +33,22 @@ def published(field: Field, cells: Iterable[Cell], ours: Contender, epsilon: flo
         if target(field, cell) == epsilon and spent <= epsilon and size is not None and size <= MOST_WEIGHTS:
             found.append((entry.validation.accuracy if entry.validation else 0.0, entry, size))
     if not found:
-        return [Bar(number, where, text) for text in texts.values()]
+        return [Bar(number, where, text) for number, text in zip(("4a", "4b"), texts.values(), strict=True)]
     _, entry, size = max(found, key=lambda each: each[0])
     kind = TEMPERED if field.scores(entry, TEMPERED, "nll") else RAW
     scores = {m: field.scores(entry, RAW if m == "accuracy" else kind, m) or {} for m in texts}
     a, n = interval([100 * x for x in scores["accuracy"].values()]), interval(list(scores["nll"].values()))
-    place = f"{entry.cell.label}; {size:,} weights"
+    place = f"{field.place(entry.cell)}; {size:,} weights"
     tempered = "after the temperature" if kind == TEMPERED else "without a temperature"
     return [
         Bar(
-            number,
+            "4a",
             where,
             texts["accuracy"],
             verdict(a, 100 * accuracy, above=True),
             f"{a.mean:.1f} {between(a, 1)} at {place}",
         ),
-        Bar(number, where, texts["nll"], verdict(n, nll, above=False, strict=True), f"{nats(n)}, {tempered}"),
+        Bar("4b", where, texts["nll"], verdict(n, nll, above=False, strict=True), f"{nats(n)}, {tempered}"),
     ]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpivon.study.compare.cell import Contender
-from dpivon.study.compare.field import Entry, Field
+from dpivon.study.compare.field import TEMPERED, Entry, Field
 from dpivon.study.compare.scopes import Scope
 
 
 def remarks(field: Field, where: Sequence[Scope]) -> list[str]:
     """Equal effort, edges of the candidates, what diverged, what is missing, and which scopes hold nothing."""
     entries = [entry for cell in field.cells for entry in field.entries[cell].values()]
-    out = [_effort(field), *_edges(field), *_lost(field, entries)]
+    out = [_effort(field), *_edges(field), *_lost(field, entries), *_temperatures(field, entries)]
     empty = [scope.title for scope in where if not scope.cells]
     if empty:
         out.append("Not measured at all: " + "; ".join(empty) + ".")
@@ -75,6 +75,15 @@ def _lost(field: Field, entries: Sequence[Entry]) -> list[str]:
     if gone:
         out.append(f"Cells without {Contender(field.ours).title}, which are in no comparison: " + "; ".join(gone) + ".")
     return out
+
+
+def _temperatures(field: Field, entries: Sequence[Entry]) -> list[str]:
+    without: dict[str, int] = {}
+    for entry in entries:
+        if entry.rows and field.scores(entry, TEMPERED, "nll") is None:
+            without[entry.contender.title] = without.get(entry.contender.title, 0) + 1
+    named = ", ".join(f"{title} in {n} cells" for title, n in without.items())
+    return [f"Without a private temperature, so compared raw only: {named}."] if named else []
 
 
 def _listed(numbers: Sequence[int] | set[int]) -> str:

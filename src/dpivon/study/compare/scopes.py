@@ -21,12 +21,20 @@ class Scope:
     title: str
     cells: tuple[Cell, ...]
 
+    @property
+    def heading(self) -> str:
+        return self.title[0].upper() + self.title[1:]
+
 
 def scopes(field: Field) -> list[Scope]:
-    """The four that have bars of their own, measured or not, and one for every data set that is in none of them."""
+    """The four that have bars of their own, measured or not, and one for every data set that is in none of them.
+
+    Where none of the four is touched the comparison is about something else, and they are left out."""
     groups: dict[str, list[Cell]] = {name: [] for name in TITLES}
     for cell in field.cells:
         groups.setdefault(_name(field, cell), []).append(cell)
+    if not any(groups[name] for name in TITLES):
+        groups = {name: cells for name, cells in groups.items() if cells}
     return [Scope(name, TITLES.get(name, name), tuple(cells)) for name, cells in groups.items()]
 
 
@@ -53,6 +61,15 @@ def target(field: Field, cell: Cell) -> float | None:
     return next((t for t in TARGETS if abs(spent - t) <= NEAR * t), None)
 
 
-def missing_targets(field: Field, cells: Sequence[Cell]) -> list[float]:
-    seen = {target(field, cell) for cell in cells}
-    return [t for t in TARGETS if t not in seen]
+def lacking(field: Field, scope: Scope, compared: Sequence[Cell]) -> list[str]:
+    """What the scope asks for and the cells that could be compared do not show, in words."""
+    out = []
+    if without := len(scope.cells) - len(compared):
+        out.append(f"{without} of {len(scope.cells)} cells cannot be compared")
+    if scope.name == "epsilon":
+        seen = {target(field, cell) for cell in compared}
+        out += [f"nothing at ε = {t:g}" for t in TARGETS if t not in seen]
+    whole = len(BATCHES) * len(SIGMAS) * len(NORMS)
+    if scope.name == "paper" and len(scope.cells) < whole:
+        out.append(f"{len(scope.cells)} of the grid's {whole} cells")
+    return out
