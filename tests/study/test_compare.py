@@ -206,6 +206,7 @@ def test_a_missing_run_of_ours_counts_and_one_of_theirs_leaves_the_pair_out(fiel
     assert sorted(differences) == [0, 1, 2, 4]
     assert differences[1] == pytest.approx(0.1 - (0.56 + 0.5 * JITTER[1]))
     told = " ".join(remarks(found, []))
+    assert "**Not finished**: `out-0` has 58 of 60 runs" in told
     assert "**Missing**: DP-Steady, default rate" in told
     assert "repetition 3. Left out of the pairs" in told
 

@@ -135,3 +135,45 @@ def test_rates_for_each_cell_by_command(tmp_path):
     refused = invoke("pick", tmp_path, "--by-cell", "--to", tmp_path / "lr.json")
     assert refused.exit_code == 2
     assert "every candidate of dp-adam b=4096 σ=4.3 C=1 diverged" in refused.stderr
+
+
+STUDY = """
+{name: NAME, dataset: digits, network: small, split: SPLIT, epochs: 1, seeds: SEEDS, delta: 1e-4, mc_samples: 2,
+ temperature_noise: 20, grid: {batch_size: [512], epsilon: [2, 8], max_grad_norm: [1]},
+ methods: [{method: dp-sgd, lr: SGD}, {method: dp-steady, lr: STEADY} MORE]}
+"""
+
+
+@pytest.mark.slow
+def test_from_two_studies_to_a_verdict(tmp_path):
+    """Really run: tuned, picked for each cell, run with what was picked and the default, compared."""
+
+    def study(name, **words):
+        text = STUDY.replace("NAME", name)
+        for key, value in words.items():
+            text = text.replace(key, value)
+        (tmp_path / f"{name}.yaml").write_text(text)
+        return tmp_path / f"{name}.yaml"
+
+    first = study("first", SPLIT="tuning", SEEDS="1", SGD="[0.3, 1.0]", STEADY="[2.5, 5.0]", MORE="")
+    more = ", {method: dp-steady, lr: 5.0, tuned: false}"
+    second = study("second", SPLIT="final", SEEDS="2", SGD="1.0", STEADY="5.0", MORE=more)
+    tuned, out = tmp_path / "tuned", tmp_path / "out"
+    assert invoke("run", first, "--out", tuned, "-q").exit_code == 0
+    assert invoke("pick", tuned, "--by-cell", "--to", tmp_path / "lr.json").exit_code == 0
+    assert invoke("run", second, "--lr", tmp_path / "lr.json", "--out", out, "-q").exit_code == 0
+    done = invoke("compare", out, "--tuning", tuned, "--baseline", "dp-sgd", "--to", tmp_path / "to")
+    assert done.exit_code == 0, done.output
+    rows = table.read(tmp_path / "to" / "comparison.csv")
+    picked = {
+        (c["method"], round(c["noise_multiplier"])): c["lr"]
+        for c in json.loads((tmp_path / "lr.json").read_text())["cells"]
+    }
+    for r in rows:
+        expected = 5.0 if r["default"] else picked[r["method"], round(r["noise_multiplier"])]
+        assert r["lr"] == expected
+        assert (r["runs"], r["missing"]) == (2, 0)
+        assert r["epsilon_tempered"] > r["epsilon"]
+        assert r["tempered_nll"] > 0
+    assert {r["default"] for r in rows} == {0, 1}
+    assert "Equal tuning effort, checked: 2 learning rates" in (tmp_path / "to" / "comparison.md").read_text()

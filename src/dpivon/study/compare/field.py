@@ -57,6 +57,7 @@ class Field:
         self.ours, self.baselines, self.outs = ours, tuple(baselines), list(outs)
         self.tuning = Tuning([row for folder in tunings for row in _tuning_rows(folder)])
         self.plans: dict[Cell, Plan] = {}
+        self.unfinished: dict[str, tuple[int, int]] = {}  # by folder: runs that have their row, runs that are planned
         self.rows: list[Row] = []
         groups: dict[Cell, dict[_Key, tuple[dict[int, Row], frozenset[int]]]] = {}
         for out in outs:
@@ -77,6 +78,8 @@ class Field:
         for row in rows:
             found = cells.setdefault(cell_of(row), {})
             found.setdefault((row["method"], row["options"], row["lr"]), {})[row["seed"]] = row
+        if plan and len(rows) < len(plan.runs):
+            self.unfinished[out.name] = (len(rows), len(plan.runs))
         planned = _planned(plan) if plan else {}
         for cell, keys in cells.items():
             if plan:
@@ -101,7 +104,7 @@ class Field:
                     members, planned = found[method, options, lr]
                     ranked = [] if default else self.tuning.ranked(method, options, cell)
                     tried = sorted(c.lr for c in ranked)
-                    edge = len(tried) > 1 and any(math.isclose(lr, end, rel_tol=1e-6) for end in (tried[0], tried[-1]))
+                    edge = len(tried) > 2 and any(math.isclose(lr, end, rel_tol=1e-6) for end in (tried[0], tried[-1]))
                     validation = self.tuning.validation(method, options, lr, cell)
                     out[contender] = Entry(contender, cell, lr, members, planned, words, len(tried), edge, validation)
         return out
@@ -183,7 +186,10 @@ class Field:
     def place(self, cell: Cell) -> str:
         """A cell in few words, its ε first: with the temperature where it has one."""
         s, spent = cell.setting, self.total(cell) or self.epsilon(cell)
-        return f"ε = {short(spent)}, b = {s.batch_size}, C = {s.max_grad_norm:g}"
+        several = len({c.setting.network for c in self.cells if c.setting.dataset == s.dataset}) > 1
+        return f"ε = {short(spent)}, b = {s.batch_size}, C = {s.max_grad_norm:g}" + (
+            f", {s.network}" if several else ""
+        )
 
     # ---- the best baseline
 

@@ -68,7 +68,7 @@ def scores_figure(field: Field, scope: Scope, measure: str) -> Any:
         line[0].set_ylabel(MEASURES[measure])
     if measure == "nll":
         log_numbers(axes)
-    _legend(figure, axes)
+    legend(figure, axes, [])
     seeds = sorted({len(e.planned) for cell in scope.cells for e in field.entries[cell].values()})
     runs = f"mean and standard deviation of {' to '.join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))} runs"
     figure.suptitle(f"{scope.heading}: {MEASURES[measure]}\n{runs}", fontsize=11)
@@ -117,12 +117,14 @@ def forest_figure(field: Field, scope: Scope) -> Any | None:
                     "color": _paint(contender),
                     "markerfacecolor": _paint(contender) if contender.default else "white",
                 }
-                axis.errorbar(i.mean, at, xerr=error, fmt="o", ms=4.5, elinewidth=1.1, label=contender.title, **look)
+                axis.errorbar(
+                    i.mean, at, xerr=error, fmt="o", ms=4.5, elinewidth=1.1, label=_label(field, contender), **look
+                )
         axis.set_xlabel(title)
         axis.grid(alpha=0.25, axis="x")
     axes[0].set_yticks(list(places.values()), [_short(field, cell, scope) for cell in places], fontsize=8.5)
     axes[0].set_ylim(-0.7, len(cells) - 0.3)
-    _legend(figure, axes)
+    legend(figure, axes, [])
     names = " or ".join(Contender(m).title for m in field.baselines)
     figure.suptitle(
         f"{scope.heading}\n{Contender(field.ours).title} less {names}, the better by validation; 95 % intervals",
@@ -149,9 +151,15 @@ def _line(
     look |= {"markerfacecolor": "white"} if ours and not contender.default else {}
     eps, values = zip(*points, strict=True)
     means, stds = [v.mean for v in values], [v.std for v in values]
-    axis.plot(eps, means, marker=MARKERS.get(contender.method, "D"), ms=3.5, label=contender.title, **look)
+    axis.plot(eps, means, marker=MARKERS.get(contender.method, "D"), ms=3.5, label=_label(field, contender), **look)
     low, high = ([max(m + k * s, 1e-6) for m, s in zip(means, stds, strict=True)] for k in (-1, 1))
     axis.fill_between(eps, low, high, color=paint, alpha=0.1, lw=0)
+
+
+def _label(field: Field, contender: Contender) -> str:
+    """Ours stands twice: what is not the default says so."""
+    twice = contender.method == field.ours and not contender.default and not contender.variant
+    return f"{contender.title}, tuned rate" if twice else contender.title
 
 
 def _paint(contender: Contender) -> str:
@@ -178,9 +186,3 @@ def _plain_ticks(axis: Any, spent: Sequence[float]) -> None:
     if gaps and min(gaps) > 0.15 * (places[-1] - places[0]):
         axis.set_xticks(spent, [short(e) for e in spent])
         axis.xaxis.set_minor_locator(NullLocator())
-
-
-def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    """Each name once, wherever it is drawn."""
-    full = max(axes, key=lambda axis: len(set(axis.get_legend_handles_labels()[1])))
-    legend(figure, full, [])

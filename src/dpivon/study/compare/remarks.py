@@ -61,7 +61,10 @@ def _edges(field: Field) -> list[str]:
 
 
 def _lost(field: Field, entries: Sequence[Entry]) -> list[str]:
-    out = []
+    out = [
+        f"**Not finished**: `{name}` has {done} of {planned} runs."
+        for name, (done, planned) in field.unfinished.items()
+    ]
     for entry in entries:
         who = f"{entry.contender.title} at {entry.cell.label}"
         if entry.diverged:
