@@ -157,6 +157,19 @@ def test_tuned_and_shipped_are_two_contenders_and_may_be_the_same_runs(field):
     assert entries[TUNED].rows == entries[SHIPPED].rows
 
 
+def test_a_variant_is_not_tuned_by_the_methods_own_candidates(field):
+    """Validation prefers the default, which the variant has too: it stays one contender, at its default."""
+    bare = [row("dp-steady", s, 0, DEFAULT, plain("dp-steady", s, 5.0), options='{"trace": 0.0}') for s in SIGMAS]
+    likes = tuning(lambda m, s, lr: 0.5 + (lr == DEFAULT if m == "dp-steady" else lr == CHOSEN[m]))
+    found = field([r for r in final() if r["lr"] != 10.0] + bare, tuned=likes)
+    assert [c for c in found.contenders if c.variant] == [Contender("dp-steady", True, '{"trace": 0.0}')]
+
+
+def test_a_table_that_lacks_something_is_refused(field):
+    with pytest.raises(ArgumentError, match="holds a run without one of dataset"):
+        field(changed(final(), at("dp-sgd", 4.3, 1), accuracy=None), tuned=preferring("dp-sgd"))
+
+
 def test_effort_is_checked_and_edges_are_told(field):
     told = remarks(field(final(), tuned=preferring("dp-sgd")), [])
     assert told[0].startswith("Equal tuning effort, checked: 3 learning rates for every method in each of 3 cells")

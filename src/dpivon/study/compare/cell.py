@@ -9,6 +9,16 @@ from dpivon.methods import METHODS
 from dpivon.study.plan import shown
 from dpivon.study.table import Row
 
+SETTING = (
+    "dataset",
+    "network",
+    "epochs",
+    "train_size",
+    "delta",
+    "batch_size",
+    "max_grad_norm",
+)  # columns, as Setting has them
+
 
 @dataclass(frozen=True, order=True)
 class Setting:
@@ -41,8 +51,7 @@ class Cell:
 
 
 def cell_of(row: Row) -> Cell:
-    names = ("dataset", "network", "epochs", "train_size", "delta", "batch_size", "max_grad_norm")
-    return Cell(Setting(*(row[name] for name in names)), row["noise_multiplier"])
+    return Cell(Setting(*(row[name] for name in SETTING)), row["noise_multiplier"])
 
 
 @dataclass(frozen=True, order=True)

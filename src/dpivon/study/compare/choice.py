@@ -28,9 +28,10 @@ class Tuning:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
 
-    def ranked(self, method: str, options: str, cell: Cell) -> list[Candidate]:
-        """The cell's own candidates, the best first: by validation accuracy, ties by NLL, diverged ones last."""
-        rows = self._rows(method, options, cell, here=True)
+    def ranked(self, method: str, options: str, cell: Cell, *, alike: bool = False) -> list[Candidate]:
+        """The cell's own candidates, the best first: by validation accuracy, ties by NLL, diverged ones last. ``alike`` leaves
+        out what had other options."""
+        rows = [r for r in self._rows(method, options, cell, here=True) if not alike or r["options"] == options]
         return candidates(rows)[method] if rows else []
 
     def validation(self, method: str, options: str, lr: float, cell: Cell) -> Validation | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.study import table
 from dpivon.study.compare.bars import judge
-from dpivon.study.compare.cell import Contender
+from dpivon.study.compare.cell import SETTING, Contender
 from dpivon.study.compare.field import MEAN, RAW, TEMPERED, Field
 from dpivon.study.compare.figures import draw_comparison
 from dpivon.study.compare.page import comparison_page
@@ -48,9 +48,8 @@ def _command(outs: Sequence[Path], tunings: Sequence[Path], to: Path, ours: str,
     return " ".join([*words, f"--ours {ours}", *(f"--baseline {b}" for b in baselines), f"--to {to}"])
 
 
-_SETTING = ("dataset", "network", "epochs", "train_size", "delta", "batch_size", "max_grad_norm")
 _ENTRY = (
-    *_SETTING, "noise_multiplier", "epsilon", "epsilon_tempered", "method", "default", "variant", "lr", "chosen",
+    *SETTING, "noise_multiplier", "epsilon", "epsilon_tempered", "method", "default", "variant", "lr", "chosen",
     "candidates", "validation_accuracy", "runs", "diverged", "missing",
     *(f"{kind}_{m}{end}" for kind in (MEAN, RAW, TEMPERED) for m in _MEASURES for end in ("", "_std")),
 )  # fmt: skip
@@ -62,7 +61,7 @@ def _entries(field: Field) -> list[table.Row]:
     out = []
     for cell in field.cells:
         for contender, entry in sorted(field.entries[cell].items()):
-            row: table.Row = {name: getattr(cell.setting, name) for name in _SETTING}
+            row: table.Row = {name: getattr(cell.setting, name) for name in SETTING}
             row |= {"noise_multiplier": cell.noise_multiplier, "epsilon": field.epsilon(cell)}
             row |= {"epsilon_tempered": field.total(cell), "method": contender.method, "lr": entry.lr}
             row |= {"default": int(contender.default), "variant": contender.variant, "chosen": entry.chosen}

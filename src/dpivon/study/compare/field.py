@@ -16,14 +16,16 @@ from dpivon.errors import bad
 from dpivon.methods import METHODS
 from dpivon.study import table
 from dpivon.study.cells import Value, value
-from dpivon.study.compare.cell import Cell, Contender, cell_of
+from dpivon.study.compare.cell import SETTING, Cell, Contender, cell_of
 from dpivon.study.compare.choice import Tuning, Validation
 from dpivon.study.plan import CLASSES, Plan, changed, read_plan
 from dpivon.study.report import load
 from dpivon.study.table import Row
+from dpivon.study.tuning import Candidate
 
 MEAN, RAW, TEMPERED = "mean", "raw", "tempered"  # the posterior's mean; as it predicts; after the private temperature
 GUESS = {"accuracy": 1 / CLASSES, "nll": math.log(CLASSES), "ece": 1 - 1 / CLASSES}
+NEEDED = (*SETTING, "noise_multiplier", "seed", "lr", "epsilon", "accuracy", "nll", "ece")
 _Key = tuple[str, str, float]  # method, options, lr
 
 
@@ -76,6 +78,9 @@ class Field:
         plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
         cells: dict[Cell, dict[_Key, dict[int, Row]]] = {}
         for row in rows:
+            if any(row.get(name) is None for name in NEEDED):
+                problem = f"holds a run without one of {', '.join(NEEDED)}"
+                raise bad("outs", str(out), problem, "Give what `dpivon study run` wrote")
             found = cells.setdefault(cell_of(row), {})
             found.setdefault((row["method"], row["options"], row["lr"]), {})[row["seed"]] = row
         if plan and len(rows) < len(plan.runs):
@@ -87,7 +92,7 @@ class Field:
             everyone = frozenset(seed for members in keys.values() for seed in members)
             place = (cell.setting.batch_size, cell.noise_multiplier, cell.setting.max_grad_norm)
             for key, members in keys.items():
-                yield cell, key, (members, planned.get((*key, *place), everyone) | members.keys())
+                yield cell, key, (members, planned.get((*key, *place), everyone).union(members))
 
     # ---- who stands for a method
 
@@ -99,22 +104,25 @@ class Field:
             for options in kinds:
                 variant = "" if options == main else options or '{"options": "none"}'
                 rates = sorted(lr for m, o, lr in found if (m, o) == (method, options))
-                for default, lr, words in self._rates(method, options, rates, cell):
+                ranked = self.tuning.ranked(
+                    method, options, cell, alike=bool(variant)
+                )  # a variant was tuned itself, or not at all
+                for default, lr, words in self._rates(method, rates, ranked, cell):
                     contender = Contender(method, default, variant)
                     members, planned = found[method, options, lr]
-                    ranked = [] if default else self.tuning.ranked(method, options, cell)
-                    tried = sorted(c.lr for c in ranked)
+                    tried = [] if default else sorted(c.lr for c in ranked)
                     edge = len(tried) > 2 and any(math.isclose(lr, end, rel_tol=1e-6) for end in (tried[0], tried[-1]))
                     validation = self.tuning.validation(method, options, lr, cell)
                     out[contender] = Entry(contender, cell, lr, members, planned, words, len(tried), edge, validation)
         return out
 
-    def _rates(self, method: str, options: str, rates: list[float], cell: Cell) -> Iterable[tuple[bool, float, str]]:
+    def _rates(
+        self, method: str, rates: list[float], ranked: Sequence[Candidate], cell: Cell
+    ) -> Iterable[tuple[bool, float, str]]:
         """(whether it is the default, the rate, how it was chosen); ours may stand twice, tuned and at its default."""
         shipped = METHODS[method].lr if method == self.ours and method in METHODS else None
         if shipped in rates and shipped is not None:
             yield True, shipped, "the default; nothing was chosen"
-        ranked = self.tuning.ranked(method, options, cell)
         if ranked:
             best = next((lr for lr in rates if math.isclose(lr, ranked[0].lr, rel_tol=1e-6)), None)
             if best is not None:
