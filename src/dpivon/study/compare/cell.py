@@ -9,15 +9,8 @@ from dpivon.methods import METHODS
 from dpivon.study.plan import shown
 from dpivon.study.table import Row
 
-SETTING = (
-    "dataset",
-    "network",
-    "epochs",
-    "train_size",
-    "delta",
-    "batch_size",
-    "max_grad_norm",
-)  # columns, as Setting has them
+#: Columns, in the order of Setting's fields.
+SETTING = ("dataset", "network", "epochs", "train_size", "delta", "batch_size", "max_grad_norm")
 
 
 @dataclass(frozen=True, order=True)
