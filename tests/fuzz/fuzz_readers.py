@@ -30,7 +30,7 @@ from dpivon.posterior import Posterior
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.sampled_posterior import SampledPosterior
-from dpivon.study import config, table
+from dpivon.study import config, table, tuning
 from dpivon.study.plan import read_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
@@ -38,6 +38,7 @@ from archives import batch_pickle, binary, idx, pictures, tar
 
 QUICK = Path(__file__).parents[2] / "studies" / "quick.yaml"
 RESULTS = Path(__file__).parents[2] / "results" / "quick"
+CELL_RATES = b'{"cells": [{"method": "a", "batch_size": 8, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "lr": 0.5}]}'
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,8 @@ READERS: dict[str, Reader] = {
     ),
     "plan": Reader("plan.json", _plan, read_plan, text=True),
     "study": Reader("study.yaml", QUICK.read_bytes, config.resolve, text=True),
-    "rates": Reader("lr.json", lambda: json.dumps({"lr": {"dp-sgd": 0.5}}).encode(), config.read_rates, text=True),
+    "rates": Reader("lr.json", lambda: json.dumps({"lr": {"dp-sgd": 0.5}}).encode(), tuning.read_rates, text=True),
+    "rates-by-cell": Reader("lr.json", lambda: CELL_RATES, tuning.read_rates, text=True),
     "table": Reader(
         "runs.csv", lambda: b"".join((RESULTS / "runs.csv").read_bytes().splitlines(True)[:3]), table.read, text=True
     ),

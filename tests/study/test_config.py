@@ -11,10 +11,13 @@ import pytest
 
 from dpivon import budget, temperature_cost
 from dpivon.errors import ArgumentError
+from dpivon.methods import METHODS
 from dpivon.stacked.rules import RULES
+from dpivon.study import table
+from dpivon.study import tuning as tuned
 from dpivon.study.config import resolve, rounded_up
 from dpivon.study.evaluation import Evaluation
-from dpivon.study.plan import PlannedRun, noise_seed, read_plan, steps_of
+from dpivon.study.plan import PlannedRun, changed, noise_seed, read_plan, steps_of
 
 DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as results/ have it
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -203,23 +206,55 @@ def test_what_is_wrong_is_named(resolved, old, new, words):
         resolve(Path("nowhere.yaml"))
 
 
-def test_the_studies_of_strong_privacy():
-    counts = {"strong-paper": 75, "strong-epsilon": 180, "strong-epsilon-tuning": 36, "strong-ablation": 108}
-    for name, count in counts.items():
-        plan = resolve(STUDIES / f"{name}.yaml")
-        assert len(plan.runs) == count
-        assert plan.temperature_noise > 0
-        assert {r.max_grad_norm for r in plan.runs} == {1}
-        cells = Counter((r.method, r.noise_multiplier, r.seed) for r in plan.runs if name != "strong-ablation")
-        assert set(cells.values()) <= {3}  # as many learning rates for every method
-    final, tuning = (resolve(STUDIES / f"strong-epsilon{end}.yaml") for end in ("", "-tuning"))
-    assert {(r.method, r.lr, r.noise_multiplier) for r in final.runs} == {
-        (r.method, r.lr, r.noise_multiplier) for r in tuning.runs
-    }
+STRONG = {"strong-paper": (60, 125), "strong-epsilon": (36, 75), "strong-fashion": (27, 60)}  # tuning, final
+
+
+@pytest.mark.parametrize("name", STRONG)
+def test_strong_studies_tune_alike_and_then_run_what_was_chosen(name, tmp_path):
+    tuning, final = (resolve(STUDIES / f"{name}{end}.yaml") for end in ("-tuning", ""))
+    assert (tuning.split, final.split) == ("tuning", "final")
+    assert (len(tuning.runs), len(final.runs)) == STRONG[name]
+    assert tuning.temperature_noise == final.temperature_noise > 0
+    assert {r.seed for r in final.runs} == set(range(5))
+    assert set(Counter((r.method, r.noise_multiplier) for r in tuning.runs).values()) == {
+        3
+    }  # as many rates for everyone
+    cells = {r.noise_multiplier for r in tuning.runs}
+    assert cells == {r.noise_multiplier for r in final.runs}
+    assert {(r.method, r.lr) for r in final.runs} <= {(r.method, r.lr) for r in tuning.runs}
+    # The largest rate at each σ, as if it had won: those replace the file's, the default and its variant stay.
+    rows = [{"method": r.method, "lr": r.lr, "accuracy": r.lr, "nll": 1.0, "id": r.id} | vars(r) for r in tuning.runs]
+    table.write(tmp_path / "tuning.csv", [row | {"options": ""} for row in rows])
+    tuned.pick(tmp_path, tmp_path / "lr.json", by_cell=True)
+    plan = resolve(STUDIES / f"{name}.yaml", tmp_path / "lr.json")
+    largest = {r.method: max(o.lr for o in tuning.runs if o.method == r.method) for r in tuning.runs}
+    for method, lr in largest.items():
+        assert {r.lr for r in plan.runs if r.method == method} == {lr} | ({5.0} if method == "dp-steady" else set())
+    extra = [r for r in plan.runs if (r.method, r.lr) == ("dp-steady", 5.0)]
+    assert Counter(changed(r.options) for r in extra) == {"": 5 * len(cells), '{"trace": 0.0}': 5 * len(cells)}
+
+
+def test_the_recipe_on_the_papers_grid_has_the_papers_cells():
+    def cells(plan):
+        return {(r.batch_size, r.noise_multiplier, r.max_grad_norm, r.seed) for r in plan.runs}
+
+    grid, paper = resolve(STUDIES / "strong-grid.yaml"), resolve(STUDIES / "paper.yaml")
+    assert cells(grid) == cells(paper)
+    assert (grid.epochs, grid.delta, grid.network, grid.seed) == (paper.epochs, paper.delta, paper.network, paper.seed)
+    assert {(r.method, r.lr) for r in grid.runs} == {("dp-steady", METHODS["dp-steady"].lr)}
+    assert len(resolve(STUDIES / "strong-ablation.yaml").runs) == 108
+
+
+@pytest.mark.parametrize(
+    ("name", "examples", "b"), [("strong-epsilon", 50_000, 4096), ("strong-fashion", 60_000, 1024)]
+)
+def test_strong_studies_spend_what_they_say(name, examples, b):
+    final = resolve(STUDIES / f"{name}.yaml")
+    assert {(r.batch_size, r.max_grad_norm) for r in final.runs} == {(b, 1)}
     spent = [
         budget(
-            dataset_size=50_000,
-            batch_size=4096,
+            dataset_size=examples,
+            batch_size=b,
             epochs=final.epochs,
             delta=final.delta,
             noise_multiplier=sigma,
@@ -229,6 +264,29 @@ def test_the_studies_of_strong_privacy():
     ]
     for epsilon, target in zip(spent, (1.0, 3.0, 7.5), strict=True):
         assert 0.99 * target < epsilon <= target
+
+
+def test_rates_by_cell(resolved, tmp_path):
+    def cell(method, b, sigma, c, lr):
+        return {"method": method, "batch_size": b, "noise_multiplier": sigma, "max_grad_norm": c, "lr": lr}
+
+    rates = [cell("dp-sgd", b, 1.04, c, b * c / 100) for b in (32, 64) for c in (1.0, 2.0)]
+    (tmp_path / "lr.json").write_text(json.dumps({"cells": rates}))
+    plan = resolved(GOOD, tmp_path / "lr.json")  # its σ is 1, which 1.04 stands for
+    assert {(r.batch_size, r.max_grad_norm): r.lr for r in plan.runs if r.method == "dp-sgd"} == {
+        (32, 1): 0.32, (32, 2): 0.64, (64, 1): 0.64, (64, 2): 1.28,
+    }  # fmt: skip
+    assert {r.lr for r in plan.runs if r.method == "dp-ivon-gradsq"} == {0.1}  # of which the file does not speak
+    for problem in (rates[1:], [r | {"noise_multiplier": 1.2} for r in rates]):
+        (tmp_path / "lr.json").write_text(json.dumps({"cells": problem}))
+        with pytest.raises(ArgumentError, match=r"no rate of dp-sgd at b = 32, σ = 1, C = 1"):
+            resolved(GOOD, tmp_path / "lr.json")
+    kept = GOOD.replace("lr: [0.1, 0.2]}", "lr: [0.1, 0.32], tuned: false}")
+    (tmp_path / "lr.json").write_text(json.dumps({"cells": rates}))
+    assert {r.lr for r in resolved(kept, tmp_path / "lr.json").runs if r.method == "dp-sgd"} == {0.1, 0.32}
+    beside = kept + "  - {method: dp-sgd, lr: 0.1}\n"
+    with pytest.raises(ArgumentError, match="planned twice"):
+        resolved(beside)
 
 
 def test_a_plan_without_a_temperature_keeps_its_digest(resolved):

@@ -47,7 +47,7 @@ def _figure(chart: Chart, panels: Sequence[Panel], y: Axis) -> Any:
         _scale(axis, chart.x, y)
     axes[0].set_ylabel(_plain(y.label))
     if len(panels[0].series) > 1:
-        legend(figure, axes[0], [])
+        legend(figure, axes[:1], [])
     figure.suptitle(_plain(chart.title), fontsize=11)
     return figure
 

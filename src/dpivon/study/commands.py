@@ -169,9 +169,31 @@ def report(
 
 
 @study.command()
+def compare(
+    outs: Annotated[list[Path], typer.Argument(help="Folders of results, one or several.")],
+    to: Annotated[Path, typer.Option(help="Folder for the page, its tables and figures.")],
+    tuning: Annotated[list[Path] | None, typer.Option(help="Results of a tuning study; may be repeated.")] = None,
+    ours: Annotated[str, typer.Option(help="The method that is judged.")] = "dp-steady",
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="What it is held against.", show_default="dp-sgd, dp-adam")
+    ] = None,
+) -> None:
+    """Hold one method against others, in pairs: rates and the best baseline by validation data, every bar with a verdict.
+
+    Example: dpivon study compare results/strong-epsilon --tuning results/strong-epsilon-tuning --to results/strong-privacy
+    """
+    from dpivon.study.compare.command import compare as judged
+
+    baselines = baseline or ["dp-sgd", "dp-adam"]
+    for path in judged(outs, to, tunings=tuning or [], ours=ours, baselines=baselines):
+        typer.echo(path)
+
+
+@study.command()
 def pick(
     out: Annotated[Path, typer.Argument(help="Results of a tuning study.")],
     to: Annotated[Path, typer.Option(help="Where to write the chosen learning rates.")] = Path("studies/paper-lr.json"),
+    by_cell: Annotated[bool, typer.Option("--by-cell", help="A rate for each b, σ and C, not one for all.")] = False,
 ) -> None:
     """Choose each method's learning rate by its validation accuracy.
 
@@ -179,7 +201,7 @@ def pick(
     """
     from dpivon.study.tuning import pick as choose
 
-    for method, found in choose(out, to).items():
+    for method, found in choose(out, to, by_cell=by_cell).items():
         words = ", ".join(f"{c.lr:g} ({c.accuracy:.3f})" for c in found)
         typer.echo(f"{method}: {found[0].lr:g}, of {words}")
     typer.echo(f"written to {to}; use it with `dpivon study run STUDY --lr {to}`")

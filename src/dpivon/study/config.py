@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -15,6 +14,7 @@ from dpivon.privacy.accounting import budget
 from dpivon.study.datasets import train_size
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.tuning import Rates, read_rates
 from dpivon.yaml_files import read_yaml, validated
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,10 +46,12 @@ class Grid(_Strict):
 
 
 class Entry(_Strict):
-    """A method with its learning rate and options; ``grid`` replaces the study's for this entry."""
+    """A method with its learning rate and options; ``grid`` replaces the study's for this entry. ``tuned: false`` keeps the
+    rate whatever was chosen: that is how a default stands beside the rate that tuning found."""
 
     method: str
     lr: Positive | list[Positive]
+    tuned: bool = True
     options: dict[str, float | Name | list[float | Name]] = {}
     grid: Grid | None = None
 
@@ -103,9 +105,12 @@ class Study(_Strict):
 def resolve(path: Path, lr: Path | None = None) -> Plan:
     """The plan that a YAML file stands for. ``lr`` is a file of chosen learning rates, which replace the entries'."""
     study = _parsed(path)
-    chosen = {} if lr is None else read_rates(lr)
+    chosen = Rates() if lr is None else read_rates(lr)
     noise = _Noise(study)
-    runs = [run for entry in study.methods for run in _runs(study, entry, chosen, noise)]
+    runs: list[PlannedRun] = []
+    for entry in study.methods:
+        known = set() if entry.tuned else {run.id for run in runs}  # what was chosen may be what stands beside it
+        runs += [run for run in _runs(study, entry, chosen, noise) if run.id not in known]
     return Plan(
         name=study.name,
         dataset=study.dataset,
@@ -121,16 +126,6 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
         classes=tuple(study.classes),
         evaluate=study.evaluate.plain() if study.evaluate else None,
     )
-
-
-def read_rates(path: Path) -> dict[str, float]:
-    """Learning rates by method, as ``dpivon study pick`` writes them."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        return {str(method): float(value) for method, value in raw["lr"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        fix = "Write it with `dpivon study pick`"
-        raise bad("lr", str(path), f"is not a file of learning rates ({error})", fix) from None
 
 
 def _parsed(path: Path) -> Study:
@@ -171,12 +166,11 @@ def rounded_up(sigma: float, digits: int = 4) -> float:
     return float(f"{math.ceil(sigma / unit - 1e-9) * unit:.{digits}g}")
 
 
-def _runs(study: Study, entry: Entry, chosen: dict[str, float], noise: _Noise) -> list[PlannedRun]:
+def _runs(study: Study, entry: Entry, chosen: Rates, noise: _Noise) -> list[PlannedRun]:
     grid = entry.grid or study.grid
-    rates: list[float] = [chosen[entry.method]] if entry.method in chosen else _listed(entry.lr)
     names = list(entry.options)
     axes = [_listed(value) for value in entry.options.values()]
-    axes += [list(grid.batch_size), grid.noise_multiplier or grid.epsilon or [], grid.max_grad_norm, rates]
+    axes += [list(grid.batch_size), grid.noise_multiplier or grid.epsilon or [], grid.max_grad_norm, _listed(entry.lr)]
     number = study.seeds
     for axis in axes:
         number *= len(axis)
@@ -185,9 +179,11 @@ def _runs(study: Study, entry: Entry, chosen: dict[str, float], noise: _Noise) -
     out = []
     for options in itertools.product(*(_listed(entry.options[name]) for name in names)):
         for b in grid.batch_size:
-            cells = itertools.product(noise.of(grid, b), grid.max_grad_norm, rates, range(study.seeds))
-            for sigma, c, rate, seed in cells:
-                out.append(PlannedRun(entry.method, b, sigma, c, seed, rate, dict(zip(names, options, strict=True))))
+            for sigma, c in itertools.product(noise.of(grid, b), grid.max_grad_norm):
+                rate = chosen.of(entry.method, b, sigma, c) if entry.tuned else None
+                for lr, seed in itertools.product(_listed(entry.lr) if rate is None else [rate], range(study.seeds)):
+                    found = dict(zip(names, options, strict=True))
+                    out.append(PlannedRun(entry.method, b, sigma, c, seed, lr, found))
     return out
 
 

@@ -81,7 +81,7 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
     if measure == "nll":
         log_numbers(axes)
     axes[0].set_ylabel(MEASURES[measure])
-    legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
+    legend(figure, axes, [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     seeds = len(cells.axis("seed"))
     spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
     delta = cells.rows[0]["delta"]
@@ -146,7 +146,7 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
         log_numbers(axes)
     share = column == "projected_share"
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
-    legend(figure, axes[0], [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
+    legend(figure, axes, [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     figure.suptitle(
         "Share of curvature targets projected to zero, DP-IVON-Gradsq, mean over seeds"
         if share
@@ -182,7 +182,7 @@ def width_figure(cells: Cells) -> Any:
     axis.grid(alpha=0.25)
     axis.set_xlabel("ε (RDP), privacy grows →")
     axis.set_ylabel("posterior standard deviation of a weight")
-    legend(figure, axis, [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
+    legend(figure, [axis], [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     figure.suptitle(
         "Posterior width at the end of training, DP-IVON-Gradsq\n(median; bands hold 90 % of the weights)", fontsize=11
     )
@@ -210,13 +210,14 @@ def log_numbers(axes: Sequence[Any]) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend(figure: Any, axis: Any, dashes: list[tuple[str, str]]) -> None:
-    """Under the figure: each name once, in solid, then what the dashes mean."""
+def legend(figure: Any, axes: Sequence[Any], dashes: list[tuple[str, str]]) -> None:
+    """Under the figure: each name once, whichever panel it is in, then what the dashes mean."""
     from matplotlib.lines import Line2D
 
     named: dict[str, Any] = {}
-    for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-        named.setdefault(name, handle)
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            named.setdefault(name, handle)
     handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
     names = list(named) + [name for name, _ in dashes]
     entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs

@@ -45,6 +45,7 @@ _TEXT = {
     "predicts",
     "kind",
     "condition",
+    *("variant", "chosen", "contender", "number", "scope", "text", "verdict", "numbers"),  # of a comparison
 }
 _WHOLE = {
     "batch_size",

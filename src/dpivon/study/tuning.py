@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting.accountant import epsilon
@@ -13,6 +14,10 @@ from dpivon.privacy.accounting.history import History
 from dpivon.study import table
 from dpivon.study.cells import value
 from dpivon.study.table import Row
+
+CELL = ("batch_size", "noise_multiplier", "max_grad_norm")
+SHORT = ("b", "σ", "C")
+SAME_SIGMA = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,11 @@ def candidates(rows: Sequence[Row]) -> dict[str, list[Candidate]]:
     return out
 
 
-def pick(out: Path, target: Path) -> dict[str, list[Candidate]]:
-    """Write each method's winner to ``target``, which ``study run --lr`` reads."""
+def pick(out: Path, target: Path, *, by_cell: bool = False) -> dict[str, list[Candidate]]:
+    """Write each method's winner to ``target``, which ``study run --lr`` reads: one for its whole grid, or one for each cell.
+
+    Returned are the candidates by method, or by method and cell.
+    """
     rows = table.read(out / "tuning.csv")
     if not rows:
         raise bad("out", str(out), "holds no tuning.csv", "Run `dpivon study run studies/paper-tuning.yaml` first")
@@ -50,13 +58,77 @@ def pick(out: Path, target: Path) -> dict[str, list[Candidate]]:
     for method in {m for m, _ in counts}:
         if len({n for (m, _), n in counts.items() if m == method}) > 1:
             raise bad("out", str(out), f"{method}'s candidates have not all run", "Finish the tuning study first")
-    found = candidates(rows)
-    if any(c.accuracy != c.accuracy for winners in found.values() for c in winners[:1]):
-        raise bad("out", str(out), "every candidate of a method diverged", "Tune over smaller learning rates")
-    chosen = {method: winners[0].lr for method, winners in found.items()}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[k] for k in CELL) if by_cell else (), []).append(row)
+    found: dict[str, list[Candidate]] = {}
+    chosen: list[dict[str, Any]] = []
+    for key, members in sorted(groups.items()):
+        where = "".join(f" {k}={v:g}" for k, v in zip(SHORT, key, strict=False))
+        for method, ranked in candidates(members).items():
+            if ranked[0].accuracy != ranked[0].accuracy:
+                problem = f"every candidate of {method}{where} diverged"
+                raise bad("out", str(out), problem, "Tune over smaller learning rates")
+            found[method + where] = ranked
+            chosen.append({"method": method, **dict(zip(CELL, key, strict=False)), "lr": ranked[0].lr})
+    if by_cell:
+        content: dict[str, Any] = {"cells": chosen, "chosen_by": "validation accuracy, a rate for each cell"}
+    else:
+        rates = {entry["method"]: entry["lr"] for entry in chosen}
+        content = {"lr": rates, "chosen_by": "mean validation accuracy"}
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"lr": chosen, "chosen_by": "mean validation accuracy"}, indent=1) + "\n")
+    target.write_text(json.dumps(content, indent=1) + "\n")
     return found
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Chosen learning rates: by method, or by method, b, σ and C."""
+
+    by_method: Mapping[str, float] = field(default_factory=dict)
+    by_cell: Mapping[tuple[str, int, float, float], float] = field(default_factory=dict)
+
+    def of(self, method: str, batch_size: int, sigma: float, c: float) -> float | None:
+        """None where the file does not speak of the method: then the study's own rates stand."""
+        if method not in {m for m, *_ in self.by_cell}:
+            return self.by_method.get(method)
+        known = [s for m, b, s, bound in self.by_cell if (m, b, bound) == (method, batch_size, c)]
+        near = nearest(sigma, known)
+        if near is None:
+            problem = f"has no rate of {method} at b = {batch_size}, σ = {sigma:g}, C = {c:g}"
+            raise bad("lr", "cells", problem, "Tune that cell too, then `dpivon study pick --by-cell`")
+        return self.by_cell[method, batch_size, near, c]
+
+
+def read_rates(path: Path) -> Rates:
+    """What :func:`pick` has written."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if "cells" not in raw:
+            return Rates({str(method): float(value) for method, value in raw["lr"].items()})
+        return Rates(
+            by_cell={
+                (
+                    str(e["method"]),
+                    int(e["batch_size"]),
+                    float(e["noise_multiplier"]),
+                    float(e["max_grad_norm"]),
+                ): float(e["lr"])
+                for e in raw["cells"]
+            }
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        fix = "Write it with `dpivon study pick`"
+        raise bad("lr", str(path), f"is not a file of learning rates ({error})", fix) from None
+
+
+def nearest(sigma: float, known: Iterable[float]) -> float | None:
+    """The σ of a tuning study that stands for this one: itself, or the nearest within a tenth.
+
+    A tuning study has nine tenths of the data, so the same ε is at a σ that is about 5 % larger.
+    """
+    found = min(known, key=lambda s: abs(s - sigma), default=None)
+    return found if found is not None and abs(found - sigma) <= SAME_SIGMA * sigma else None
 
 
 def history(row: Row) -> History:
