@@ -42,6 +42,7 @@ def options_of(name: str) -> dict[str, float]:
         "floor": 1e-5,
         "weight_decay": 0.05,
         "momentum": 0.7,
+        "fade": 0.8,
     }
     return {key: value for key, value in special.items() if key in DEFAULTS[name]}
 

@@ -38,16 +38,29 @@ def test_noise_alone_moves_the_weights_by_r_times_their_size(steps: int, noise: 
 
 def test_where_nobody_knows_the_number_of_steps_it_takes_as_much_way() -> None:
     steps = 2500
-    rates = [Steady().rate({"lr": 3.0, "scale": 0.2, "steps": 0.0}, t) for t in range(1, steps + 1)]
+    hyper = {"lr": 3.0, "scale": 0.2, "steps": 0.0, "fade": 1.0}  # and nothing to fade by
+    rates = [Steady().rate(hyper, t) for t in range(1, steps + 1)]
     assert sum(rates) == pytest.approx(steps * 3.0 * 0.2 / math.sqrt(steps), rel=0.02)
     # and noise, of which the first steps are larger, carries it less than twice as far
     assert 3.0 < walk(400, 1.0, known=False) < 6.0
 
 
+@pytest.mark.parametrize("fade", [0.0, 0.5, 1.0])
+def test_a_step_that_fades_ends_at_its_share_and_carries_noise_as_far(fade: float) -> None:
+    steps, hyper = 500, {"lr": 3.0, "scale": 0.2, "steps": 500.0, "fade": fade}
+    rates = [Steady().rate(hyper, t) for t in range(1, steps + 1)]
+    assert sum(a * a for a in rates) == pytest.approx((3.0 * 0.2) ** 2, rel=1e-4)
+    assert rates[-1] / rates[0] == pytest.approx(1.0 - fade, abs=2e-3)
+    assert Steady().rate(hyper, 10 * steps) == pytest.approx(
+        (1.0 - fade) * rates[0], abs=1e-3 * rates[0]
+    )  # never below
+
+
 def test_rates_of_rows_are_those_of_runs() -> None:
-    hyper = {"lr": [[5.0], [2.0]], "scale": [[0.1], [0.3]], "steps": [[0.0], [64.0]]}
+    hyper = {"lr": [[5.0], [2.0], [2.0]], "scale": [[0.1], [0.3], [0.3]], "steps": [[0.0], [64.0], [64.0]]}
+    hyper["fade"] = [[1.0], [0.0], [0.8]]
     rows = Steady().rate({k: torch.tensor(v) for k, v in hyper.items()}, torch.tensor(9))
-    for i in range(2):
+    for i in range(3):
         alone = Steady().rate({key: value[i][0] for key, value in hyper.items()}, 9)
         assert float(rows[i]) == pytest.approx(alone, rel=1e-6)
 

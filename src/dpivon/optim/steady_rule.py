@@ -9,6 +9,12 @@ r is how many times their own size noise alone would move the weights over the w
 the theory of noisy gradient descent asks for, distance over √T times the root mean square of what is released, with
 r‖w‖ for the unknown distance. w is of the initialisation and T of the plan: both public. Where nobody knows T,
 α_t = r w / (2 √t) has the same Σ α_t over T steps.
+
+``fade`` f lets the step shrink in a straight line to 1 − f of what it was, its mean square over the training unchanged:
+
+    α_t = α (1 − f τ) / √(1 − f + f²/3),   τ = (t − ½)/T
+
+so that noise alone still carries the weights by r w, most of it early, where there is time to come back.
 """
 
 from __future__ import annotations
@@ -31,15 +37,27 @@ class Steady(Calm):
     """The rule. ``lr`` is r. Its curvature sets the step; ``temperature`` above 0 makes it the posterior's width as well."""
 
     name: ClassVar[str] = "steady"
-    defaults: ClassVar[Mapping[str, float]] = {**Calm.defaults, "temperature": 0.0, "steps": 0.0, "scale": REQUIRED}
+    defaults: ClassVar[Mapping[str, float]] = {
+        **Calm.defaults,
+        "temperature": 0.0,
+        "steps": 0.0,
+        "scale": REQUIRED,
+        "fade": 0.0,
+    }
 
     def rate(self, hyper: Hyper, t: Any) -> Any:
-        size, steps = hyper["lr"] * hyper["scale"], hyper["steps"]
-        if isinstance(t, Tensor):
-            return size * torch.where(steps > 0, steps.clamp(min=1.0).rsqrt(), 0.5 * t.to(steps.dtype).rsqrt())
+        size, steps, fade = hyper["lr"] * hyper["scale"], hyper["steps"], hyper["fade"]
         if isinstance(t, list):
             return [self.rate(hyper, each) for each in t]
-        return size / math.sqrt(steps) if steps > 0 else size / (2.0 * math.sqrt(t))
+        if isinstance(t, Tensor):
+            now, planned = t.to(steps.dtype), steps.clamp(min=1.0)
+            left = 1.0 - fade * ((now - 0.5) / planned).clamp(max=1.0)
+            known = planned.rsqrt() * left * (1.0 - fade + fade * fade / 3.0).rsqrt()
+            return size * torch.where(steps > 0, known, 0.5 * now.rsqrt())
+        if steps <= 0:
+            return size / (2.0 * math.sqrt(t))
+        left = 1.0 - fade * min((t - 0.5) / steps, 1.0)
+        return size / math.sqrt(steps) * left / math.sqrt(1.0 - fade + fade * fade / 3.0)
 
 
 def weight_scale(tensors: Sequence[Tensor], shapes: Matrices) -> float:
