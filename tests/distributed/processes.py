@@ -50,7 +50,7 @@ def launch(world: int, work: Callable[..., Any], *args: Any, timeout: float = 60
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_one, args=(rank, world, store, timeout, work, args, theirs))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, such as those of pytest-xdist
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside xdist's thread
                 process.start()
             theirs.close()
             pipes.append(ours)
