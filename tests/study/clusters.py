@@ -66,7 +66,9 @@ def caught(folder: Path, after: int):
             os.kill(process, signal.SIGCONT)
 
 
-def at_step(step: int, happens: Callable[[Task], None]) -> Callable[[Task, Cargo, Any], Ended]:
+def at_step(
+    step: int, happens: Callable[[Task], None], *, report_every: float = attempt._EVERY
+) -> Callable[[Task, Cargo, Any], Ended]:
     """A worker to which something happens when it has made ``step`` releases, the last of them in no checkpoint yet.
 
     It stands in the place of ``engine.attempt``, and Ray sends it to the workers: no race decides what a test sees.
@@ -81,7 +83,7 @@ def at_step(step: int, happens: Callable[[Task], None]) -> Callable[[Task, Cargo
             if before < examples <= line._done:
                 happens(task)
 
-        with mock.patch.object(attempt._Line, "advance", advanced):
+        with mock.patch.object(attempt._Line, "advance", advanced), mock.patch.object(attempt, "_EVERY", report_every):
             return attempt.attempt(task, cargo, desk)
 
     return attempt_with_it
