@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Processes that share the tests, a file at a time; what a test draws depends on none of this (tests/conftest.py).
+JOBS ?= 2
+SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo study docs test test-all browser lint conformance audit faults fuzz bad-input newcomer clean
 
@@ -49,7 +52,7 @@ lint: $(READY)
 
 test: lint
 	@echo "== Tests (without the slow ones)"
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q $(SHARED) -m "not slow"
 
 PATIENCE := -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1
 browser:
@@ -63,7 +66,7 @@ browser:
 
 test-all: lint
 	@echo "== All tests"
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(SHARED)
 
 conformance: $(READY)
 	@echo "== Opacus's own tests against dpivon.PrivacyEngine"

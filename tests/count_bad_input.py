@@ -14,7 +14,7 @@ ACCOUNT = "privacy/accounting/test_accounting_bad_input.py"
 CALIBRATION = "privacy/accounting/test_accounting_calibration.py"
 LOSSES = "privacy/test_losses.py"
 EVERYWHERE = "test_bad_input_everywhere.py"
-PITFALLS = "privacy/test_pitfalls.py"
+PITFALLS = "privacy/test_pitfalls"
 RESUME = "durable/test_resume.py"
 FILES = (ENGINE, ACCOUNT, LOSSES, EVERYWHERE)
 
@@ -32,8 +32,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "target ε unreachable": (f"{CALIBRATION}::test_an_unreachable_target_names_the_smallest_one",),
     "σ < 0, NaN, inf": (f"{_CALL}[σ", f"{ACCOUNT}::test_noise_multiplier"),
     "σ = 0: runs, recorded as non-private, a warning": (
-        f"{PITFALLS}::test_training_without_a_guarantee_says_so_and_costs_infinity",
-        f"{PITFALLS}::test_one_noiseless_release_among_private_ones_costs_infinity",
+        f"{PITFALLS}_settings.py::test_training_without_a_guarantee_says_so_and_costs_infinity",
+        f"{PITFALLS}_settings.py::test_one_noiseless_release_among_private_ones_costs_infinity",
     ),
     "q outside (0, 1]": (
         f"{ACCOUNT}::test_sample_rate",
@@ -47,8 +47,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "C ≤ 0, inf, NaN": (f"{_CALL}[C", f"{_BUDGET}[C"),
     "BatchNorm": (f"{_MODEL}[hooks-with_batch_norm", f"{_MODEL}[bookkeeping-with_batch_norm"),
     "buffers updated in forward": (
-        f"{PITFALLS}::test_a_buffer_written_in_forward_is_refused",
-        f"{PITFALLS}::test_a_buffer_written_in_an_earlier_forward_or_without_gradients_is_refused",
+        f"{PITFALLS}_boundary.py::test_a_buffer_written_in_forward_is_refused",
+        f"{PITFALLS}_boundary.py::test_a_buffer_written_in_an_earlier_forward_or_without_gradients_is_refused",
     ),
     "no trainable parameters": (f"{_MODEL}[hooks-frozen", f"{_MODEL}[bookkeeping-frozen"),
     "optimizer parameter not in the model, and the reverse": (
@@ -56,10 +56,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "a layer without a per-example rule": (f"{_MODEL}[hooks-with_a_layer", f"{_MODEL}[bookkeeping-with_a_layer"),
     "parameters on mixed devices": (f"{_MODEL}[hooks-on_two_devices", f"{_MODEL}[bookkeeping-on_two_devices"),
-    "fp16 accumulation": (f"{PITFALLS}::test_half_precision_parameters_are_refused",),
+    "fp16 accumulation": (f"{PITFALLS}_numbers.py::test_half_precision_parameters_are_refused",),
     "wrapping twice": (f"{ENGINE}::test_wrapping_twice_is_refused",),
     "unknown keyword argument": (
-        f"{PITFALLS}::test_a_misspelt_keyword_is_a_type_error",
+        f"{PITFALLS}_settings.py::test_a_misspelt_keyword_is_a_type_error",
         f"{EVERYWHERE}::test_methods[option unknown",
     ),
     "scalar loss where per-example is required": (
@@ -81,7 +81,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "empty dataset, iterable dataset without length": (_DATA,),
     "NaN inputs, labels out of range or of the wrong dtype: the pre-flight": (f"{EVERYWHERE}::test_preflight",),
     "the same after step 0: contributes zero, raises nothing": (
-        f"{PITFALLS}::test_a_bad_record_contributes_zero_and_the_update_is_that_of_the_data_without_it",
+        f"{PITFALLS}_numbers.py::test_a_bad_record_contributes_zero_and_the_update_is_that_of_the_data_without_it",
         "privacy/test_bookkeeping.py::test_a_non_finite_example_contributes_zero",
         "test_fit.py::test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing",
     ),
@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "missing, corrupt or pickle file": (
         "durable/test_published.py::test_a_pickle_in_the_place_of_a_checkpoint_is_not_executed",
-        f"{PITFALLS}::test_a_checkpoint_with_code_in_it_is_refused_and_not_executed",
+        f"{PITFALLS}_copies.py::test_a_checkpoint_with_code_in_it_is_refused_and_not_executed",
         "durable/test_ledger.py::test_an_edited_sigma_is_found_and_the_line_named",
         f"{RESUME}::test_damaged_checkpoints_are_named_and_the_one_before_is_used",
         f"{EVERYWHERE}::test_posteriors_and_predictions",

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from matrix import METHOD, Cell, judge
-from mutants import Mutant, mutants
+from mutants import mutants
+from sowing import Mutant
 
 from dpivon.audit.command import digits
 from dpivon.audit.finding import Finding

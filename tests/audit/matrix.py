@@ -6,7 +6,7 @@ import time
 import warnings
 from dataclasses import dataclass
 
-from mutants import Mutant
+from sowing import Mutant
 
 from dpivon.audit.finding import Check, Finding
 from dpivon.audit.subject import probe

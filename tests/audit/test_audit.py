@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 from matrix import METHOD, judge, under
-from mutants import Mutant, mutants
+from mutants import mutants
+from sowing import Mutant
 from torch import Tensor, nn
 from typer.testing import CliRunner
 

@@ -60,3 +60,5 @@ def pytest_collection_modifyitems(config, items):
     if chosen:
         config.hook.pytest_deselected(items=chosen)
         items[:] = [item for item in items if item not in chosen]
+    for item in items:  # into the report, whose own names say the class alone
+        item.user_properties.append(("module", item.module.__name__.removeprefix("opacus.tests.")))

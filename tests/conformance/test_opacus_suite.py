@@ -1,6 +1,6 @@
 """Opacus's own tests, run against our engine with a degenerate IVON in place of SGD.
 
-Each module runs in a process of its own with ``opacus_plugin``. A failing test fails here, by name; a test may only be left
+They run in a process of their own, with ``opacus_plugin``. A failing test fails here, by name; a test may only be left
 out if ``refused.txt`` gives the reason.
 """
 
@@ -11,11 +11,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 HERE = Path(__file__).parent
 OPTIONS = ["-m", "pytest", "-q", "--no-header", "-W", "ignore", "-p", "opacus_plugin", "-p", "no:cacheprovider"]
+BAD = ("failure", "error")
 MODULES = [
     "privacy_engine_test",
     "privacy_engine_validation_test",
@@ -38,18 +40,34 @@ def test_at_most_ten_refusals_each_with_its_reason():
     assert all(re.search(r"#\s*\S", line) for line in lines)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_opacus_module_passes_against_our_engine(module, tmp_path):
-    source = Path(__file__).parents[2] / "src"
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """All modules in one process: it imports torch and Opacus once. Its cases, by module."""
+    folder, source = tmp_path_factory.mktemp("opacus"), Path(__file__).parents[2] / "src"
+    report = folder / "report.xml"
     run = subprocess.run(
-        [sys.executable, *OPTIONS, "--refused", str(HERE / "refused.txt"), "--pyargs", f"opacus.tests.{module}"],
-        cwd=tmp_path,
+        [sys.executable, *OPTIONS, f"--junitxml={report}", "--refused", str(HERE / "refused.txt"), "--pyargs"]
+        + [f"opacus.tests.{module}" for module in MODULES],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
         capture_output=True,
         text=True,
         timeout=1800,
     )
-    closing = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.stderr[-2000:]
-    print(f"\n{module}: {closing}")
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert re.search(r"\d+ passed", closing)
+    words = run.stdout[-4000:] + run.stderr[-2000:]
+    assert report.exists(), words
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    found = {m: [c for c in cases if c.find(f"properties/property[@value='{m}']") is not None] for m in MODULES}
+    assert sum(map(len, found.values())) == len(cases), words  # each is of one module; an error in collection of none
+    assert run.returncode == int(any(case.find(kind) is not None for case in cases for kind in BAD)), words
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_opacus_module_passes_against_our_engine(module, outcome):
+    cases = outcome[module]
+    wrong = {str(c.get("name")): bad.text for c in cases for kind in BAD if (bad := c.find(kind)) is not None}
+    passed = sum(c.find("skipped") is None for c in cases) - len(wrong)
+    print(f"\n{module}: {passed} passed, {len(cases) - passed - len(wrong)} skipped, {len(wrong)} failed")
+    assert not wrong, "\n".join(f"{name}: {words}" for name, words in wrong.items())
+    assert passed > 0

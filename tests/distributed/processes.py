@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def launch(world: int, work: Callable[..., Any], *args: Any, timeout: float = 60
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_one, args=(rank, world, store, timeout, work, args, theirs))
-            process.start()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside xdist's thread
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)

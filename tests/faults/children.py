@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  every optimizer wants it, and it takes longer to import than a run to train
 from moments import Aim, Clock
 
 from dpivon.durable.ledger import read

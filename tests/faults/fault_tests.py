@@ -45,13 +45,13 @@ ROWS: dict[str, list[str]] = {
     ],
     "NaN or Inf example": [
         "privacy/test_bookkeeping.py::test_a_non_finite_example_contributes_zero",
-        "privacy/test_pitfalls.py::test_a_bad_record_contributes_zero_and_the_update_is_that_of_the_data_without_it",
+        "privacy/test_pitfalls_numbers.py::test_a_bad_record_contributes_zero_and_the_update_is_that_of_the_data_without_it",
         "methods/test_contract.py::test_an_example_that_is_not_finite_counts_for_nothing",
         "test_fit.py::test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing",
     ],
     "out of memory on a micro-batch": ["faults/test_retry.py"],
     "exception inside sampled_params": [
-        "privacy/test_pitfalls.py::test_an_exception_inside_sampled_params_restores_the_mean",
+        "privacy/test_pitfalls_theta.py::test_an_exception_inside_sampled_params_restores_the_mean",
         "optim/test_ivon_optimizer.py::test_weights_are_restored_exactly_whatever_happens_inside",
     ],
     "data file short or flipped": [
@@ -82,7 +82,7 @@ ROWS: dict[str, list[str]] = {
     "SIGTERM or Ctrl-C of a study": ["study/test_run.py::test_an_interrupt_stops_at_a_block_and_costs_nothing"],
     "a pickle with code in it": [
         "durable/test_published.py::test_a_pickle_in_the_place_of_a_checkpoint_is_not_executed",
-        "privacy/test_pitfalls.py::test_a_checkpoint_with_code_in_it_is_refused_and_not_executed",
+        "privacy/test_pitfalls_copies.py::test_a_checkpoint_with_code_in_it_is_refused_and_not_executed",
     ],
     "a checkpoint is a secret, an export is not": [
         "durable/test_resume.py::test_checkpoints_are_secret_and_hold_no_raw_gradient",

@@ -176,15 +176,3 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch):
         tensorboard_log(optimizer, engine, "nowhere", delta=1e-3)
     with pytest.raises(MissingPackage):
         mlflow_log(optimizer, engine, delta=1e-3)
-
-
-def test_importing_dpivon_imports_none_of_them():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, dpivon, dpivon.integrations, dpivon.integrations.tracking, dpivon.integrations.sklearn; "
-        "print({'lightning', 'pytorch_lightning', 'tensorboard', 'mlflow', 'transformers', 'peft'} & sys.modules.keys())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpivon
 from dpivon import EMA, Release
@@ -141,22 +143,46 @@ def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> 
         assert same == (not run.averaged)
 
 
-def test_every_rule_can_be_compiled_whole(data: Any) -> None:
+@pytest.fixture(scope="module")
+def of_every_rule(data: Any) -> Stack:
     """On a GPU a stack compiles its rules and captures them in a graph: nothing in them may need Python between kernels."""
     runs = [Run(name, i, 1.0, 1.0, 0.02, 8, {"ema": 0.5} if i % 2 else {}) for i, name in enumerate(RULES)]
     runs += [Run("dp-ivon-gradsq", 50 + i, 1.0, 1.0, 0.02, 8, {"curvature": c}) for i, c in enumerate(ESTIMATORS)]
-    stack = Stack(runs, AnyNetwork(build), *data)
+    return Stack(runs, AnyNetwork(build), *data)
+
+
+def states(stack: Stack) -> list[dict[str, Tensor]]:
+    return [{k: v.clone() for k, v in part.state.items()} for part in stack.parts]
+
+
+def check_same_updates(stack: Stack, update: Callable[..., Any]) -> None:
     generator = torch.Generator().manual_seed(3)
     g, eps = (torch.randn(stack.mean.shape, generator=generator) for _ in range(2))
-    eager, traced = ([{k: v.clone() for k, v in part.state.items()} for part in stack.parts] for _ in range(2))
-    compiled = torch.compile(stack._update_rows, fullgraph=True, backend="aot_eager")
+    eager, other = states(stack), states(stack)
     for t in (1, 2):
         stack._update_rows(g, eps, torch.tensor(t), eager)
-        compiled(g, eps, torch.tensor(t), traced)
-        for part, ours, theirs in zip(stack.parts, eager, traced, strict=True):
+        update(g, eps, torch.tensor(t), other)
+        for part, ours, theirs in zip(stack.parts, eager, other, strict=True):
             assert not torch.equal(ours["mean"], part.state["mean"])
             for key in ours:
                 torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-6)
+
+
+def test_no_rule_reads_a_value_and_its_record_of_operations_is_the_rule(of_every_rule: Stack) -> None:
+    """Recorded on tensors that have no values."""
+
+    def update(g: Tensor, eps: Tensor, t: Tensor, into: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        of_every_rule._update_rows(g, eps, t, into)
+        return into
+
+    g, eps = torch.zeros_like(of_every_rule.mean), torch.zeros_like(of_every_rule.mean)
+    given = (g, eps, torch.tensor(1), states(of_every_rule))
+    check_same_updates(of_every_rule, make_fx(update, tracing_mode="fake", _allow_non_fake_inputs=True)(*given))
+
+
+@pytest.mark.slow
+def test_every_rule_can_be_compiled_whole(of_every_rule: Stack) -> None:
+    check_same_updates(of_every_rule, torch.compile(of_every_rule._update_rows, fullgraph=True, backend="aot_eager"))
 
 
 def test_every_method_with_a_stacked_rule_has_the_defaults_of_the_registry() -> None:

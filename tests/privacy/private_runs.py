@@ -134,3 +134,20 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def ivon(**options: Any) -> Callable[[nn.Module], dpivon.IVON]:
     return lambda module: dpivon.IVON(module.parameters(), **{"lr": 0.1, "ess": 1e4, **options})
+
+
+C = 0.01  # a bound that clips everything in `alike`
+
+
+def alike(n: int = EXAMPLES) -> tuple[Tensor, Tensor]:
+    """n equal examples with large gradients: each contributes exactly C in the same direction, so that ‖S‖/C counts them."""
+    x, _ = data(1)
+    return 10.0 * x.repeat(n, 1), torch.zeros(n, dtype=torch.long)
+
+
+def count(total: Tensor, bound: float = C) -> float:
+    return float(total.norm()) / bound
+
+
+def parameters(run: Run) -> list[Tensor]:
+    return [p.detach().clone() for p in run.optimizer.params]

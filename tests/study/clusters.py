@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from dpivon.durable.ledger import read
 from dpivon.errors import PrivacyError
+from dpivon.study.cluster import attempt
+from dpivon.study.cluster.attempt import Ended, Task
+from dpivon.study.cluster.cargo import Cargo
 from dpivon.study.plan import Plan, PlannedRun
 
 LONG = Plan(
@@ -61,31 +66,49 @@ def caught(folder: Path, after: int):
             os.kill(process, signal.SIGCONT)
 
 
-class Killer(threading.Thread):
-    """Kills the first process that trains in one of ``folders()`` and has ``after`` releases, some of them in no checkpoint."""
+def at_step(
+    step: int, happens: Callable[[Task], None], *, report_every: float = attempt._EVERY
+) -> Callable[[Task, Cargo, Any], Ended]:
+    """A worker to which something happens when it has made ``step`` releases, the last of them in no checkpoint yet.
 
-    def __init__(self, folders, *, after: int, only_stop: bool = False) -> None:
-        super().__init__(daemon=True)
-        self.folders, self.after, self.killed, self.only_stop = folders, after, 0, only_stop
-        self.start()
+    It stands in the place of ``engine.attempt``, and Ray sends it to the workers: no race decides what a test sees.
+    """
 
-    def run(self) -> None:
+    def attempt_with_it(task: Task, cargo: Cargo, desk: Any) -> Ended:
+        advance, examples = attempt._Line.advance, step * sum(run.batch_size for run in task.runs)
+
+        def advanced(line: Any, more: float, where: Callable[[], str]) -> None:
+            before = line._done
+            advance(line, more, where)
+            if before < examples <= line._done:
+                happens(task)
+
+        with mock.patch.object(attempt._Line, "advance", advanced), mock.patch.object(attempt, "_EVERY", report_every):
+            return attempt.attempt(task, cargo, desk)
+
+    return attempt_with_it
+
+
+def strikes_the_first(number: signal.Signals, note: Path) -> Callable[[Task], None]:
+    """The plan's first run gets a signal, in its first attempt alone; ``note`` then says how much was charged for it."""
+
+    def strike(task: Task) -> None:
+        if task.attempt == 1 and task.runs[0] == LONG.runs[0]:
+            note.write_text(
+                str(max(charged(f) for f in (task.folder, *(task.scratch or task.folder).glob("dpivon-*"))))
+            )
+            os.kill(os.getpid(), number)
+
+    return strike
+
+
+def waits_for(file: Path) -> Callable[[Task], None]:
+    """It goes on when a file is there."""
+
+    def wait(_task: Task) -> None:
         deadline = time.monotonic() + 180
-        while time.monotonic() < deadline:
-            for folder in self.folders():
-                with caught(folder, self.after) as process:
-                    if process is not None and self.only_stop:
-                        self.killed = charged(folder)
-                        self._wait_for_its_end(process)
-                        return
-                    if process is not None:
-                        os.kill(process, signal.SIGKILL)
-                        self.killed = charged(folder)
-                        return
-            time.sleep(0.002)
+        while not file.exists():
+            assert time.monotonic() < deadline, f"{file} never came"
+            time.sleep(0.01)
 
-    @staticmethod
-    def _wait_for_its_end(process: int) -> None:
-        """It stays stopped until somebody ends it."""
-        while Path(f"/proc/{process}").exists():
-            time.sleep(0.05)
+    return wait

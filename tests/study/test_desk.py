@@ -94,7 +94,9 @@ def test_a_checkpoints_name_cannot_leave_the_folder(desk):
 def test_stopping_is_told_to_all(desk):
     assert desk.begin("0000", Report(1)) is True
     assert desk.report("0000", Report(1, words="a")) is True
+    assert desk.reserve("0000", 1, TERMS, 4) is True
     desk.stop()
+    assert desk.reserve("0000", 1, TERMS, 8) is False
     assert desk.report("0000", Report(1, words="b")) is False
     assert desk.poll()["0000"].words == "b"
     desk.expect("0001", 1)

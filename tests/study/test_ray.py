@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
+import signal
 import sys
 from pathlib import Path
 
+import clusters
 import pytest
 import torch
-from clusters import LONG, Killer
+from clusters import LONG, at_step, strikes_the_first, waits_for
 from test_run import PLAN, UNLIKE
 from typer.testing import CliRunner
 
@@ -18,6 +21,7 @@ from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.privacy.accounting import Accountant
 from dpivon.study import table
+from dpivon.study.cluster import engine
 from dpivon.study.engines import run_with
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Cluster, Settings
@@ -34,6 +38,7 @@ def cluster():
     from dpivon.study.cluster.start import connected
 
     with connected(Cluster(workers=2), 0) as ray:
+        ray.cloudpickle.register_pickle_by_value(clusters)  # workers do not find the tests
         yield ray
 
 
@@ -56,28 +61,39 @@ def rows_of(out):
     return found
 
 
-def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local, tmp_path):
-    killer = Killer(lambda: tmp_path.glob("stacks/*"), after=20)
-    outcome = run_with("ray", LONG, tmp_path, FAST, TWO)
-    assert killer.killed >= 20
+@pytest.fixture
+def struck(monkeypatch, tmp_path):
+    """Sends a signal to the worker that has made 20 releases; gives a function that says how many were charged by then."""
+
+    def plant(number):
+        note = tmp_path / "struck"
+        monkeypatch.setattr(engine, "attempt", at_step(20, strikes_the_first(number, note)))
+        return lambda: int(note.read_text())
+
+    return plant
+
+
+def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local, tmp_path, struck):
+    out, charged = tmp_path / "out", struck(signal.SIGKILL)
+    outcome = run_with("ray", LONG, out, FAST, TWO)
+    assert charged() >= 20
     assert (outcome.finished, outcome.exit_code) == (3, 0)
-    rows = rows_of(tmp_path)
+    rows = rows_of(out)
     assert rows.keys() == local.keys()
     for name, row in rows.items():
         assert same(row, local[name])  # to the bit: scores, diagnostics' last values, steps
         assert (row["epsilon"], row["releases"]) == (local[name]["epsilon"], local[name]["releases"])
-    points = [(d["id"], d["step"]) for d in table.read(tmp_path / "diagnostics.csv")]
+    points = [(d["id"], d["step"]) for d in table.read(out / "diagnostics.csv")]
     assert len(points) == len(set(points)) > 10
-    assert not list((tmp_path / "stacks").iterdir())
-    assert len(list((tmp_path / "ledgers").iterdir())) == 3
-    assert not (tmp_path / ".cluster").exists()
+    assert not list((out / "stacks").iterdir())
+    assert len(list((out / "ledgers").iterdir())) == 3
+    assert not (out / ".cluster").exists()
 
 
-def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, local, tmp_path):
-    out, scratch = tmp_path / "out", tmp_path / "scratch"
-    killer = Killer(lambda: scratch.glob("dpivon-*"), after=20)
+def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, local, tmp_path, struck):
+    out, scratch, charged = tmp_path / "out", tmp_path / "scratch", struck(signal.SIGKILL)
     outcome = run_with("ray", LONG, out, FAST, Cluster(workers=2, scratch=scratch))
-    assert killer.killed >= 20
+    assert charged() >= 20
     assert outcome.finished == 3
     rows = rows_of(out)
     dearer = [row for row in rows.values() if row["releases"] > row["steps"]]
@@ -99,23 +115,29 @@ def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, loca
     assert kept == {row["releases"] for row in rows.values()}
 
 
-def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, tmp_path):
-    killer = Killer(lambda: tmp_path.glob("stacks/*"), after=20, only_stop=True)
-    outcome = run_with("ray", LONG, tmp_path, FAST, Cluster(workers=2, hung_after=6.0))
-    assert killer.killed >= 20
+def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, tmp_path, struck):
+    out, charged = tmp_path / "out", struck(signal.SIGSTOP)
+    outcome = run_with("ray", LONG, out, FAST, Cluster(workers=2, hung_after=6.0))
+    assert charged() >= 20
     assert (outcome.finished, outcome.exit_code, outcome.failed) == (3, 0, {})
-    rows = rows_of(tmp_path)
+    rows = rows_of(out)
     assert all(same(row, local[name]) and row["epsilon"] == local[name]["epsilon"] for name, row in rows.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
-def test_stopping_in_time_costs_nothing_wherever_the_stack_is_kept(cluster, local, tmp_path, shared):
+def test_stopping_in_time_costs_nothing_wherever_the_stack_is_kept(cluster, local, tmp_path, monkeypatch, shared):
     out, options = tmp_path / "out", Cluster(workers=2, scratch=None if shared else tmp_path / "scratch")
-    brief = Settings(quiet=True, block=4, device="cpu", checkpoint_seconds=0.2, minutes=1e-9)
-    assert run_with("ray", LONG, out, brief, options).exit_code == 75
-    under_way = [int(n) for n in re.findall(r"(\d+) releases charged", "\n".join(status_lines(out)))]
-    assert 0 < max(under_way) < max(row["steps"] for row in local.values())  # how far depends on the machine
+    brief = Settings(quiet=True, block=4, device="cpu", checkpoint_seconds=1e-9, minutes=1e-9)
+    stop, said = engine._Driver._stop, tmp_path / "said"
+    with monkeypatch.context() as patch:  # a worker reports once; with 8 releases it waits until all are told to stop
+        patch.setattr(engine, "attempt", at_step(8, waits_for(said), report_every=math.inf))
+        patch.setattr(engine._Driver, "_stop", lambda driver: (stop(driver), said.touch()))
+        assert run_with("ray", LONG, out, brief, options).exit_code == 75
+    told = "\n".join(status_lines(out))
+    assert told.startswith("long: 0 of 3 runs finished")
+    # After the 4 releases of the first report, or the 8, there is at most one block more, or what of it precedes a probe.
+    assert 4 < max(int(n) for n in re.findall(r"(\d+) releases charged", told)) <= 12
     assert run_with("ray", LONG, out, FAST, options).exit_code == 0
     for name, row in rows_of(out).items():
         assert same(row, local[name])
@@ -125,9 +147,7 @@ def test_stopping_in_time_costs_nothing_wherever_the_stack_is_kept(cluster, loca
 
 @pytest.mark.slow
 def test_the_loss_of_the_desk_is_told_and_the_same_command_goes_on(cluster, local, tmp_path, monkeypatch):
-    from dpivon.study.cluster.engine import _Driver
-
-    show = _Driver._show
+    show = engine._Driver._show
 
     def losing(self, stacks):
         show(self, stacks)
@@ -135,7 +155,7 @@ def test_the_loss_of_the_desk_is_told_and_the_same_command_goes_on(cluster, loca
             self.ray.kill(self.desk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Driver, "_show", losing)
+        patch.setattr(engine._Driver, "_show", losing)
         with pytest.raises(DpivonError, match="The same command goes on"):
             run_with("ray", LONG, tmp_path, FAST, TWO)
     assert run_with("ray", LONG, tmp_path, FAST, TWO).exit_code == 0

@@ -129,7 +129,7 @@ class _Fence(Custody):
         self.line = line
 
     def ahead(self, terms: Terms, upto: int) -> None:
-        self.line.ask("reserve", self.line.attempt, terms, upto)
+        self.line.hear(self.line.ask("reserve", self.line.attempt, terms, upto))
 
 
 class _Keeper(_Fence):
@@ -153,9 +153,14 @@ class _Line:
         """Wait for the answer. Without a desk there is no driver, and nobody to train for."""
         return _ray().get(getattr(self._desk, method).remote(self.stack, *arguments))
 
+    def hear(self, go_on: bool) -> None:
+        """What the desk says of going on. An answer that was under way when the study was stopped does not take it back."""
+        self._stop = self._stop or not go_on
+
     def stop(self) -> bool:
         if self._answer is not None and _ray().wait([self._answer], timeout=0)[0]:
-            self._stop, self._answer = not _ray().get(self._answer), None
+            self.hear(_ray().get(self._answer))
+            self._answer = None
         return self._stop
 
     def skip(self, examples: float) -> None:

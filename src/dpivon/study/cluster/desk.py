@@ -86,12 +86,17 @@ class Desk:
         self._ledgers[stack] = Ledger(folder / LEDGER)
         return {path.name: path.read_bytes() for path in (folder / LEDGER, *Rotation(folder).files())}
 
-    def reserve(self, stack: str, attempt: int, terms: Terms, upto: int) -> None:
-        """When this returns, all releases up to number ``upto`` may be made; here they are on disk first."""
+    def reserve(self, stack: str, attempt: int, terms: Terms, upto: int) -> bool:
+        """When this returns, all releases up to number ``upto`` may be made; here they are on disk first.
+
+        False if the attempt shall stop at its next block. It is asked before every stretch of blocks, so none outruns a stop,
+        however seldom it reports; and what it had no time to make is given back with the checkpoint.
+        """
         self._check(stack, attempt)
         ledger = self._ledgers.get(stack)
         if ledger is not None and upto > ledger.record.releases:
             ledger.charge(terms, upto - ledger.record.releases)
+        return not self._stopping
 
     def keep(self, stack: str, attempt: int, name: str, checkpoint: bytes, charged: int) -> None:
         """A checkpoint that was made elsewhere; what was reserved beyond ``charged`` was not made and is given back."""

@@ -1,0 +1,253 @@
+"""Bugs of clipping and summing: an example that moves the sum by more than C, or one that is in it twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from sowing import GRADIENTS, Patch, attr, both, everywhere
+from torch import Tensor
+
+import dpivon.privacy.clipping as clipping
+import dpivon.privacy.gradients.bookkeeping as bookkeeping
+from dpivon.audit.subject import PATHS
+from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.gradients.ghost import GhostCriterion
+from dpivon.privacy.gradients.per_example import PerExampleGradients
+from dpivon.privacy.layers.uses import Dense
+from dpivon.privacy.optimizer import DPOptimizer
+
+
+def factors(change: Callable[[Any, Any, Tensor], Tensor], *, joint: bool = True) -> Patch:
+    """``change(original, self, norms)`` in place of the clip factors."""
+    own = attr(FlatClipping, "factors", lambda original: lambda self, norms: change(original, self, norms))
+    return own if joint else both(own, lambda: mock.patch.object(FlatClipping, "joint", False))
+
+
+def norms_without(drop: Callable[[int], list[int]]) -> dict[str, Patch | str]:
+    """Norms that leave out some of the parameters: ``drop`` of how many gives which."""
+
+    def change(original: Any, self: Any, norms: Tensor) -> Tensor:
+        norms = norms.clone()
+        if len(norms) > 1:
+            norms[drop(len(norms))] = 0.0
+        return original(self, norms)
+
+    return everywhere(factors(change, joint=False), factors(change, joint=False))
+
+
+def clipped_apart(groups: Callable[[int], list[slice]]) -> dict[str, Patch | str]:
+    """Every group of parameters is clipped to C by itself."""
+
+    def change(original: Any, self: Any, norms: Tensor) -> Tensor:
+        return torch.cat([original(self, norms[g]) for g in groups(len(norms))])
+
+    reason = "ghost clipping weights an example's loss, and so all of its gradient: it cannot clip parameters apart"
+    return everywhere(factors(change, joint=False), factors(change, joint=False), ghost=reason)
+
+
+def no_clipping() -> dict[str, Patch | str]:
+    patch = factors(lambda original, self, norms: torch.ones_like(norms))
+    return everywhere(patch, patch)
+
+
+def not_finite() -> dict[str, Patch | str]:
+    """The factor of an example that is not finite is what arithmetic makes of it."""
+    keep = attr(clipping, "_factor", lambda o: lambda norm, bound: (bound / (norm + 1e-6)).clamp(max=1.0))
+    return everywhere(keep, keep)
+
+
+def sums(change: Callable[[Any, tuple[Any, ...]], Any]) -> dict[str, Patch | str]:
+    """``change(original bound to its object, arguments)`` in place of a path's clipped sums."""
+    return {
+        path: attr(
+            kind, "clipped_sums", lambda original: lambda self, *a: change(lambda *b: original(self, *(b or a)), a)
+        )
+        for path, kind in GRADIENTS.items()
+    }
+
+
+def rounded(total: Any) -> Any:
+    if isinstance(total, list):
+        return [t.bfloat16().to(t.dtype) for t in total]
+    return total.bfloat16().to(total.dtype)
+
+
+def clip_the_batch() -> dict[str, Patch | str]:
+    """The gradient of the batch is clipped to C, not that of each example."""
+
+    def change(call: Any, args: tuple[Any, ...]) -> Any:
+        with attr(FlatClipping, "factors", lambda o: lambda self, norms: (norms.sum(0) * 0 + 1).expand_as(norms))():
+            total = call()
+        if isinstance(total, list):
+            norm = torch.sqrt(sum(t.double().square().sum() for t in total))
+            return [t * min(1.0, args[1].sensitivity / (float(norm) + 1e-6)) for t in total]
+        norm = total.norm(dim=1, keepdim=True)
+        return total * (args[2].double().unsqueeze(1) / (norm + 1e-6)).clamp(max=1.0)
+
+    patches = sums(change)
+
+    def backward(original: Any) -> Any:
+        def clip(self: Any, losses: Tensor) -> None:
+            with factors(lambda o, s, norms: torch.ones_like(norms))():
+                original(self, losses)
+            params, bound = self._params(), self._clipping().sensitivity
+            norm = torch.sqrt(sum(p.grad.square().sum() for p in params if p.grad is not None) + torch.zeros(()))
+            for p in params:
+                if p.grad is not None:
+                    p.grad = p.grad * min(1.0, bound / (float(norm) + 1e-6))
+            self._source.written(params)
+
+        return clip
+
+    return {**patches, "ghost": attr(GhostCriterion, "backward", backward)}
+
+
+def clip_the_share_of_the_mean() -> dict[str, Patch | str]:
+    """C is applied to g_i/b, an example's share of the mean, and b is multiplied back."""
+    b = 12.0
+
+    def change(original: Any, self: Any, norms: Tensor) -> Tensor:
+        return original(self, norms / b)
+
+    patch = factors(change)
+    return everywhere(patch, patch)
+
+
+def counted_twice() -> dict[str, Patch | str]:
+    """Every first example of a batch enters the sum twice."""
+
+    def change(original: Any, self: Any, norms: Tensor) -> Tensor:
+        out = original(self, norms).clone()
+        out[:, :1] *= 2.0
+        return out
+
+    patch = factors(change)
+    return everywhere(patch, patch)
+
+
+def stale_sum() -> dict[str, Patch | str]:
+    """The sum of the last batch is still there when the next one is added."""
+    kept: dict[str, Any] = {}
+
+    def add(key: str) -> Callable[[Any, tuple[Any, ...]], Any]:
+        def change(call: Any, args: tuple[Any, ...]) -> Any:
+            total = call()
+            last = kept.get(key)
+            kept[key] = total
+            if last is None or isinstance(last, list) != isinstance(total, list):
+                return total
+            if isinstance(total, list):
+                same = len(last) == len(total) and all(a.shape == b.shape for a, b in zip(last, total, strict=True))
+                return [a + b for a, b in zip(last, total, strict=True)] if same else total
+            return total + last if last.shape == total.shape else total
+
+        return change
+
+    return {path: sums(add(path))[path] for path in PATHS}
+
+
+def stale_parts() -> dict[str, Patch | str]:
+    """A batch that was abandoned stays in the accumulator, and no guard asks."""
+
+    def abandon(original: Any) -> Any:
+        def keep(self: Any) -> None:
+            self._micro_batch_is_last = None
+            self._step_skip_queue.clear()
+            self._forget_pending_passes()
+
+        return keep
+
+    unasked = attr(DPOptimizer, "_check_micro_batch_is_new", lambda original: lambda self: None)
+    patch = both(attr(DPOptimizer, "abandon_virtual_batch", abandon), unasked)
+    return everywhere(patch, "parts of a batch are summed in one call; nothing of them outlives it")
+
+
+def cross_terms_dropped() -> dict[str, Patch | str]:
+    def merged(original: Any) -> Any:
+        def merge(uses: Any) -> Any:
+            whole = original(uses)
+            if len(uses) == 1:
+                return whole
+
+            class Parted(Dense):
+                def squared_norm(self) -> Tensor:
+                    return sum(u.squared_norm() for u in uses)  # type: ignore[return-value]
+
+                def materialise(self) -> Tensor:
+                    return self.g
+
+            return Parted(whole.materialise())
+
+        return merge
+
+    # Small parameters are put side by side and their norm is taken of that, so the uses must stay apart here.
+    apart = both(attr(bookkeeping, "merge", merged), lambda: mock.patch.object(bookkeeping, "_SMALL", 0))
+    whole = "the norm is taken of the whole gradient, in which the uses have been added up"
+    refused = "ghost mode refuses a layer that is used twice"
+    return {
+        "hooks": whole,
+        "functorch": whole,
+        "ghost": refused,
+        "bookkeeping": apart,
+        "distributed": apart,
+        "stacked": apart,
+        "captured": apart,
+    }
+
+
+def theta_samples_clipped_apart() -> dict[str, Patch | str]:
+    """Each of K θ-samples is clipped by itself, and the sum has all of them under one charge."""
+
+    def end(original: Any) -> Any:
+        def collect(self: Any, params: Any, samples: int) -> None:
+            for p, rows in zip(params, self._rows(params), strict=True):
+                self._average[p] = torch.cat([self._average[p], rows]) if p in self._average else rows
+                p.grad_sample = self._average[p]
+                p.grad = None
+
+        return collect
+
+    def merged(original: Any) -> Any:
+        def merge(uses: Any) -> Any:
+            if len(uses) < 3:
+                return original(uses)
+            each = len(uses) // 3  # uses in one of three θ-samples
+            samples = [original(uses[i : i + each]).materialise() for i in range(0, len(uses), each)]
+            return Dense(torch.cat(samples))
+
+        return merge
+
+    rows = attr(PerExampleGradients, "end_of_sample", end)
+    reason = "one θ-sample a step"
+    apart = attr(bookkeeping, "merge", merged)
+    return {
+        "hooks": rows,
+        "functorch": rows,
+        "bookkeeping": apart,
+        "distributed": apart,
+        "ghost": "ghost mode refuses more than one θ-sample a step",
+        "stacked": reason,
+        "captured": reason,
+    }
+
+
+def old_bound() -> dict[str, Patch | str]:
+    """A scheduler changes C in the spec, and clipping keeps the old one."""
+    keep = attr(FlatClipping, "rescaled", lambda original: lambda self, bound: self)
+    return everywhere(keep, "C is fixed for the life of a stack")
+
+
+def rounded_norms() -> dict[str, Patch | str]:
+    def change(original: Any, self: Any, norms: Tensor) -> Tensor:
+        return original(self, norms.bfloat16().to(norms.dtype))
+
+    patch = factors(change)
+    return everywhere(patch, patch)
+
+
+def biases_left_out() -> dict[str, Patch | str]:
+    """Rows of the norm table that belong to vectors: every second one in these networks, and more if blocks are merged."""
+    return norms_without(lambda n: list(range(1, n, 2)))

@@ -1,0 +1,276 @@
+"""Bugs of the mechanism: what is added to the sum, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sowing import Patch, attr, both, everywhere
+from torch import Tensor
+
+import dpivon.privacy.gradients.bookkeeping as bookkeeping
+import dpivon.privacy.mechanism as mechanism
+import dpivon.stacked.stack as stacked
+from dpivon.privacy.gradients.per_example import PerExampleGradients
+from dpivon.privacy.layers.uses import Dense
+from dpivon.privacy.noise import TorchNoise
+from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.stack import StackedMechanism
+from dpivon.privacy.streams import POSTERIOR, PRIVACY, Streams
+from dpivon.release import Release
+
+
+def engine_release(change: Callable[..., Release]) -> Patch:
+    """``change(original, sums, spec, noise, charge)`` in place of ``mechanism.release``."""
+    return attr(mechanism, "release", lambda original: lambda *a: change(original, *a))
+
+
+def stack_release(change: Callable[..., Tensor]) -> Patch:
+    """``change(original, self, sums, step)`` in place of ``StackedMechanism.release``."""
+    return attr(StackedMechanism, "release", lambda original: lambda self, *a: change(original, self, *a))
+
+
+def noise_scaled(factor: Callable[[Any], float]) -> dict[str, Patch | str]:
+    """Noise multiplied by a factor that is read off a spec."""
+
+    def engine(original: Any, sums: Any, spec: Any, noise: Any, charge: Any) -> Release:
+        class Scaled:
+            def normal(self, like: Tensor, std: float) -> Tensor:
+                return noise.normal(like, std) * factor(spec)
+
+        return original(sums, spec, Scaled(), charge)
+
+    def stacks(original: Any, self: Any, sums: Tensor, step: Tensor) -> Tensor:
+        before = self.noise_std
+        self.noise_std = before * torch.tensor([[factor(s)] for s in self.specs])
+        try:
+            return original(self, sums, step)
+        finally:
+            self.noise_std = before
+
+    return everywhere(engine_release(engine), stack_release(stacks))
+
+
+def drawn(change: Callable[[Tensor], Tensor]) -> dict[str, Patch | str]:
+    """What the generators draw, changed."""
+
+    def engine(original: Any) -> Any:
+        return lambda self, like, std: change(original(self, like, std) / std) * std
+
+    def stacks(original: Any) -> Any:
+        def normal(self: Any, out: Tensor, step: Tensor, stream: int) -> Tensor:
+            original(self, out, step, stream)
+            if stream == PRIVACY:
+                for row in out:
+                    row.copy_(change(row))
+            return out
+
+        return normal
+
+    return everywhere(attr(TorchNoise, "normal", engine), attr(Streams, "normal", stacks))
+
+
+def same_noise_every_step() -> dict[str, Patch | str]:
+    def engine(original: Any) -> Any:
+        def normal(self: Any, like: Tensor, std: float) -> Tensor:
+            kept = self.__dict__.setdefault("kept", {})
+            if like.shape not in kept:
+                kept[like.shape] = original(self, like, 1.0)
+            return kept[like.shape] * std
+
+        return normal
+
+    stacks = attr(Streams, "normal", lambda o: lambda self, out, t, s: o(self, out, 0 * t if s == PRIVACY else t, s))
+    return everywhere(attr(TorchNoise, "normal", engine), stacks)
+
+
+def one_tensor_for_all_parameters() -> dict[str, Patch | str]:
+    def engine(original: Any, sums: Any, spec: Any, noise: Any, charge: Any) -> Release:
+        class Once:
+            seen: Tensor | None = None
+
+            def normal(self, like: Tensor, std: float) -> Tensor:
+                if self.seen is None:
+                    self.seen = noise.normal(like, std).flatten()
+                return self.seen.repeat(-(-like.numel() // len(self.seen)))[: like.numel()].view_as(like)
+
+        return original(sums, spec, Once(), charge)
+
+    def stacks(original: Any) -> Any:
+        def normal(self: Any, out: Tensor, step: Tensor, stream: int) -> Tensor:
+            original(self, out, step, stream)
+            if stream == PRIVACY:
+                half = out.shape[1] // 2
+                out[:, half : 2 * half] = out[:, :half]
+            return out
+
+        return normal
+
+    return everywhere(engine_release(engine), attr(Streams, "normal", stacks))
+
+
+def noise_before_clipping() -> dict[str, Patch | str]:
+    """Every example's gradient is noised and then clipped; nothing is added to the sum."""
+    silent = noise_scaled(lambda spec: 0.0)
+
+    def rows(original: Any) -> Any:
+        return lambda self, params: [r + torch.randn_like(r) for r in original(self, params)]
+
+    def merged(original: Any) -> Any:
+        def merge(uses: Any) -> Any:
+            g = original(uses).materialise()
+            return Dense(g + torch.randn_like(g))
+
+        return merge
+
+    reason = "a second backward makes the sum, no per-example gradient is there to be noised"
+    by_rows = both(attr(PerExampleGradients, "_rows", rows), silent["hooks"])  # type: ignore[arg-type]
+    by_uses = both(attr(bookkeeping, "merge", merged), silent["bookkeeping"])  # type: ignore[arg-type]
+    in_stack = both(attr(bookkeeping, "merge", merged), silent["stacked"])  # type: ignore[arg-type]
+    return {
+        "hooks": by_rows,
+        "functorch": by_rows,
+        "bookkeeping": by_uses,
+        "ghost": reason,
+        "distributed": by_uses,
+        "stacked": in_stack,
+        "captured": in_stack,
+    }
+
+
+def langevin_noise_instead() -> dict[str, Patch | str]:
+    """The release is not noised; the parameters are, after the step."""
+    silent = noise_scaled(lambda spec: 0.0)
+
+    def engine(original: Any) -> Any:
+        def step(self: Any, closure: Any = None) -> Any:
+            out = original(self, closure)
+            with torch.no_grad():
+                for p in self.params:
+                    p.add_(self.spec.noise_std / self.spec.divisor * torch.randn_like(p))
+            return out
+
+        return step
+
+    def stacks(original: Any) -> Any:
+        def update(self: Any, sums: Tensor) -> None:
+            original(self, sums)
+            for part in self.parts:
+                part.state["mean"].add_(0.01 * torch.randn_like(part.state["mean"]))
+
+        return update
+
+    return everywhere(
+        both(attr(DPOptimizer, "step", engine), silent["hooks"]),  # type: ignore[arg-type]
+        both(attr(stacked.Stack, "_update", stacks), silent["stacked"]),  # type: ignore[arg-type]
+    )
+
+
+def noise_of_theta() -> dict[str, Patch | str]:
+    """Privacy noise is the draw that made θ."""
+
+    def engine(original: Any) -> Any:
+        def sampled(self: Any, train: bool = False) -> Any:
+            inner, optimizer = original(self, train), self
+
+            @contextmanager
+            def block() -> Iterator[None]:
+                means = [p.detach().clone() for p in optimizer.params]
+                with inner:
+                    moved = [p.detach() - m for p, m in zip(optimizer.params, means, strict=True)]
+                    optimizer.drawn = [(d / (d.std() + 1e-30)).double() for d in moved]
+                    yield
+
+            return block()
+
+        return sampled
+
+    def release(original: Any, sums: Any, spec: Any, noise: Any, charge: Any) -> Release:
+        draws = iter(noise.session.optimizer.drawn)
+
+        class FromTheta:
+            def normal(self, like: Tensor, std: float) -> Tensor:
+                noise.normal(like, std)
+                return next(draws).view_as(like) * std
+
+        return original(sums, spec, FromTheta(), charge)
+
+    stacks = attr(Streams, "normal", lambda o: lambda self, out, t, s: o(self, out, t, POSTERIOR))
+    return everywhere(both(attr(DPOptimizer, "sampled_params", engine), engine_release(release)), stacks)
+
+
+def shared_seed() -> dict[str, Patch | str]:
+    def streams(original: Any) -> Any:
+        return lambda self, seeds, device: original(self, [seeds[0]] * len(seeds), device)
+
+    def generators(original: Any) -> Any:
+        def init(self: Any, generator: Any = None) -> None:
+            original(self, torch.Generator().manual_seed(0))
+
+        return init
+
+    return everywhere(attr(TorchNoise, "__init__", generators), attr(Streams, "__init__", streams))
+
+
+def noise_of_another_run() -> dict[str, Patch | str]:
+    def first_std(original: Any, self: Any, sums: Tensor, step: Tensor) -> Tensor:
+        self.noise_std = self.noise_std[:1].expand_as(self.noise_std)
+        return original(self, sums, step)
+
+    return everywhere("one run has one σ; there is no other run beside it", stack_release(first_std))
+
+
+def noise_for_every_part() -> dict[str, Patch | str]:
+    """Noise in every micro-batch of a logical batch, where the account knows one release."""
+
+    def engine(original: Any) -> Any:
+        def accumulate(self: Any) -> None:
+            original(self)
+            if self._check_skip_next_step(pop_next=False):
+                for p in self.params:
+                    p.summed_grad = p.summed_grad + self.noise.normal(p.summed_grad, self.spec.noise_std)
+
+        return accumulate
+
+    def parts(original: Any) -> Any:
+        def step(self: Any) -> None:
+            for part in self.sampler.parts(int(self._t)):
+                self._update(self.gradients.clipped_sums(self._theta(), self._batch(*part), self.mechanism.bound))
+
+        return step
+
+    return everywhere(attr(DPOptimizer, "clip_and_accumulate", engine), attr(stacked.Stack, "_step_in_parts", parts))
+
+
+def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
+    engine = attr(mechanism, "as_release", lambda o: lambda gradients, spec: Release(gradients, change(spec)))
+
+    def stacks(original: Any) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            original(self, *args)
+            self.variance = torch.tensor([[change(s)] for s in self.specs], dtype=torch.float32)
+
+        return init
+
+    return everywhere(engine, attr(StackedMechanism, "__init__", stacks))
+
+
+def divided_by_the_drawn_batch() -> dict[str, Patch | str]:
+    def engine(original: Any) -> Any:
+        def release(self: Any, spec: Any) -> None:
+            drawn = max(1, next((len(t) for t in self.watch.batch), 1))
+            original(self, spec.replace(expected_batch_size=float(drawn)))
+
+        return release
+
+    def batch(original: Any) -> Any:
+        def make(self: Any, *tensors: Tensor) -> Any:
+            made = original(self, *tensors)
+            self.mechanism.divisor = made.start.diff().clamp(min=1).double().unsqueeze(1)
+            return made
+
+        return make
+
+    return everywhere(attr(DPOptimizer, "_release", engine), attr(stacked.Stack, "_batch", batch))

@@ -1,0 +1,60 @@
+"""How a bug is sown: a patch at run time, on the paths on which it can be had.
+
+``paths`` maps a path to the patch for it, or to the reason why the bug cannot be had there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from dpivon.audit.subject import PATHS, STACK_PATHS
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.gradients.ghost import GhostGradients
+from dpivon.privacy.gradients.per_example import PerExampleGradients
+from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.reference import LoopedGradients
+
+Patch = Callable[[], Any]  # makes a context manager
+GRADIENTS = {
+    "hooks": PerExampleGradients,
+    "functorch": PerExampleGradients,
+    "bookkeeping": BookKeeper,
+    "ghost": GhostGradients,
+    "distributed": BookKeeper,
+    "stacked": LoopedGradients,
+    "captured": PaddedGradients,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    bug: str
+    expect: str  # part of the name of the check that should see it first
+    paths: dict[str, Patch | str] = field(default_factory=dict)
+
+
+def attr(target: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    """Replace an attribute by what ``make`` makes of the original."""
+    return lambda: mock.patch.object(target, name, make(getattr(target, name)))
+
+
+def both(*patches: Patch) -> Patch:
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with patches[0]():
+            if len(patches) == 1:
+                yield
+            else:
+                with both(*patches[1:])():
+                    yield
+
+    return entered
+
+
+def everywhere(engine: Patch | str, stacks: Patch | str, **special: Patch | str) -> dict[str, Patch | str]:
+    return {path: special.get(path, stacks if path in STACK_PATHS else engine) for path in PATHS}
