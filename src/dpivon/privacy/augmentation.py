@@ -81,7 +81,7 @@ class Augmentation:
         if self.padding == "zeros":
             outside = (above.unsqueeze(-1) | beside.unsqueeze(-2)).flatten(2).unsqueeze(2)
             found = found.masked_fill(outside, 0.0)
-        return found.view(-1, channels, height, width)
+        return found.reshape(-1, channels, height, width)
 
     def _line(self, moved: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Along one side: which pixel each position shows, and which positions are in the margin."""
