@@ -336,6 +336,10 @@ def test_what_makes_no_views_is_refused_by_name(wrong, words):
         Augmentation(**wrong)
 
 
+def test_numbers_are_whole_whatever_their_kind():
+    assert repr(Augmentation(4.0, crop=2.0)) == repr(Augmentation(4, crop=2))
+
+
 def test_views_are_of_pictures_larger_than_the_crop(data):
     with pytest.raises(ArgumentError, match=r"augment=.*shape \(40, 192\)"):
         Stack(RUNS, AnyNetwork(lambda: nn.Linear(192, 10)), data[0].flatten(1), data[1], augment=FOUR)

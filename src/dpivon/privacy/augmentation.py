@@ -39,11 +39,13 @@ class Augmentation:
     padding: str = "reflect"
 
     def __post_init__(self) -> None:
-        check_whole("views", self.views, "Use 4, or 1 for one view a picture", at_least=1)
+        views = check_whole("views", self.views, "Use 4, or 1 for one view a picture", at_least=1)
+        crop = check_whole("crop", self.crop, "Use 4 for pictures of 32×32, or 0 for no crop")
         if not isinstance(self.flip, bool):
             raise bad("flip", self.flip, "is neither true nor false", "Say whether pictures may be mirrored")
-        check_whole("crop", self.crop, "Use 4 for pictures of 32×32, or 0 for no crop")
         check_choice("padding", self.padding, PADDINGS, "Say what is in the margin")
+        for name, value in (("views", views), ("crop", crop)):
+            object.__setattr__(self, name, value)  # 4.0 is 4
 
     @property
     def changes(self) -> bool:
