@@ -184,6 +184,20 @@ def test_no_example_moves_the_sum_by_more_than_c_whatever_its_views(data, dtype,
         assert max(moves) > 0.05  # clipping is in force
 
 
+def test_clipping_every_view_by_itself_would_be_seen(data):
+    """The bug that the test above is for: four rows that are taken for four examples move the sum by nearly 4 C."""
+    images, labels = data
+    alike = images[:1].mean((2, 3), keepdim=True).expand(40, -1, 8, 8) + 0.01 * images
+    stack = Stack([Run("dp-sgd", 1, 1.0, 0.1, 0.1, 40)], AnyNetwork(build), alike, labels[:1].expand(40), augment=FOUR)
+    batch, theta = stack._batch(*stack.sampler.parts(0)[0]), stack._theta()
+    one = type(batch)(**(vars(batch) | {"start": torch.tensor([0, 1], dtype=torch.int32)}))
+    right, wrong = (LoopedGradients(stack.network, torch.float32, FOUR) for _ in range(2))
+    wrong.views = 1
+    moves = [float(way.clipped_sums(theta, one, stack.mechanism.bound).norm()) for way in (right, wrong)]
+    assert moves[0] <= 0.1 * (1 + 1e-5)
+    assert moves[1] > 0.3
+
+
 def test_a_view_that_is_not_finite_strikes_its_example_and_no_other(data):
     images, labels = data[0].clone(), data[1]
     images[7, :, 0, 0] = float("nan")  # in the corner: some views have cropped it away

@@ -5,7 +5,7 @@ views there are and whatever they show. More views cost time and no budget. (De 
 Private Image Classification through Scale*, 2022: "augmentation multiplicity".)
 
 Which view is drawn depends on the run's seed, the place in its streams and the example's number alone: not on who else is in
-the batch, nor on whether the batch is processed in parts.
+the batch, nor on what it shows, nor on whether the batch is processed in parts. Given the views, a release is the usual one.
 """
 
 from __future__ import annotations
