@@ -116,8 +116,7 @@ def test_the_mean_over_views_is_clipped_and_nothing_else(data, augment):
     stack = stack_of(data, runs=RUNS[::2], augment=augment)
     ways = {
         "loop": stack.gradients,
-        "traced": PaddedGradients(stack.network, stack.device, torch.float32, augment),
-        "in parts": PaddedGradients(stack.network, stack.device, torch.float32, augment, at_once=5),
+        "traced, in parts": PaddedGradients(stack.network, stack.device, torch.float32, augment, at_once=5),
     }
     assert isinstance(stack.gradients, LoopedGradients)
     for part in stack.sampler.parts(1):
@@ -278,6 +277,12 @@ def test_one_view_as_it_is_is_the_old_path(data):
     assert torch.equal(trained(plain).mean, trained(one).mean)
     # and a batch that is augmented is another one
     assert not torch.allclose(plain.mean, trained(stack_of(data)).mean)
+
+
+def test_views_that_are_all_alike_change_nothing(data):
+    plain, alike = stack_of(data, augment=None), stack_of(data, augment=Augmentation(3))
+    assert alike.augment is not None
+    torch.testing.assert_close(trained(alike).mean, trained(plain).mean, rtol=1e-4, atol=1e-6)
 
 
 def test_a_resumed_run_repeats_its_views(data, tmp_path):
