@@ -7,12 +7,13 @@ import torch
 from opacus.validators.module_validator import ModuleValidator
 
 from dpivon import ArgumentError
-from dpivon.models import MLP, PaperCNN, SmallCNN, TextEncoder, VisionTransformer, WideResNet
+from dpivon.models import MLP, CompactCNN, PaperCNN, SmallCNN, TextEncoder, VisionTransformer, WideResNet
 from dpivon.privacy.clipping import FlatClipping, clipped_sum
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 
 NETWORKS = [
     (PaperCNN, (3, 32, 32)),
+    (CompactCNN, (3, 32, 32)),
     (SmallCNN, (1, 8, 8)),
     (lambda: MLP(64, 10, hidden=(32, 16)), (1, 8, 8)),
 ]
@@ -60,6 +61,10 @@ def test_other_shapes() -> None:
 def test_impossible_shapes_are_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match=r"widths=.*12 is not a multiple of groups=8"):
         PaperCNN(widths=(8, 12))
+    with pytest.raises(ArgumentError, match=r"widths=.*24 is not a multiple of groups=16"):
+        CompactCNN(widths=(24, 32), depths=(1, 1))
+    with pytest.raises(ArgumentError, match=r"depths=\(1, 2\).*widths=\(32, 64, 128\)"):
+        CompactCNN(depths=(1, 2))
     with pytest.raises(ArgumentError, match="image_size=4"):
         PaperCNN(image_size=4)
     with pytest.raises(ArgumentError, match="hidden=0"):
@@ -71,6 +76,8 @@ def test_impossible_shapes_are_refused_by_name() -> None:
     [
         (WideResNet, lambda: torch.randn(3, 3, 32, 32), 2_751_146),
         (VisionTransformer, lambda: torch.randn(3, 3, 32, 32), 809_354),
+        (CompactCNN, lambda: torch.randn(3, 3, 32, 32), 279_882),
+        (lambda: CompactCNN(standardised=True), lambda: torch.randn(3, 3, 32, 32), 279_882),
         (TextEncoder, lambda: torch.randint(0, 5000, (3, 64)), 1_045_508),
     ],
 )

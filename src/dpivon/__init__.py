@@ -23,6 +23,7 @@ from dpivon.privacy import (
     budget,
     preflight,
 )
+from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.temperature import (
     CalibratedTemperature,
     calibrate_temperature,
@@ -41,6 +42,7 @@ __all__ = [
     "Accountant",
     "ArgumentError",
     "Audit",
+    "Augmentation",
     "BatchMemoryManager",
     "BayesByBackprop",
     "Budget",

@@ -16,6 +16,7 @@ from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
 from dpivon.privacy.accounting.history import History
+from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
 from dpivon.stacked.stack import Run, Stack
 
@@ -72,6 +73,7 @@ def fit(
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
     also: History | None = None,
+    augment: Augmentation | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
@@ -103,6 +105,7 @@ def fit(
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
             unless the data is public.
+        augment: views of every drawn picture, averaged before clipping (:class:`dpivon.Augmentation`): time, no budget.
         on_progress: ``on_progress(done, steps)`` is called after every block.
 
     A method that averages its iterates returns the average.
@@ -119,18 +122,19 @@ def fit(
     )
     seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
-    network = network_for(model, loss)
+    network = network_for(model, loss, augment)
     start = network.pack(model).unsqueeze(0)
-    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, dataset_size=n, steps=plan.steps)
+    known = {"dataset_size": n, "steps": plan.steps}
+    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, augment=augment, **known)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)
     at = {"averaged": run.averaged}
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
 
 
-def network_for(model: nn.Module, loss: Loss) -> AnyNetwork:
-    """The fastest way to train this model with this loss."""
-    trained = all(p.requires_grad for p in model.parameters())
+def network_for(model: nn.Module, loss: Loss, augment: Augmentation | None = None) -> AnyNetwork:
+    """The fastest way to train this model with this loss; the paper's kernels make no views of pictures."""
+    trained = all(p.requires_grad for p in model.parameters()) and used(augment) is None
     if loss is cross_entropy and trained and repr(model) == repr(PaperCNN()):  # nothing added, replaced or resized
         return PaperNetwork()
     return AnyNetwork(lambda: copy.deepcopy(model), loss)

@@ -12,11 +12,14 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
+from dpivon import Augmentation
+from dpivon.models import CompactCNN
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.program import Program
 from dpivon.privacy.kernels.reference import LoopedGradients
-from dpivon.privacy.streams import PRIVACY, SAMPLING, Streams, philox
+from dpivon.privacy.streams import PRIVACY, SAMPLING, VIEWS, Streams, philox
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 
 DEVICE = torch.device("cuda")
@@ -213,4 +216,90 @@ def test_no_example_moves_the_compiled_sum_of_any_network_by_more_than_c(data, d
         batch = batch_of([512], *fewer, spare=4)
         batch = dataclasses.replace(batch, places=torch.nn.functional.pad(batch.places, (0, 1), value=516))
         moved = float((whole - gradients.clipped_sums(theta, batch, bound)).norm())
+        assert 0.05 < moved <= 0.1 * (1 + 1e-5)
+
+
+VIEWED = Augmentation(3, flip=True, crop=4)
+
+
+def test_views_are_those_of_the_cpu():
+    seeds, element = [5, 1234567890123], torch.arange(600).view(-1, 3)
+    run = torch.arange(200, dtype=torch.int32) % 2
+    found = [
+        VIEWED.choice(Streams(seeds, d).words(run.to(d), element.to(d), torch.tensor(7, device=d), VIEWS)).cpu()
+        for d in (DEVICE, torch.device("cpu"))
+    ]
+    assert torch.equal(*found)
+    images = torch.randn(200, 3, 32, 32)
+    assert torch.equal(VIEWED.apply(images.to(DEVICE), found[0].to(DEVICE)).cpu(), VIEWED.apply(images, found[0]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_captured_views_equal_the_loop_in_parts_and_at_once(data, dtype, tolerance):
+    runs = [
+        Run("dp-sgd", 1, 1.0, 1.0, 0.003, 32),
+        Run("dp-adam", 2, 2.0, 1.0, 1e-3, 16),
+    ]  # calm: rounding must not grow
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
+    stacks = [Stack(runs, AnyNetwork(CompactCNN), *data, dtype=dtype, block=8, augment=VIEWED) for _ in range(3)]
+    whole, parts, looped = stacks
+    parts.gradients = PaddedGradients(parts.network, DEVICE, dtype, VIEWED, at_once=20)
+    looped.gradients = LoopedGradients(looped.network, torch.float32, VIEWED)
+    looped._launch = looped._step
+    for stack in stacks:
+        for _ in stack.train(16):
+            pass
+    assert whole._graph is not None
+    assert parts._graph is not None
+    assert len(parts.gradients._parts(parts._batch(*parts.sampler.parts(0)[0]))) > 1
+    start = torch.stack([whole.network.initial(r.seed) for r in whole.runs]).to(DEVICE)
+    for captured in (whole, parts):
+        for a, b, s in zip(captured.mean, looped.mean, start, strict=True):
+            assert float((a - b).norm() / (b - s).norm()) < tolerance
+
+
+def test_a_captured_step_makes_new_views_every_time():
+    """One picture, always drawn, and steps of no size: what is released differs by its views, and noise of next to nothing."""
+    image = torch.randn(1, 3, 32, 32, device=DEVICE)
+    run = Run("dp-sgd", 3, 1e-6, 1.0, 1e-12, 1, {"momentum": 0.0})
+    stack = Stack(
+        [run], AnyNetwork(CompactCNN), image, torch.zeros(1, dtype=torch.int64, device=DEVICE), block=1, augment=VIEWED
+    )
+    seen = []
+    original = stack._apply
+    kept = torch.zeros(1, stack.network.size, device=DEVICE)
+
+    def keeping(g, *rest):
+        kept.copy_(g)  # captured with the step
+        return original(g, *rest)
+
+    stack._apply = keeping
+    for _ in stack.train(10):
+        seen.append(kept.clone())
+    assert stack._graph is not None
+    for a, b in itertools.pairwise(seen[3:]):
+        assert float((a - b).norm()) > 0.01 * float(a.norm())
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_no_example_moves_the_compiled_sum_of_its_views_by_more_than_c(data, offset):
+    images, labels = data
+    alike, labels = images[:1] + 0.01 * images[:516] + offset, labels[:1].expand(516).contiguous()
+    network = AnyNetwork(CompactCNN)
+    theta, bound = network.initial(0).unsqueeze(0).to(DEVICE), torch.full((1,), 0.1, device=DEVICE)
+    gradients = PaddedGradients(network, DEVICE, torch.bfloat16, VIEWED, at_once=128)
+    streams, numbers = Streams([9], DEVICE), torch.arange(516 * 3, device=DEVICE).view(-1, 3)
+    run, at = torch.zeros(516, dtype=torch.int32, device=DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    views = VIEWED.choice(streams.words(run, numbers, at, VIEWS))
+
+    def sums(rows, count):
+        batch = batch_of([count], alike[rows], labels[rows], spare=516 - count)
+        places = torch.nn.functional.pad(batch.places, (0, 520 - batch.places.shape[1]), value=516)
+        return gradients.clipped_sums(theta, dataclasses.replace(batch, places=places, views=views[rows]), bound)
+
+    every = torch.arange(516, device=DEVICE)
+    whole = sums(every, 513)
+    for gone in (0, 200, 512):
+        rows = torch.cat([every[every != gone], every[:1]])
+        moved = float((whole - sums(rows, 512)).norm())
         assert 0.05 < moved <= 0.1 * (1 + 1e-5)

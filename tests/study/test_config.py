@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dpivon import budget, temperature_cost
+from dpivon import Augmentation, budget, temperature_cost
 from dpivon.errors import ArgumentError
 from dpivon.methods import METHODS
 from dpivon.stacked.rules import RULES
@@ -287,6 +287,69 @@ def test_rates_by_cell(resolved, tmp_path):
     beside = kept + "  - {method: dp-sgd, lr: 0.1}\n"
     with pytest.raises(ArgumentError, match="planned twice"):
         resolved(beside)
+
+
+def test_the_leaderboards_studies():
+    """Equal tuning for every method, its rates the middle ones, views and averaged iterates for all, ε as it says."""
+    final, tuning = (resolve(STUDIES / f"leaderboard{end}.yaml") for end in ("", "-tuning"))
+    assert (len(final.runs), len(tuning.runs)) == (18, 18)
+    for plan in (final, tuning):
+        assert plan.network == "compact"
+        assert plan.augment == Augmentation(2, flip=True, crop=4)
+        assert all("ema" in r.options or r.method == "dp-steady" for r in plan.runs)
+    for method in ("dp-sgd", "dp-adam", "dp-steady"):
+        rates = sorted({r.lr for r in tuning.runs if r.method == method})
+        assert {r.lr for r in final.runs if r.method == method} == {rates[1]}
+        assert len(rates) == 3
+    for sigma, target in zip(sorted({r.noise_multiplier for r in final.runs}), (7.5, 3.0), strict=True):
+        cost = {"dataset_size": 50_000, "batch_size": 4096, "epochs": 90, "delta": 1e-5, "noise_multiplier": sigma}
+        assert 0.99 * target < budget(**cost, also=[temperature_cost(35)]).epsilon <= target
+
+
+AUGMENTED = GOOD + "augment: {views: 4, flip: true, crop: 2}\n"
+
+
+def test_a_plan_with_views_comes_back_and_one_without_says_nothing_of_them(resolved, tmp_path):
+    plan, plain = resolved(AUGMENTED), resolved(GOOD)
+    assert plan.augment == Augmentation(4, flip=True, crop=2, padding="reflect")
+    plan.write(tmp_path / "p.json")
+    assert read_plan(tmp_path / "p.json") == plan
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert written["augment"] == {"views": 4, "flip": True, "crop": 2, "padding": "reflect"}
+    plain.write(tmp_path / "p.json")
+    assert "augment" not in json.loads((tmp_path / "p.json").read_text())
+    assert plain.digest != plan.digest
+    assert noise_seed(plain, plain.runs[0]) != noise_seed(plan, plan.runs[0])
+    # as they were before there were views
+    paper = resolve(STUDIES / "paper.yaml")
+    assert (paper.digest, noise_seed(paper, paper.runs[0])) == (DIGEST_OF_THE_PAPER, 5592308393345167930)
+    nothing = resolved(GOOD + "augment: {views: 1}\n")
+    assert nothing.augment is None
+    assert nothing.digest == plain.digest
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{flip: true}", r"augment\.views"),
+        ("{views: 0}", r"augment\.views"),
+        ("{views: 2, crop: -1}", r"augment\.crop"),
+        ("{views: 2, rotate: true}", r"augment\.rotate"),
+        ("{views: 2, padding: edge}", r"augment\.padding"),
+    ],
+)
+def test_what_is_wrong_with_views_is_named(resolved, given, words):
+    with pytest.raises(ArgumentError, match=words):
+        resolved(GOOD + f"augment: {given}\n")
+
+
+def test_a_plan_whose_views_are_damaged_is_refused(resolved, tmp_path):
+    resolved(AUGMENTED).write(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    for damaged, words in (('"views": 0', "views=0"), ('"views": [4]', r"views=\[4\]"), ('"viewz": 4', "viewz")):
+        (tmp_path / "p.json").write_text(text.replace('"views": 4', damaged))
+        with pytest.raises(ArgumentError, match=words):
+            read_plan(tmp_path / "p.json")
 
 
 def test_a_plan_without_a_temperature_keeps_its_digest(resolved):

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from dpivon import metrics, predict
+from dpivon.models import CompactCNN
 from dpivon.posterior import Posterior
-from dpivon.stacked import AnyNetwork, Run, Stack
+from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
+from dpivon.study import evaluate
 from dpivon.study.evaluate import predicted, scores
 from dpivon.study.watch import Watch, points
 
@@ -111,9 +113,35 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
         torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
         gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
         torch.testing.assert_close(whole["average"][j].information.float(), gain, rtol=1e-3, atol=1e-6)
-    monkeypatch.setattr("dpivon.study.evaluate._CHUNK", 4)
+    monkeypatch.setitem(evaluate._CHUNK, "cpu", 4)
     pieces = predicted(stack.network, mean, std, [x], samples=5, seed=3)
     torch.testing.assert_close(pieces["average"][0].probs, whole["average"][0].probs)
+
+
+def simply(network, mean, std, images, *, samples, seed):
+    """The obvious way: a model of its own for every draw, all pictures at once, as they come."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(samples)]
+    return torch.stack([network.model(row).eval()(evaluate.seen(images)).softmax(-1) for row in rows]).mean(0)
+
+
+@pytest.mark.parametrize("build", [PaperNetwork, lambda: AnyNetwork(CompactCNN)])
+def test_the_fast_way_to_score_is_the_obvious_one_to_rounding(build):
+    """Channels last, in pieces, one model for all draws; for bytes and for pictures that are normalised already."""
+    network, generator = build(), torch.Generator().manual_seed(0)
+    grey = torch.randint(0, 256, (70, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    mean = network.initial(1)
+    std = torch.full_like(mean, 0.02)
+    before = mean.clone()
+    found = predicted(network, mean, std, [grey, evaluate.seen(grey)[:5]], samples=3, seed=4)
+    with torch.no_grad():
+        expected = simply(network, mean, std, grey, samples=3, seed=4)
+        torch.testing.assert_close(found["average"][0].probs, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found["average"][1].probs, expected[:5], rtol=1e-4, atol=1e-6)
+        at_mean = network.model(mean).eval()(evaluate.seen(grey)).softmax(-1)
+    torch.testing.assert_close(found["mean"][0].probs, at_mean, rtol=1e-4, atol=1e-6)
+    assert torch.equal(mean, before)
+    assert not torch.allclose(expected, at_mean, rtol=1e-2)
 
 
 def test_a_run_that_diverged_has_no_scores(stack):

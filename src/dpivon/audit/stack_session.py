@@ -12,6 +12,7 @@ from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import StackedGradients
@@ -23,8 +24,15 @@ from dpivon.stacked.stack import Run, Stack
 class TracedNetwork(AnyNetwork):
     """Any network as the one fixed program that a GPU captures, on a CPU too."""
 
-    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
-        return PaddedGradients(self, device, dtype)
+    def gradients(
+        self,
+        runs: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        augment: Augmentation | None = None,
+    ) -> StackedGradients:
+        return PaddedGradients(self, device, dtype, augment)
 
 
 class _WatchedStreams:

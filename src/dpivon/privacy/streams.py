@@ -7,13 +7,14 @@ use and the tests hold the kernels to. Philox-4x32-10 (Salmon et al., *Parallel 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 #: Streams of one run; two draws with different stream, step or element never share a counter.
-POSTERIOR, PRIVACY, SAMPLING = 0, 1, 2
+POSTERIOR, PRIVACY, SAMPLING, VIEWS = 0, 1, 2, 3
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -23,13 +24,17 @@ _WORD = 0xFFFFFFFF
 def philox(seed: int, element: np.ndarray, step: int, stream: int) -> tuple[np.ndarray, ...]:
     """Four words of 32 random bits for every element."""
     x = [element.astype(np.uint64) & _WORD] + [np.full(element.shape, v, np.uint64) for v in (step & _WORD, stream, 0)]
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    return tuple(_rounds(x, seed & _WORD, (seed >> 32) & _WORD))
+
+
+def _rounds(x: list[Any], k0: Any, k1: Any) -> list[Any]:
+    """The ten rounds, on words kept in 64 bits: numpy's without a sign, torch's with one; products have the same bits."""
     for _ in range(10):
-        p0, p1 = x[0] * np.uint64(_MULTIPLIERS[0]), x[2] * np.uint64(_MULTIPLIERS[1])
-        high0, low0, high1, low1 = p0 >> np.uint64(32), p0 & _WORD, p1 >> np.uint64(32), p1 & _WORD
-        x = [high1 ^ x[1] ^ np.uint64(k0), low1, high0 ^ x[3] ^ np.uint64(k1), low0]
+        p0, p1 = x[0] * _MULTIPLIERS[0], x[2] * _MULTIPLIERS[1]
+        high0, high1 = (p0 >> 32) & _WORD, (p1 >> 32) & _WORD
+        x = [high1 ^ x[1] ^ k0, p1 & _WORD, high0 ^ x[3] ^ k1, p0 & _WORD]
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return tuple(x)
+    return x
 
 
 class Streams:
@@ -57,6 +62,16 @@ class Streams:
             values = np.stack([*_box_muller(a, b), *_box_muller(c, d)], 1).reshape(-1)[:p]
             row.copy_(torch.from_numpy(values))
         return out
+
+    def words(self, run: Tensor, element: Tensor, step: Tensor, stream: int) -> list[Tensor]:
+        """Four words of 32 random bits for every element [rows, n], each row from the stream of its run [rows].
+
+        ``step`` is read on the device, and nothing comes back from it, so a captured graph draws anew on every replay.
+        """
+        seed = self._seed_rows[run.long()].unsqueeze(1)
+        zero = torch.zeros_like(element)
+        x = [element & _WORD, zero + (step & _WORD), zero + stream, zero]
+        return _rounds(x, seed & _WORD, (seed >> 32) & _WORD)
 
     def poisson(self, examples: int, rates: Tensor, first_step: int, steps: int) -> Tensor:
         """[steps, K, examples] of 0 and 1: who is in which run's batch. ``rates`` are q·2³², whole numbers."""

@@ -128,5 +128,6 @@ def _fingerprint(stack: Stack) -> str:
     """Which stack this is, without its seeds, which are as secret as the noise."""
     shape = {k: list(v.shape) for p in stack.parts for k, v in p.state.items()}
     rates = [s.digest for s in stack.mechanism.specs]
-    text = json.dumps([[repr(run) for run in stack.runs], rates, shape, len(stack.inputs)])
+    views = [] if stack.augment is None else [repr(stack.augment)]  # left out: stacks from before there were any go on
+    text = json.dumps([[repr(run) for run in stack.runs], rates, shape, len(stack.inputs), *views])
     return hashlib.sha256(text.encode()).hexdigest()

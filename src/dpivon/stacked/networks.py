@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpivon.errors import bad
 from dpivon.models import PaperCNN
 from dpivon.optim.curvature import Matrices, matrix
+from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.guards import check_model
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
@@ -39,7 +41,18 @@ class Network(Protocol):
         """A model with these parameters."""
         ...
 
-    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients: ...
+    def load(self, row: Tensor, model: nn.Module) -> nn.Module:
+        """Put other parameters into a model that :meth:`model` made."""
+        ...
+
+    def gradients(
+        self,
+        runs: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        augment: Augmentation | None = None,
+    ) -> StackedGradients: ...
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -90,7 +103,9 @@ class AnyNetwork:
         return nn.utils.parameters_to_vector(trained(model)).detach()
 
     def model(self, row: Tensor) -> nn.Module:
-        model = copy.deepcopy(self._template).to(row.device)
+        return self.load(row, copy.deepcopy(self._template).to(row.device))
+
+    def load(self, row: Tensor, model: nn.Module) -> nn.Module:
         nn.utils.vector_to_parameters(row, trained(model))
         return model
 
@@ -109,10 +124,17 @@ class AnyNetwork:
         self.loss(outputs, targets)
         check_rows(self._given_loss, outputs, targets)
 
-    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
+    def gradients(
+        self,
+        runs: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        augment: Augmentation | None = None,
+    ) -> StackedGradients:
         if device.type == "cuda":
-            return PaddedGradients(self, device, dtype)
-        return LoopedGradients(self, dtype)
+            return PaddedGradients(self, device, dtype, augment)
+        return LoopedGradients(self, dtype, augment)
 
 
 class PaperNetwork(AnyNetwork):
@@ -135,14 +157,24 @@ class PaperNetwork(AnyNetwork):
         assert isinstance(model, PaperCNN)
         return self.layout.pack(model)
 
-    def model(self, row: Tensor) -> nn.Module:
-        model = copy.deepcopy(self._template).to(row.device)
+    def load(self, row: Tensor, model: nn.Module) -> nn.Module:
         assert isinstance(model, PaperCNN)
         return self.layout.unpack(row, model)
 
-    def gradients(self, runs: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StackedGradients:
+    def gradients(
+        self,
+        runs: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        augment: Augmentation | None = None,
+    ) -> StackedGradients:
         if device.type != "cuda":
-            return super().gradients(runs, capacity, device, dtype)
+            return super().gradients(runs, capacity, device, dtype, augment)
+        if augment is not None:
+            raise bad(
+                "augment", augment, "the kernels of the paper's network make no views", "Use AnyNetwork(network.build)"
+            )
         from dpivon.privacy.kernels.program import Program
 
         return Program(self.layout, runs, capacity, device, dtype)

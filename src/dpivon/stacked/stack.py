@@ -21,11 +21,12 @@ from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
 from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
+from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
-from dpivon.privacy.streams import POSTERIOR, Streams
+from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
 from dpivon.stacked.networks import AnyNetwork, Network
 from dpivon.stacked.rules import (
     AVERAGED,
@@ -137,6 +138,7 @@ class Stack:
         dtype: of forward and backward; norms and sums are wider.
         block: how many steps are drawn and charged at once.
         steps: how many steps are planned, if that is known: a step size may depend on it.
+        augment: views of every drawn picture, over which its gradient is averaged before it is clipped.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Stack:
         dtype: torch.dtype = torch.float32,
         block: int = 32,
         steps: int = 0,
+        augment: Augmentation | None = None,
     ) -> None:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
@@ -164,6 +167,9 @@ class Stack:
         check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
         if isinstance(network, AnyNetwork):
             network.try_loss(inputs, labels)
+        self.augment = used(augment)
+        if self.augment is not None:
+            self.augment.check(inputs)
         # Rows of one method stand together, so that each rule acts on a slice.
         self.order = sorted(range(len(runs)), key=lambda i: (list(RULES).index(runs[i].method), runs[i].kind))
         self.runs = [runs[i] for i in self.order]
@@ -174,7 +180,8 @@ class Stack:
         self.streams = Streams([r.seed for r in self.runs], self.device)
         self.mechanism = StackedMechanism(specs, self.streams, self.device)
         self.sampler = StackedSampler(specs, len(inputs), self.streams, self.device)
-        self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype)
+        views = {} if self.augment is None else {"augment": self.augment}
+        self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype, **views)
         self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0
         self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
@@ -305,8 +312,17 @@ class Stack:
         assert total is not None
         self._update(total)
 
-    def _batch(self, index: Tensor, *rest: Tensor) -> Batch:
-        return Batch(self.inputs[index], self.labels[index], *rest)
+    def _batch(self, index: Tensor, model: Tensor, start: Tensor, places: Tensor, seats: Tensor) -> Batch:
+        inputs, labels, views = self.inputs[index], self.labels[index], self._views(index, model)
+        return Batch(inputs, labels, model, start, places, seats, views)
+
+    def _views(self, index: Tensor, model: Tensor) -> Tensor | None:
+        """How each view is made: from its run's stream, by the example's number and the view's."""
+        if self.augment is None:
+            return None
+        number = torch.arange(self.augment.views, device=index.device)
+        element = index.unsqueeze(1) * self.augment.views + number
+        return self.augment.choice(self.streams.words(model, element, self._at, VIEWS))
 
     def _theta(self) -> Tensor:
         eps = self.streams.normal(self._eps, self._at, POSTERIOR)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting import budget
+from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.study.datasets import train_size
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.plan import Plan, PlannedRun
@@ -82,12 +83,24 @@ class Evaluate(_Strict):
         )
 
 
+class Augment(_Strict):
+    """Views of every drawn picture: see :class:`dpivon.Augmentation`."""
+
+    views: Whole
+    flip: bool = False
+    crop: Annotated[int, Field(ge=0)] = 0
+    padding: Literal["reflect", "zeros"] = "reflect"
+
+    def plain(self) -> Augmentation | None:
+        return used(Augmentation(**self.model_dump()))
+
+
 class Study(_Strict):
     """The file."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
     dataset: Literal["cifar10", "fashion-mnist", "digits"]
-    network: Literal["paper", "small"]
+    network: Literal["paper", "small", "compact"]
     split: Literal["final", "tuning"] = "final"
     epochs: Whole
     seeds: Whole = 1
@@ -99,6 +112,7 @@ class Study(_Strict):
     methods: Annotated[list[Entry], Field(min_length=1)]
     classes: list[Annotated[int, Field(ge=0, le=9)]] = []
     evaluate: Evaluate | None = None
+    augment: Augment | None = None
     assumptions: list[str] = []
 
 
@@ -125,6 +139,7 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
         assumptions=tuple(study.assumptions),
         classes=tuple(study.classes),
         evaluate=study.evaluate.plain() if study.evaluate else None,
+        augment=study.augment.plain() if study.augment else None,
     )
 
 

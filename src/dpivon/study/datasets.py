@@ -15,7 +15,7 @@ from dpivon.data.cifar10 import TRAIN
 from dpivon.data.fashion_mnist import SIZES
 from dpivon.data.split import SHARE
 from dpivon.errors import bad
-from dpivon.models.cnn import SmallCNN
+from dpivon.models import CompactCNN, PaperCNN, SmallCNN
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, Network, PaperNetwork
 from dpivon.study.plan import CLASSES, Plan
@@ -102,5 +102,9 @@ def build_network(plan: Plan, data: StudyData) -> Network:
     if plan.network == "paper":
         if (height, channels) != (32, 3):
             raise bad("network", "paper", f"takes colour pictures of 32×32, not {plan.dataset}", "Use small")
+        if plan.augment is not None:  # its kernels make no views
+            return AnyNetwork(lambda: PaperCNN(classes=plan.outputs))
         return PaperNetwork(Layout(classes=plan.outputs))
+    if plan.network == "compact":
+        return AnyNetwork(lambda: CompactCNN(in_channels=channels, classes=plan.outputs))
     return AnyNetwork(lambda: SmallCNN(in_channels=channels, classes=plan.outputs, image_size=height))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpivon.errors import bad
 from dpivon.methods import method as make
 from dpivon.posterior import Posterior
 from dpivon.privacy import PrivacyEngine
@@ -31,6 +32,9 @@ HOOKS = "hooks.csv"
 def run_hooks(plan: Plan, out: Path, settings: Settings) -> Outcome:
     """Run what has no row in hooks.csv yet; a run that is stopped begins again."""
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if plan.augment is not None:
+        fix = "Compare a plan without it"
+        raise bad("augment", plan.augment, "is for stacks: the ordinary loop here makes no views", fix)
     deadline = time.monotonic() + 60 * settings.minutes if settings.minutes else float("inf")
     out.mkdir(parents=True, exist_ok=True)
     with alone(out):

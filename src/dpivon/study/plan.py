@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
+from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
 from dpivon.study.evaluation import HELD_OUT, Evaluation
 
 FORMAT = "dpivon-study-1"
 DATASETS = ("cifar10", "fashion-mnist", "digits")
-NETWORKS = ("paper", "small")
+NETWORKS = ("paper", "small", "compact")
 SPLITS = ("final", "tuning")
 CLASSES = 10  # of each of the data sets
 _FIX = "Write the plan with `dpivon study resolve`"
@@ -51,7 +52,9 @@ class Plan:
     none; ``evaluate`` is what to look at beyond the test set.
 
     ``temperature_noise`` above 0 is σ of a private temperature, chosen on the training data when a run is done and charged to
-    it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``."""
+    it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``.
+
+    ``augment`` makes views of every drawn picture, averaged before clipping."""
 
     name: str
     dataset: str
@@ -66,6 +69,7 @@ class Plan:
     classes: tuple[int, ...] = ()
     evaluate: Evaluation | None = None
     temperature_noise: float = 0.0
+    augment: Augmentation | None = None
 
     def __post_init__(self) -> None:
         check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
@@ -137,6 +141,7 @@ class Plan:
         unused = {"classes"} if not self.classes else set()
         unused |= {"evaluate"} if self.evaluate is None else set()
         unused |= {"temperature_noise"} if not self.temperature_noise else set()
+        unused |= {"augment"} if self.augment is None else set()
         return {k: v for k, v in asdict(self).items() if k not in unused}
 
     def write(self, path: Path) -> None:
@@ -155,6 +160,8 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
     belongs on public data.
     """
     text = f"{plan.name}|{plan.split}|{plan.epochs}|{plan.seed}|{run.id}"
+    if plan.augment is not None:  # left out otherwise: plans from before it existed keep their noise
+        text += f"|{plan.augment}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
@@ -194,6 +201,8 @@ def read_plan(path: Path) -> Plan:
         if raw.get("evaluate") is not None:
             known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["evaluate"].items()}
             raw["evaluate"] = Evaluation(**known)
+        if raw.get("augment") is not None:
+            raw["augment"] = Augmentation(**raw["augment"])
         return Plan(**raw)
     except ArgumentError:
         raise

@@ -18,7 +18,7 @@ COLUMNS = (
     *SCORES, *(f"mc_{s}" for s in SCORES), "mc_samples",
     "temperature", "epsilon_tempered", *(f"tempered_{s}" for s in SCORES),
     "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
-    "steps", "releases", "train_size", "dataset", "network", "split",
+    "steps", "releases", "train_size", "dataset", "network", "augment", "split",
     "seconds", "stack_size", "stack_methods", "precision", "hardware", "torch", "version", "id",
 )  # fmt: skip
 DIAGNOSTIC_COLUMNS = (
@@ -36,6 +36,7 @@ _TEXT = {
     "options",
     "dataset",
     "network",
+    "augment",
     "split",
     "precision",
     "hardware",

@@ -10,29 +10,24 @@ from torch import Tensor
 from dpivon.stacked import Stack
 from dpivon.stacked.temperature import calibrate_stack
 from dpivon.study.datasets import StudyData
-from dpivon.study.evaluate import gaussian, label_scores, predicted
+from dpivon.study.evaluate import label_scores
 from dpivon.temperature import temper
 
 
 @torch.no_grad()
 def tempered_scores(
-    stack: Stack, data: StudyData, *, noise_multiplier: float, samples: int, seeds: Sequence[int]
+    stack: Stack, data: StudyData, said: Sequence[Sequence[Tensor]], *, noise_multiplier: float
 ) -> list[dict[str, float]]:
-    """The temperature of every run, and its scores after it; NaN where the run has diverged."""
+    """The temperature of every run, and its scores after it; NaN where the run has diverged. ``said`` is what each run
+    predicts, of the test set and of the training data."""
     device = torch.device("cpu")  # of the noise: a study's seeds are public, and the same on every machine
-    training, test = [], []
-    for i, seed in enumerate(seeds):
-        pictures = [data.images, data.eval_images]
-        found = predicted(stack.network, *gaussian(stack, i), pictures, samples=samples, seed=seed)
-        first, second = (answer.probs for answer in found.get("average", found["mean"]))
-        training.append(_usable(first).to(device))
-        test.append(second)
-    generators = [torch.Generator(device).manual_seed(stack.runs[stack._row(i)].seed) for i in range(len(seeds))]
+    training = [_usable(probs).to(device) for _, probs in said]
+    generators = [torch.Generator(device).manual_seed(stack.runs[stack._row(i)].seed) for i in range(len(said))]
     temperatures = calibrate_stack(
         stack, training, data.labels.to(device), noise_multiplier=noise_multiplier, generators=generators
     )
     out = []
-    for temperature, probs in zip(temperatures, test, strict=True):
+    for temperature, (probs, _) in zip(temperatures, said, strict=True):
         tempered = temper(probs, temperature) if bool(torch.isfinite(probs).all()) else probs
         after = label_scores(tempered, data.eval_labels)
         out.append({"temperature": temperature} | {f"tempered_{key}": value for key, value in after.items()})

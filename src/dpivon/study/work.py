@@ -6,10 +6,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dpivon._version import __version__
 from dpivon.durable.ledger import Terms, read
@@ -21,7 +23,7 @@ from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
 from dpivon.study.beyond import Condition, beyond_rows
 from dpivon.study.datasets import StudyData, build_network
-from dpivon.study.evaluate import scores
+from dpivon.study.evaluate import gaussian, predicted, scores_of
 from dpivon.study.folder import Results, open_stack
 from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, sample_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
@@ -83,7 +85,10 @@ class Work:
             dtype=PRECISIONS[self.precision],
             block=settings.block,
             steps=self.total,
+            augment=plan.augment,
         )
+        if plan.network == "paper" and plan.augment is not None and device.type == "cuda":
+            progress.say(f"{title}: the paper's network without its kernels, which make no views")
         open_stack(folder, runs)
         self.kept = StackCheckpoints(self.stack, folder)
         extra = self.kept.restore()
@@ -135,29 +140,30 @@ class Work:
         """Evaluate: a row a run, and what the plan's ``evaluate`` asks for."""
         self.progress.say(f"{self.title}: evaluating")
         last = {d["id"]: d for d in self.diagnostics}
-        rows, beyond = [], []
+        pictures = [self.data.eval_images, *([self.data.images] if self.plan.temperature_noise else [])]
+        rows, beyond, said = [], [], []
         for i, run in enumerate(self.runs):
             draws = {"samples": self.plan.mc_samples, "seed": sample_seed(self.plan, run)}
-            found = scores(self.stack, i, self.data.eval_images, self.data.eval_labels, **draws)
+            mean, std = gaussian(self.stack, i)
+            answers = predicted(self.stack.network, mean, std, pictures, **draws)
+            found = scores_of(answers, self.data.eval_labels, self.plan.mc_samples)
+            said.append([answer.probs for answer in answers.get("average", answers["mean"])])
             if self.plan.evaluate is not None:
                 beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, **draws)
             seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
             rows.append(self._facts(i, run) | seen | found)
         if self.plan.temperature_noise:
-            self._temper(rows)
+            self._temper(rows, said)
         kept = {run.id: self._posterior(i) for i, run in enumerate(self.runs)} if self.settings.keep else {}
         return Results(rows, self.diagnostics, beyond, kept)
 
-    def _temper(self, rows: list[dict[str, Any]]) -> None:
+    def _temper(self, rows: list[dict[str, Any]], said: Sequence[Sequence[Tensor]]) -> None:
         """Last, since it is a release: what was scored before cost what it says."""
         self.progress.say(f"{self.title}: choosing temperatures")
         noise, mechanism = self.plan.temperature_noise, self.stack.mechanism
         terms = (temperature_spec(noise).terms,) * len(self.runs)
         self.custody.ahead(terms, mechanism.charged + HALVINGS)
-        seeds = [sample_seed(self.plan, run) for run in self.runs]
-        found = tempered_scores(
-            self.stack, self.data, noise_multiplier=noise, samples=self.plan.mc_samples, seeds=seeds
-        )
+        found = tempered_scores(self.stack, self.data, said, noise_multiplier=noise)
         for i, (row, scored) in enumerate(zip(rows, found, strict=True)):
             row.update(scored | {"epsilon_tempered": self.stack.epsilon(i, self.plan.delta)})
 
@@ -217,6 +223,7 @@ def facts(plan: Plan, run: PlannedRun, examples: int, device: torch.device) -> d
         "train_size": examples,
         "dataset": plan.dataset,
         "network": plan.network,
+        "augment": changed(asdict(plan.augment)) if plan.augment else "",
         "split": plan.split,
         "hardware": hardware(device),
         "torch": torch.__version__,

@@ -28,7 +28,7 @@ from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHo
 from dpivon.privacy.layers.fallback import opacus_rule
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
-from dpivon.privacy.layers.uses import Dense, Use, merge
+from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.precision import capturing, wide
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
@@ -247,10 +247,10 @@ class BookKeeper:
                 "and run forward and backward on one batch."
             )
         self._scale = scale
-        with self._pool.active():
+        with self._pool.active(), views_of_examples(self.augmentations):
             found = uses(g.detach())
         for p, use in found.items():
-            use = use.grouped(self.augmentations) if self.augmentations > 1 else use
+            use = settled(use.grouped(self.augmentations)) if self.augmentations > 1 else use
             self._uses[p].append(use)
             self._kept += [(t, _version(t)) for t in vars(use).values() if isinstance(t, Tensor)]
 

@@ -19,3 +19,4 @@ class Batch:
     start: Tensor  # [K + 1], where each run's examples begin
     places: Tensor  # [K, most], each run's rows
     seats: Tensor  # [capacity], the inverse: where in places.flatten() each row is; any for spare rows
+    views: Tensor | None = None  # [capacity, views, 3], how each view of it is made; None for the example itself

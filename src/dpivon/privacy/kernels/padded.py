@@ -3,26 +3,33 @@
 Batches are padded to one length, and the loss of a spare row is zero. No value is looked at on the way, so that a CUDA graph
 may capture the whole step. Tracing runs the ordinary book-keeping and records what it does, so there are no second rules to
 keep in step with the first.
+
+A batch that does not fit into memory at once is taken in parts of one size, all of them inside the captured step: the same
+release, its sum added up in double.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.augmentation import Augmentation, of_every_view
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FlatClipping
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.reference import RowModel, autocast
+from dpivon.privacy.kernels.reference import RowModel, autocast, seen
+from dpivon.privacy.kernels.room import examples_at_once
 from dpivon.privacy.precision import full_precision
 
-Sums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Sums = Callable[..., Tensor]
 
 
 class TemplateModel(RowModel, Protocol):
@@ -32,11 +39,22 @@ class TemplateModel(RowModel, Protocol):
 
 
 class PaddedGradients:
-    """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`."""
+    """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`.
 
-    def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self.step = _Step(network, device, dtype)
+    ``at_once`` is how many examples of a run a pass takes; by default as many as memory allows.
+    """
+
+    def __init__(
+        self,
+        network: TemplateModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        augment: Augmentation | None = None,
+        *,
+        at_once: int | None = None,
+    ) -> None:
+        self.device, self.network, self.at_once = device, network, at_once
+        self.step = _Step(network, device, dtype, augment)
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[float, Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
@@ -45,12 +63,25 @@ class PaddedGradients:
         return inputs
 
     def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+        parts, views = self._parts(batch), () if batch.views is None else (batch.views,)
+        sums = []
         with full_precision():
-            sums = [
-                self._compiled(c)(row, batch.inputs, batch.labels, places)
-                for row, places, c in zip(theta, batch.places, self._numbers(bound), strict=True)
-            ]
+            for k, (row, c) in enumerate(zip(theta, self._numbers(bound), strict=True)):
+                each = (self._compiled(c)(row, batch.inputs, batch.labels, places[k], *views) for places in parts)
+                sums.append(functools.reduce(torch.add, each))
         return torch.stack(sums)
+
+    def _parts(self, batch: Batch) -> Sequence[Tensor]:
+        """The runs' places in parts of one size; where they all fit at once, as they are."""
+        if self.at_once is None:
+            self.at_once = examples_at_once(self.network.template().to(self.device), batch.inputs, self.step.views)
+        most = batch.places.shape[1]
+        if most <= self.at_once:
+            return [batch.places]
+        size = -(-most // -(-most // self.at_once))  # the fewest parts, about equal
+        whole = -(-size // EXAMPLES_AT_ONCE) * EXAMPLES_AT_ONCE  # which sums are padded to anyway
+        size = whole if whole <= self.at_once else size
+        return F.pad(batch.places, (0, -most % size), value=len(batch.labels)).split(size, 1)
 
     def _numbers(self, bound: Tensor) -> list[float]:
         """The bounds, read once and again whenever they change: a capture cannot read them off the device, so it refuses a
@@ -72,33 +103,39 @@ class PaddedGradients:
 
         return self._program.get(bound, first)
 
-    def _one(self, bound: float, row: Tensor, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+    def _one(self, bound: float, row: Tensor, *batch: Tensor) -> Tensor:
         parts = row.split([p.numel() for p in self.params.values()])
         values = {n: v.view_as(p).detach() for (n, p), v in zip(self.params.items(), parts, strict=True)}
         with torch.enable_grad():
             leaves = {n: v.requires_grad_() for n, v in values.items()}
             # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
-            sums: Tensor = functional_call(self.step, leaves, (bound, inputs, labels, places))
+            sums: Tensor = functional_call(self.step, leaves, (bound, *batch))
         return sums
 
 
 class _Step(nn.Module):
     """One run's clipped sum as a module, so that its parameters can be put in from outside."""
 
-    def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, network: TemplateModel, device: torch.device, dtype: torch.dtype, augment: Augmentation | None
+    ) -> None:
         super().__init__()
-        self.network, self.device, self.dtype = network, device, dtype
+        self.network, self.device, self.dtype, self.augment = network, device, dtype, augment
+        self.views = 1 if augment is None else augment.views
         self.model = network.template().to(device)
-        self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum")
+        self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum", augmentations=self.views)
 
-    def forward(self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
-        spare = places >= len(labels)
+    def forward(
+        self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor, views: Tensor | None = None
+    ) -> Tensor:
+        spare = of_every_view(places >= len(labels), self.augment)
         places = places.clamp(max=len(labels) - 1)
         params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.keeper.clear(params)
         with autocast(self.device, self.dtype):
-            outputs = self.model(inputs[places])
-        self.network.loss(outputs.float(), labels[places]).masked_fill(spare, 0.0).sum().backward()
+            outputs = self.model(seen(self.augment, inputs[places], views, places))
+        labels = of_every_view(labels[places], self.augment)
+        self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
         sums = self.keeper.clipped_sums(params, FlatClipping(bound))
         self.keeper.forget_passes()
         return torch.cat([s.flatten() for s in sums])

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.batch import Batch
@@ -30,8 +31,9 @@ EXAMPLES_AT_ONCE = 64  # so that activations stay in the cache, and cost grows n
 class LoopedGradients:
     """Clipped sums, run by run."""
 
-    def __init__(self, network: RowModel, dtype: torch.dtype) -> None:
-        self.network, self.dtype = network, dtype
+    def __init__(self, network: RowModel, dtype: torch.dtype, augment: Augmentation | None = None) -> None:
+        self.network, self.dtype, self.augment = network, dtype, augment
+        self.views = 1 if augment is None else augment.views
 
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
@@ -55,20 +57,30 @@ class LoopedGradients:
     def _sums(
         self, model: nn.Module, params: list[nn.Parameter], batch: Batch, rows: slice, clipping: FlatClipping
     ) -> list[Tensor]:
-        keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+        keeper = BookKeeper(model, batch_first=True, loss_reduction="sum", augmentations=self.views)
         total: list[Tensor] = []
-        for begin in range(rows.start, rows.stop, EXAMPLES_AT_ONCE):
-            part = slice(begin, min(begin + EXAMPLES_AT_ONCE, rows.stop))
+        at_once = max(1, EXAMPLES_AT_ONCE // self.views)
+        for begin in range(rows.start, rows.stop, at_once):
+            part = slice(begin, min(begin + at_once, rows.stop))
+            labels = of_every_view(batch.labels[part], self.augment)
             with torch.enable_grad():
                 with autocast(params[0].device, self.dtype):
-                    outputs = model(batch.inputs[part])
-                self.network.loss(outputs.float(), batch.labels[part]).sum().backward()
+                    outputs = model(seen(self.augment, batch.inputs[part], batch.views, part))
+                self.network.loss(outputs.float(), labels).sum().backward()
             sums = keeper.clipped_sums(params, clipping)
             keeper.forget_passes()
             keeper.clear(params)
             total = [t + s for t, s in zip(total, sums, strict=True)] if total else sums
         keeper.detach_from_model()
         return total
+
+
+def seen(augment: Augmentation | None, inputs: Tensor, views: Tensor | None, rows: slice | Tensor) -> Tensor:
+    """What the model sees of these rows' inputs: themselves, or their views."""
+    if augment is None:
+        return inputs
+    assert views is not None
+    return augment.apply(inputs, views[rows])
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

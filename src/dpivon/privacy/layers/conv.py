@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense
+from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense, rows_of_an_example
 from dpivon.privacy.precision import product, wide
 
 _PATCHES = 2**20  # elements of unfolded input that are made at a time on a CPU
@@ -52,7 +52,9 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
         (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
         view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
         d, order = kh * kw * c, Order(torch.Size((p, kh, kw, c)), (0, 3, 1, 2))
-        if materialises(out, d, p):
+        # Of several views the sum is materialised, not each; a CPU makes each in its cache.
+        unmade = rows_of_an_example() > 1 and not _in_cache(out)
+        if not unmade and materialises(out, d, p):
             uses[layer.weight] = Dense(_gradients(out, view, d), order)
         else:
             uses[layer.weight] = Outer(view.reshape(len(x), -1, d), out, layer.weight.shape, order=order)
@@ -64,7 +66,7 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
 def _gradients(out: Tensor, view: Tensor, d: int) -> Tensor:
     """Σ_t G_it ⊗ patch_it for every example, [B, p, d]. The patches are needed for this product only: on a CPU they are made
     for a few examples at a time, in memory that stays in the cache."""
-    if out.is_cuda or out.dtype == torch.bfloat16:
+    if not _in_cache(out):
         return product(out.mT, view.reshape(len(view), -1, d))
     gradients = empty((len(view), out.shape[2], d), out)
     each = view[0].numel() if len(view) else 1
@@ -76,6 +78,10 @@ def _gradients(out: Tensor, view: Tensor, d: int) -> Tensor:
         torch.bmm(out[i : i + rows].mT, made, out=gradients[i : i + rows])
     free(patches)
     return gradients
+
+
+def _in_cache(out: Tensor) -> bool:
+    return not out.is_cuda and out.dtype != torch.bfloat16
 
 
 def unfold(layer: _ConvNd, x: Tensor) -> Tensor:

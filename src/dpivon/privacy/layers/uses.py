@@ -9,7 +9,9 @@ rounded sum, would let one example contribute more than C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +26,7 @@ MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
 
 
+_batch = threading.local()
 _SHORT = 256  # positions of an example that are compared pair by pair
 
 
@@ -238,6 +241,30 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
 def materialises(g: Tensor, d: int, p: int) -> bool:
     """Whether per-example gradients of p·d elements, each a sum over the positions of g [B, T, …], are made and kept."""
     return g.shape[1] > 1 and 4 * len(g) * p * d <= memory_cap(g)
+
+
+@contextmanager
+def views_of_examples(rows: int) -> Iterator[None]:
+    """Inside, so many consecutive rows of a batch are one example, whose gradients the book-keeper adds up."""
+    before = rows_of_an_example()
+    _batch.rows = rows
+    try:
+        yield
+    finally:
+        _batch.rows = before
+
+
+def rows_of_an_example() -> int:
+    """A rule may leave gradients unmade where an example has several rows: added up first, there are fewer to make."""
+    return getattr(_batch, "rows", 1)
+
+
+def settled(use: Use) -> Use:
+    """The same, materialised where memory allows: for what a rule left unmade, when its rows have been added up."""
+    if not isinstance(use, Outer) or not materialises(use.g, use.a.shape[2], use.g.shape[2]):
+        return use
+    made = product(use.a.mT, use.g) if use.transposed else product(use.g.mT, use.a)
+    return Dense(made.reshape(len(made), *use.shape) if use.order is None else made, use.order)
 
 
 def memory_cap(t: Tensor) -> int:
