@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -25,6 +25,7 @@ from dpivon.optim.curvature import (
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std
+from dpivon.optim.metric import FactoredMetric, flat
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
 from dpivon.optim.sgld_rule import PSGLD, SGLD
@@ -90,6 +91,53 @@ class AveragedRows:
         if self.traced:
             own["spread"] = spread_update(state["spread"], before, new["mean"], decay=decay, t=t)
         return {**new, **own}
+
+
+@dataclass(frozen=True)
+class MetricRows:
+    """Any rows whose releases were clipped in a metric (:mod:`dpivon.optim.metric`), D^−power for each row its own power.
+
+    Their state has D of the next release beside it. What comes in is S/b, still stretched. In their ``hyper`` the variance
+    of its noise is called ``scaled_variance``: whoever asks for ``noise_variance`` is to get that of a coordinate, or nothing.
+    """
+
+    rule: Rule
+    matrices: Matrices
+    metric: FactoredMetric = field(default_factory=FactoredMetric)
+
+    @property
+    def samples(self) -> bool:
+        return self.rule.samples
+
+    def start(self, mean: Tensor, hyper: Rows) -> Rows:
+        return {
+            **self.rule.start(mean, hyper),
+            "metric": torch.ones_like(mean),
+            "metric_second": torch.zeros_like(mean),
+        }
+
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
+        return self.rule.theta(_without_metric(state), noise, t, hyper)
+
+    def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
+        variance, g = noise_variance(state, hyper), g / state["metric"]
+        new = self.rule.step(_without_metric(state), g, noise, t, {**hyper, "noise_variance": variance})
+        rho = torch.full_like(hyper["metric"], self.metric.decay)
+        evidence = self.metric.evidence(state["metric_second"], g, noise_variance=variance, t=t, decay=rho)
+        made = flat(self.metric.factors(evidence, self.matrices, hyper["metric"].unsqueeze(-1)))
+        scale = torch.where(t % self.metric.every == 0, made, state["metric"])
+        return {**new, "metric": scale, "metric_second": evidence.memory["second"]}
+
+
+def noise_variance(state: Rows, hyper: Rows) -> Tensor:
+    """Of the next release: a column, or under a metric one a coordinate."""
+    if "metric" not in state:
+        return hyper["noise_variance"]
+    return hyper["scaled_variance"] / state["metric"].square()
+
+
+def _without_metric(state: Rows) -> Rows:
+    return {key: value for key, value in state.items() if key not in ("metric", "metric_second")}
 
 
 def _without_average(state: Rows) -> Rows:

@@ -7,6 +7,7 @@ the number of steps that the average is worth, t at first and (1 + ρ)/(1 − ρ
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +40,23 @@ class SquareAverage(SecondMoment):
         return evidence.memory["second"] / debias(evidence.decay, evidence.t)
 
     def standard_error(self, evidence: Evidence[Any]) -> Any:
-        """Of a_t where there is no signal: s² √(2 Σ w_k²). Of one tensor, or rows of a stack; for the present s."""
+        """Of a_t where there is no signal: s² √(2 Σ w_k²). Of one tensor, or rows of a stack; for the present s.
+
+        One number a matrix, or one a coordinate where each has its own s.
+        """
         weights = squared_weights(evidence.decay, evidence.t) * 2.0
         return evidence.noise_variance * (weights.sqrt() if isinstance(weights, Tensor) else math.sqrt(weights))
+
+
+def over_matrix(values: Any) -> Any:
+    """The mean over each matrix of [K, R, C]; a number is its own."""
+    return values.mean((1, 2), keepdim=True) if isinstance(values, Tensor) else values
+
+
+def error_of_mean(error: Any, shape: Sequence[int], over: tuple[int, ...]) -> Any:
+    """Of the mean over these dimensions of matrices [K, R, C] of which each entry has this error: e/√n, e being its root mean
+    square where entries differ."""
+    n = math.prod(shape[d] for d in over)
+    if not isinstance(error, Tensor) or error.shape[1:].numel() == 1:
+        return error / math.sqrt(n)
+    return error.square().mean(over, keepdim=True).sqrt() / math.sqrt(n)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from dpivon.optim.curvature.averages import SquareAverage
+from dpivon.optim.curvature.averages import SquareAverage, error_of_mean, over_matrix
 from dpivon.optim.curvature.base import Evidence
+
+
+class Parts(NamedTuple):
+    """Of K matrices: M [K, 1, 1] and its standard error, r' [K, R, 1] and c' [K, 1, C]."""
+
+    mean: Tensor
+    error: Any
+    rows: Tensor
+    columns: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,8 @@ class ShrunkRankOne(SquareAverage):
     Bias: that of rank one, and of shrinkage, (1 − λ_r)(M − r_i) relative to M for a row; none of either as s → 0 where v is of
     rank one. Variance for equal v_ij = v ≫ e/√min(R, C), where λ_r and λ_c are the estimates' own error: between that of M,
     e²/(RC), and rank one's e² (1/R + 1/C − 1/(RC)). Without a signal v̂ = max(M, 0) up to that error. A vector has one row:
-    then v̂ is its shrinkage to the mean, projected.
+    then v̂ is its shrinkage to the mean, projected. Where each coordinate has its own e_ij², a row has the mean of its own in
+    place of e², and its own λ.
     """
 
     base: ClassVar[str] = "rank-one-shrunk"
@@ -31,15 +40,20 @@ class ShrunkRankOne(SquareAverage):
     pools: ClassVar[bool] = True
 
     def moment(self, evidence: Evidence[Any]) -> Any:
+        parts = self.parts(evidence)
+        return parts.rows * (parts.columns / parts.mean.clamp(min=parts.error + 1e-38))
+
+    def parts(self, evidence: Evidence[Any]) -> Parts:
+        """M and its standard error, r' and c'."""
         a, error = self.average(evidence), self.standard_error(evidence)
-        rows, columns = a.shape[1], a.shape[2]
         mean = a.mean((1, 2), keepdim=True)
-        r = _shrunk(a.mean(2, keepdim=True), mean, error / math.sqrt(columns))
-        c = _shrunk(a.mean(1, keepdim=True), mean, error / math.sqrt(rows))
-        return r * (c / mean.clamp(min=error / math.sqrt(rows * columns) + 1e-38))
+        r = shrunk(a.mean(2, keepdim=True), mean, error_of_mean(error, a.shape, (2,)))
+        c = shrunk(a.mean(1, keepdim=True), mean, error_of_mean(error, a.shape, (1,)))
+        return Parts(mean, error_of_mean(error, a.shape, (1, 2)), r, c)
 
 
-def _shrunk(x: Tensor, mean: Tensor, error: Any) -> Tensor:
+def shrunk(x: Tensor, mean: Tensor, error: Any) -> Tensor:
+    """max(mean + λ (x − mean), 0) for the numbers of each [K, n, 1] or [K, 1, n], which have this error or each its own."""
     noise, off = error**2, x - mean
-    spread = (off.square().mean((1, 2), keepdim=True) - noise).clamp(min=0.0)
+    spread = (off.square().mean((1, 2), keepdim=True) - over_matrix(noise)).clamp(min=0.0)
     return (mean + off * (spread / (spread + noise).clamp(min=1e-38))).clamp(min=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,3 +20,7 @@ class Batch:
     start: Tensor  # [K + 1], where each run's examples begin
     places: Tensor  # [K, most], each run's rows
     seats: Tensor  # [capacity], the inverse: where in places.flatten() each row is; any for spare rows
+
+
+#: D of every run, [P], or None where it has none.
+Metrics = Sequence[Tensor | None]

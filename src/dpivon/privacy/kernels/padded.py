@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.kernels.reference import RowModel, autocast
 from dpivon.privacy.precision import full_precision
 
-Sums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Sums = Callable[..., Tensor]  # of a row of weights, inputs, labels, places, and a row of D where there is one
 
 
 class TemplateModel(RowModel, Protocol):
@@ -34,21 +35,24 @@ class TemplateModel(RowModel, Protocol):
 class PaddedGradients:
     """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`."""
 
+    scales = True  # knows a metric
+
     def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.step = _Step(network, device, dtype)
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
-        self._program: dict[float, Sums] = {}
+        self._program: dict[tuple[float, bool], Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
 
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
+        scales = [() if d is None else (d,) for d in (metric or [None] * len(theta))]
         with full_precision():
             sums = [
-                self._compiled(c)(row, batch.inputs, batch.labels, places)
-                for row, places, c in zip(theta, batch.places, self._numbers(bound), strict=True)
+                self._compiled(c, bool(d))(row, batch.inputs, batch.labels, places, *d)
+                for row, places, c, d in zip(theta, batch.places, self._numbers(bound), scales, strict=True)
             ]
         return torch.stack(sums)
 
@@ -61,25 +65,29 @@ class PaddedGradients:
             self._bounds = bound, bound._version, numbers
         return numbers
 
-    def _compiled(self, bound: float) -> Sums:
-        """The program for this bound, made when it is first used: all runs of one bound share it."""
+    def _compiled(self, bound: float, scaled: bool) -> Sums:
+        """The program for this bound, made when it is first used: all runs of one bound share it, with or without metric."""
 
         def first(*args: Tensor) -> Tensor:
             traced = make_fx(lambda *tensors: self._one(bound, *tensors))(*args)
             _check_free_of_constants(traced, self.params.values())
-            self._program[bound] = compiled(traced, self.device)
-            return self._program[bound](*args)
+            self._program[bound, scaled] = compiled(traced, self.device)
+            return self._program[bound, scaled](*args)
 
-        return self._program.get(bound, first)
+        return self._program.get((bound, scaled), first)
 
-    def _one(self, bound: float, row: Tensor, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
-        parts = row.split([p.numel() for p in self.params.values()])
-        values = {n: v.view_as(p).detach() for (n, p), v in zip(self.params.items(), parts, strict=True)}
+    def _one(self, bound: float, row: Tensor, inputs: Tensor, labels: Tensor, places: Tensor, *scale: Tensor) -> Tensor:
+        values = {n: v.detach() for n, v in self._split(row).items()}
+        metric = [Factors.of(d) for d in self._split(scale[0]).values()] if scale else None
         with torch.enable_grad():
             leaves = {n: v.requires_grad_() for n, v in values.items()}
             # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
-            sums: Tensor = functional_call(self.step, leaves, (bound, inputs, labels, places))
+            sums: Tensor = functional_call(self.step, leaves, (bound, inputs, labels, places, metric))
         return sums
+
+    def _split(self, row: Tensor) -> dict[str, Tensor]:
+        parts = row.split([p.numel() for p in self.params.values()])
+        return {n: v.view_as(p) for (n, p), v in zip(self.params.items(), parts, strict=True)}
 
 
 class _Step(nn.Module):
@@ -91,7 +99,9 @@ class _Step(nn.Module):
         self.model = network.template().to(device)
         self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum")
 
-    def forward(self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+    def forward(
+        self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor, metric: list[Factors] | None
+    ) -> Tensor:
         spare = places >= len(labels)
         places = places.clamp(max=len(labels) - 1)
         params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
@@ -99,7 +109,7 @@ class _Step(nn.Module):
         with autocast(self.device, self.dtype):
             outputs = self.model(inputs[places])
         self.network.loss(outputs.float(), labels[places]).masked_fill(spare, 0.0).sum().backward()
-        sums = self.keeper.clipped_sums(params, FlatClipping(bound))
+        sums = self.keeper.clipped_sums(params, FlatClipping(bound), metric)
         self.keeper.forget_passes()
         return torch.cat([s.flatten() for s in sums])
 
