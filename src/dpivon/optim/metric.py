@@ -27,7 +27,7 @@ needs: ‖D g‖ is then had from the layer's input and output gradient, each st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import check_number, check_whole
-from dpivon.optim.curvature import Evidence, Matrices, ShrunkRankOne, by_tensor, matrix
+from dpivon.optim.curvature import Evidence, Matrices, ShrunkRankOne, by_tensor, matrix, memory_of, remembered
 from dpivon.optim.curvature.rank_one_shrunk import shrunk
 from dpivon.optim.tensors import TensorList
 
@@ -70,28 +70,31 @@ class FactoredMetric:
         every: how many releases apart D is made anew. The first D is 1.
         bound: how far D may depart from its middle: a third of the way (on a logarithmic scale) for rows, columns and
             tensors each, so that max D / min D ≤ bound².
+        caution: standard errors of v̂ that are added to it everywhere: D differs from 1 by what is known, not by noise.
     """
 
-    power: float = 0.5
+    power: float = 0.25
     decay: float = 0.99
     every: int = 10
     bound: float = 10.0
+    caution: float = 3.0
 
     def __post_init__(self) -> None:
-        check_number("power", self.power, "Use 0.5, or 0.25 for a step that does not divide", above=0.0, at_most=1.0)
+        check_number("power", self.power, "Use 0.25 or 0.5", above=0.0, at_most=1.0)
         check_number("decay", self.decay, "Use about 0.99", at_least=0.0, below=1.0)
         check_whole("every", self.every, "Use a number of releases such as 10", at_least=1)
         check_number("bound", self.bound, "Use about 10", above=1.0)
+        check_number("caution", self.caution, "Use about 3", at_least=0.0)
 
-    def evidence(self, second: Any, g: Any, *, noise_variance: Any, t: Any, decay: Any = None) -> Evidence[Any]:
-        """What is known after step t: the average of g² − s², each with the s² that it really had, one more g in it.
+    def evidence(
+        self, memory: Mapping[str, Any], g: Any, *, noise_variance: Any, t: Any, decay: Any = None
+    ) -> Evidence[Any]:
+        """What is known after step t: averages of g² − s² and of their error, with the s² that each g really had.
 
-        ``decay`` is a column where g is the rows of a stack.
+        ``memory`` is what was known before, zeros at first; ``decay`` is a column where g is the rows of a stack.
         """
-        rho = self.decay if decay is None else decay
         squares = g.square()
-        second = second * rho + (squares - noise_variance) * (1.0 - rho)
-        return Evidence(
+        evidence: Evidence[Any] = Evidence(
             g=g,
             g_squared=squares,
             g_perturbation=None,
@@ -100,9 +103,10 @@ class FactoredMetric:
             ess=1.0,
             weight_decay=0.0,
             t=t,
-            decay=rho,
-            memory={"second": second},
+            decay=self.decay if decay is None else decay,
+            memory=memory,
         )
+        return remembered(_ESTIMATOR, evidence)
 
     def factors(
         self, evidence: Evidence[Any], matrices: Matrices = (), power: Any = None
@@ -112,38 +116,48 @@ class FactoredMetric:
         ``power`` may be a column [K, 1, 1]; ``matrices`` says where tensors are in a row of a stack.
         """
         p = self.power if power is None else power
-        found = [ShrunkRankOne().parts(e) for e in by_tensor(evidence, matrices)]
-        sizes = [r.shape[1] * c.shape[2] for _, _, r, c in found]
+        found = [_ESTIMATOR.parts(e) for e in by_tensor(evidence, matrices)]
+        sizes = [f.rows.shape[1] * f.columns.shape[2] for f in found]
         weights = torch.tensor(sizes, dtype=found[0].rows.dtype, device=found[0].rows.device).view(1, -1, 1) / sum(
             sizes
         )
-        means = torch.cat([f.mean for f in found], 1)  # [K, tensors, 1]
-        errors = torch.cat([torch.as_tensor(f.error).to(means).expand(len(means), 1, 1) for f in found], 1)
-        tensors = shrunk(means, (means * weights).sum(1, keepdim=True), errors)
-        shares = (tensors + _TINY) / ((tensors * weights).sum(1, keepdim=True) + _TINY)
-        scale, share = self._stretched(shares, p)
-        before, after, parts = 0.0 * share[:, :1], 0.0 * share[:, :1], []
-        for i, (_, _, rows, columns) in enumerate(found):
+        means, errors = (torch.cat(both, 1) for both in zip(*((f.mean, f.error) for f in found), strict=True))
+        overall = (means * weights).sum(1, keepdim=True)
+        stretch, share = self._stretched(shrunk(means, overall, errors), errors, weights, p)
+        before = after = 0.0 * overall
+        parts = []
+        for i, f in enumerate(found):
+            here = slice(i, i + 1)
             (r, x), (c, y) = (
-                self._stretched((v + _TINY) / (v.mean((1, 2), keepdim=True) + _TINY), p) for v in (rows, columns)
+                self._stretched(v, e, None, p) for v, e in ((f.rows, f.row_error), (f.columns, f.column_error))
             )
-            here, weight = slice(i, i + 1), weights[:, i : i + 1] * share[:, i : i + 1]
-            before = before + weight * x.mean((1, 2), keepdim=True) * y.mean((1, 2), keepdim=True)
-            moved = (r.square() * x).mean((1, 2), keepdim=True) * (c.square() * y).mean((1, 2), keepdim=True)
-            after = after + weight * scale[:, here].square() * moved
-            parts.append((r * scale[:, here], c))
+            weight = weights[:, here] * share[:, here]
+            before = before + weight * _mean(x) * _mean(y)
+            after = after + weight * stretch[:, here].square() * _mean(r.square() * x) * _mean(c.square() * y)
+            parts.append((r * stretch[:, here], c))
         level = (before / after).sqrt()  # so that Σ D² v̂ = Σ v̂
         return [(r * level, c) for r, c in parts]
 
-    def _stretched(self, shares: Tensor, power: Any) -> tuple[Tensor, Tensor]:
-        """(x^−p, x), x being the shares kept within the bound."""
-        most = self.bound ** (1.0 / (3.0 * power))
-        x = torch.clamp(shares, min=1.0 / most, max=most) if isinstance(most, float) else _within(shares, most)
+    def _stretched(self, values: Tensor, errors: Tensor, weights: Tensor | None, power: Any) -> tuple[Tensor, Tensor]:
+        """(x^−p, x), x being the values in units of their mean, kept within the bound.
+
+        A floor of so many standard errors is added to all of them alike: what is not known to differ is not treated as if it
+        did. The errors' root mean square is taken, not each its own: a value of which D made the error small would
+        lose its floor, and D would grow by itself.
+        """
+        floor = _mean(errors.square()).sqrt() * self.caution + _TINY
+        mean = _mean(values) if weights is None else (values * weights).sum(1, keepdim=True)
+        shares, most = (values + floor) / (mean + floor), self.bound ** (1.0 / (3.0 * power))
+        x = shares.clamp(min=1.0 / most, max=most)
         return x**-power, x
 
 
-def _within(x: Tensor, most: Tensor) -> Tensor:
-    return torch.minimum(torch.maximum(x, 1.0 / most), most)
+_ESTIMATOR = ShrunkRankOne()
+MEMORY = memory_of(_ESTIMATOR)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean((1, 2), keepdim=True)
 
 
 def flat(factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -156,6 +170,6 @@ def of_tensors(factors: Sequence[tuple[Tensor, Tensor]]) -> list[Factors]:
     return [Factors(r[0], c[0]) for r, c in factors]
 
 
-def starting(tensors: Sequence[Tensor]) -> TensorList:
-    """The average before the first release."""
-    return TensorList([torch.zeros_like(t, requires_grad=False) for t in tensors])
+def starting(tensors: Sequence[Tensor]) -> dict[str, TensorList]:
+    """What is remembered before the first release."""
+    return {name: TensorList([torch.zeros_like(t, requires_grad=False) for t in tensors]) for name in MEMORY}

@@ -78,6 +78,7 @@ class RuleOptimizer(Optimizer):
         """After a step, for those who do more. Not by overriding ``step``: torch would then run its hooks once a class."""
 
     def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
+        told = noise_variance(release, params, [full_dtype(p) for p in params], self)
         states = [self._state(p, group) for p in params]
         for state in states:
             state["step"] += 1
@@ -91,7 +92,7 @@ class RuleOptimizer(Optimizer):
             before,
             g,
             t=[state["step"] for state in states],
-            noise_variance=noise_variance(release, params, [x.dtype for x in g], self),
+            noise_variance=told,
             normal=TensorList([self._standard_normal(x) for x in g]) if self.rule.draws else None,
             hyper=group,
         )

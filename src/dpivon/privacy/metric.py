@@ -28,7 +28,7 @@ class Scaling:
     def __init__(self, metric: FactoredMetric, params: Sequence[Tensor]) -> None:
         self.metric, self._params = metric, list(params)
         self.releases = 0
-        self._second = starting([p.detach().to(full_dtype(p)) for p in params])
+        self._memory = starting([p.detach().to(full_dtype(p)) for p in params])
         self._factors: list[Factors] | None = None  # None is D = 1
 
     def factors(self, params: Sequence[Tensor]) -> list[Factors] | None:
@@ -59,8 +59,8 @@ class Scaling:
         g = TensorList(list(release.gradients.values()))
         noise = told if isinstance(told, float) else TensorList(list(told.values()))
         self.releases += 1
-        evidence = self.metric.evidence(self._second, g, noise_variance=noise, t=self.releases)
-        self._second = evidence.memory["second"]
+        evidence = self.metric.evidence(self._memory, g, noise_variance=noise, t=self.releases)
+        self._memory = dict(evidence.memory)
         if self.releases % self.metric.every == 0:
             self._factors = of_tensors(self.metric.factors(evidence))
 
@@ -72,7 +72,7 @@ class Scaling:
         return {
             "metric": asdict(self.metric),
             "releases": self.releases,
-            "second": [t.clone() for t in self._second],
+            "memory": {name: [t.clone() for t in values] for name, values in self._memory.items()},
             "rows": [f.rows.clone() for f in known],
             "columns": [f.columns.clone() for f in known],
         }
@@ -81,12 +81,14 @@ class Scaling:
         if dict(state["metric"]) != asdict(self.metric):
             fix = "Give the metric that the run was begun with"
             raise bad("metric", self.metric, f"but the state is of {state['metric']!r}", fix)
-        own = [t.shape for t in self._second]
-        if [t.shape for t in state["second"]] != own:
+        like, saved = next(iter(self._memory.values())).tensors, state["memory"]
+        if any([t.shape for t in values] != [t.shape for t in like] for values in saved.values()):
             raise DpivonError("load_state_dict: the metric's state is of other parameters. Give that of this model.")
-        like = list(self._second)
         self.releases = int(state["releases"])
-        self._second = TensorList([t.to(u, copy=True) for t, u in zip(state["second"], like, strict=True)])
+        self._memory = {
+            name: TensorList([t.to(u, copy=True) for t, u in zip(saved[name], like, strict=True)])
+            for name in self._memory
+        }
         pairs = zip(state["rows"], state["columns"], like, strict=False)
         self._factors = [Factors(r.to(u, copy=True), c.to(u, copy=True)) for r, c, u in pairs] or None
 

@@ -25,13 +25,14 @@ from dpivon.optim.curvature import (
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std
-from dpivon.optim.metric import FactoredMetric, flat
+from dpivon.optim.metric import MEMORY, FactoredMetric, flat
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
 from dpivon.optim.sgld_rule import PSGLD, SGLD
 from dpivon.optim.steady_rule import Steady
 
 Rows = dict[str, Tensor]
+_METRIC = "metric_"  # what a metric remembers, in the state of its rows
 
 
 class Rule(Protocol):
@@ -110,11 +111,8 @@ class MetricRows:
         return self.rule.samples
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        return {
-            **self.rule.start(mean, hyper),
-            "metric": torch.ones_like(mean),
-            "metric_second": torch.zeros_like(mean),
-        }
+        own = {_METRIC + name: torch.zeros_like(mean) for name in MEMORY}
+        return {**self.rule.start(mean, hyper), "metric": torch.ones_like(mean), **own}
 
     def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
         return self.rule.theta(_without_metric(state), noise, t, hyper)
@@ -123,10 +121,11 @@ class MetricRows:
         variance, g = noise_variance(state, hyper), g / state["metric"]
         new = self.rule.step(_without_metric(state), g, noise, t, {**hyper, "noise_variance": variance})
         rho = torch.full_like(hyper["metric"], self.metric.decay)
-        evidence = self.metric.evidence(state["metric_second"], g, noise_variance=variance, t=t, decay=rho)
+        memory = {name: state[_METRIC + name] for name in MEMORY}
+        evidence = self.metric.evidence(memory, g, noise_variance=variance, t=t, decay=rho)
         made = flat(self.metric.factors(evidence, self.matrices, hyper["metric"].unsqueeze(-1)))
         scale = torch.where(t % self.metric.every == 0, made, state["metric"])
-        return {**new, "metric": scale, "metric_second": evidence.memory["second"]}
+        return {**new, "metric": scale, **{_METRIC + name: evidence.memory[name] for name in MEMORY}}
 
 
 def noise_variance(state: Rows, hyper: Rows) -> Tensor:
@@ -137,7 +136,7 @@ def noise_variance(state: Rows, hyper: Rows) -> Tensor:
 
 
 def _without_metric(state: Rows) -> Rows:
-    return {key: value for key, value in state.items() if key not in ("metric", "metric_second")}
+    return {key: value for key, value in state.items() if key != "metric" and not key.startswith(_METRIC)}
 
 
 def _without_average(state: Rows) -> Rows:

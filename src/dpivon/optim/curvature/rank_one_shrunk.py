@@ -12,12 +12,14 @@ from dpivon.optim.curvature.base import Evidence
 
 
 class Parts(NamedTuple):
-    """Of K matrices: M [K, 1, 1] and its standard error, r' [K, R, 1] and c' [K, 1, C]."""
+    """Of K matrices: M [K, 1, 1], r' [K, R, 1] and c' [K, 1, C], and the standard errors of M, r and c."""
 
     mean: Tensor
-    error: Any
     rows: Tensor
     columns: Tensor
+    error: Any
+    row_error: Any
+    column_error: Any
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class ShrunkRankOne(SquareAverage):
         return parts.rows * (parts.columns / parts.mean.clamp(min=parts.error + 1e-38))
 
     def parts(self, evidence: Evidence[Any]) -> Parts:
-        """M and its standard error, r' and c'."""
+        """M, r' and c', and how well M, r and c are known."""
         a, error = self.average(evidence), self.standard_error(evidence)
         mean = a.mean((1, 2), keepdim=True)
-        r = shrunk(a.mean(2, keepdim=True), mean, error_of_mean(error, a.shape, (2,)))
-        c = shrunk(a.mean(1, keepdim=True), mean, error_of_mean(error, a.shape, (1,)))
-        return Parts(mean, error_of_mean(error, a.shape, (1, 2)), r, c)
+        whole, row, column = (error_of_mean(error, a.shape, over) for over in ((1, 2), (2,), (1,)))
+        r, c = shrunk(a.mean(2, keepdim=True), mean, row), shrunk(a.mean(1, keepdim=True), mean, column)
+        return Parts(mean, r, c, whole, row, column)
 
 
 def shrunk(x: Tensor, mean: Tensor, error: Any) -> Tensor:
