@@ -90,12 +90,13 @@ def scores(stack, keys, task, epsilon, label):
         if "metric" in part.state:
             d = part.state["metric"][stack._row(i) - part.rows.start].log()
             row["D"] = {"min": float(d.min().exp()), "max": float(d.max().exp()), "log_std": float(d.std())}
+            row["D"]["noise"] = float((-2 * d).exp().mean())  # mean noise variance, in units of (σC/b)²
         rows.append(row)
     return rows
 
 
 def compare(seeds):
-    task, began, rows, facts = Digits(None), time.perf_counter(), [], {}
+    task, began, rows, facts = Digits(None), time.process_time(), [], {}
     n = len(task.train[0])
     steps = task.epochs * math.ceil(n / task.batch)
     common = {"dataset_size": n, "batch_size": task.batch, "steps": steps, "delta": task.delta}
@@ -109,13 +110,13 @@ def compare(seeds):
                 scales = [part.state["metric"].clone() for part in trained(quiet, steps).parts]
             stack, keys = stack_of(task, epsilon, sigma, power, seeds, steps)
             rows += scores(trained(stack, steps, scales), keys, task, epsilon, label)
-        print(f"epsilon {epsilon:g}: {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"epsilon {epsilon:g}: {time.process_time() - began:.0f} s", flush=True)
     told = {key: getattr(task, key) for key in ("delta", "batch", "epochs", "network")} | {"n": n}
     return {
         "task": told,
         "seeds": seeds,
         "facts": facts,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.process_time() - began,
         **hardware(),
         "runs": rows,
     }
@@ -151,7 +152,7 @@ def page(result):
         "`python -m benchmarks.metric`. How it is done stands at the head of `benchmarks/metric.py`.",
         "",
         f"MLP {d}–{h}–10, {task['n']:,} examples, b = {task['batch']}, {task['epochs']} epochs, C = {BOUND:g}, "
-        f"δ = {task['delta']:g}; {result['seeds']} seeds, test data · {result['seconds']:.0f} s · {result['machine']}, "
+        f"δ = {task['delta']:g}; {result['seeds']} seeds, test data · {result['seconds']:.0f} s of CPU · {result['machine']}, "
         f"torch {result['torch']}. “known” is not private.",
     ]
     for key, title in (("nll", "NLL"), ("accuracy", "Accuracy")):
@@ -165,7 +166,8 @@ def page(result):
                 lines.append(f"| | {label} | " + " | ".join(f"{gap:+.3f} ± {error:.3f}" for gap, error in gaps) + " |")
     lines += [
         "",
-        "**D at the end** of DP-Steady's runs: least and largest, and the standard deviation of log D, means over seeds.",
+        "**D at the end** of DP-Steady's runs: least and largest, the standard deviation of log D, and the mean noise variance "
+        "of a coordinate over (σC/b)²; means over seeds.",
         "",
     ]
     lines += [header, "|---" * (2 + len(EPSILONS)) + "|"]
@@ -173,8 +175,8 @@ def page(result):
         cells = []
         for e in EPSILONS:
             found = [r["D"] for r in of(rows, "DP-Steady", label, e)]
-            low, high, spread = (fmean(f[k] for f in found) for k in ("min", "max", "log_std"))
-            cells.append(f"{low:.2f} – {high:.2f}, {spread:.2f}")
+            low, high, spread, noise = (fmean(f[k] for f in found) for k in ("min", "max", "log_std", "noise"))
+            cells.append(f"{low:.2f} – {high:.2f}, {spread:.2f}, {noise:.2f}")
         lines.append(f"| DP-Steady | {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -77,7 +77,7 @@ def test_noise_alone_does_not_move_d_and_d_does_not_feed_itself(power: float) ->
     from the present D instead of from those that the average was made under."""
     metric, s2, shapes = FactoredMetric(power=power), 0.04, [torch.Size((32, 64)), torch.Size((10,))]
     worst = 0.0
-    for seed in range(3):
+    for seed in range(2):
         d = [torch.ones(s, dtype=torch.float64) for s in shapes]
         memory: Any = starting(d)
         for t in range(1, 201):

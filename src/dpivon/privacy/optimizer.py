@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.optim.ivon import IVON
+from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import HasPosterior, LearnsFromReleases
 from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
@@ -145,6 +146,11 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def clipping(self) -> Clipping:
         """How examples are bounded."""
         return self._clipping
+
+    @property
+    def metric(self) -> FactoredMetric | None:
+        """What examples are stretched by before they are clipped, if anything."""
+        return None if self._scaling is None else self._scaling.metric
 
     @property
     def expected_batch_size(self) -> float:
@@ -431,7 +437,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (_METRIC in state_dict) != (self._scaling is not None):
             fix = "Call make_private with the metric that the run was begun with, or without one if it had none"
-            raise bad("metric", self._scaling and self._scaling.metric, "is not that of the state", fix)
+            raise bad("metric", self.metric, "is not that of the state", fix)
         if self._scaling is not None:
             if self._open_spec is not None:
                 raise PrivacyError(

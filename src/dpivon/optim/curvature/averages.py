@@ -64,7 +64,9 @@ def over_matrix(values: Any) -> Any:
 def error_of_mean(error: Any, shape: Sequence[int], over: tuple[int, ...]) -> Any:
     """Of the mean over these dimensions of matrices [K, R, C] of which each entry has this error: e/√n, e being its root mean
     square where entries differ."""
-    n = math.prod(shape[d] for d in over)
+    n = 1
+    for d in over:  # not math.prod, which torch.compile does not follow
+        n *= shape[d]
     if not isinstance(error, Tensor) or error.shape[1:].numel() == 1:
         return error / math.sqrt(n)
     return error.square().mean(over, keepdim=True).sqrt() / math.sqrt(n)
