@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpivon import ArgumentError, FactoredMetric
 from dpivon.models import PaperCNN
 from dpivon.models.standardised import StandardisedConv2d
-from dpivon.optim.curvature import matrix
+from dpivon.optim.curvature import ESTIMATORS, matrix
 from dpivon.optim.metric import MEMORY, flat
 from dpivon.privacy.clipping import EPS_NUM
 from dpivon.privacy.kernels.layout import Layout
@@ -232,3 +232,18 @@ def test_kernels_that_know_no_metric_refuse_it_by_name(data: Any) -> None:
 def test_a_power_that_is_none_is_refused_by_name(power: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^metric="):
         run(metric=power)
+
+
+def test_an_estimator_that_knows_one_variance_is_refused_before_anything_is_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Foreign:
+        name, elementwise, needs_sample = "foreign", True, False
+
+        def __call__(self, evidence: Any) -> Any:
+            return evidence.g_squared - evidence.noise_variance
+
+    monkeypatch.setitem(ESTIMATORS, "foreign", Foreign())
+    assert run("dp-ivon-gradsq", metric=0.0, curvature="foreign")
+    with pytest.raises(ArgumentError, match="'foreign' knows one noise variance"):
+        run("dp-ivon-gradsq", metric=0.5, curvature="foreign")

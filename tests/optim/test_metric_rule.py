@@ -73,7 +73,7 @@ def test_d_stays_within_its_bound() -> None:
 
 @pytest.mark.parametrize(("power", "caution"), [(0.25, 3.0), (0.5, 3.0), (0.25, 0.0), (0.5, 0.0)])
 def test_noise_alone_does_not_move_d_where_there_is_a_floor(power: float, caution: float) -> None:
-    """Releases of pure noise, each with the variance that the D before it gave it. Without the floor D spans a factor of three and more."""
+    """Releases of pure noise, each with the variance that the D before it gave it."""
     metric, s2, shapes = FactoredMetric(power=power, caution=caution), 0.04, [torch.Size((32, 64)), torch.Size((10,))]
     worst, d = 0.0, [torch.ones(s, dtype=torch.float64) for s in shapes]
     memory: Any = starting(d)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpivon
 from dpivon import ArgumentError, FactoredMetric, PrivacyEngine, PrivacyError
 from dpivon.durable.ledger import read
+from dpivon.errors import DpivonError
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.optim.curvature import matrix
 from dpivon.optim.metric import Factors, of_tensors, starting
@@ -425,5 +426,21 @@ def test_several_ranks_are_refused_by_name() -> None:
         metric_module.make_scaling(EAGER, torch.optim.SGD(build("mlp").parameters()), mode="hooks", ranks=2)
 
 
-def test_a_scaling_without_releases_is_no_scaling() -> None:
+def test_a_state_of_other_parameters_changes_nothing() -> None:
+    optimizer, other = trained(steps=3), trained("cnn", steps=1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(DpivonError, match="other parameters"):
+        optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    for key in ("rows", "columns"):
+        assert all(map(torch.equal, after["dpivon_metric"][key], before["dpivon_metric"][key]))
     assert Scaling(EAGER, list(build("mlp").parameters())).state_dict()["rows"] == []
+
+
+def test_a_metric_follows_its_model_to_another_device() -> None:
+    """Seen on the device that is always there and holds nothing."""
+    optimizer = trained(steps=2)
+    scaling, meta = optimizer._scaling, torch.device("meta")
+    scaling._follow([meta] * len(optimizer.params))
+    assert all(f.rows.device == f.columns.device == meta for f in scaling._factors)
+    assert all(t.device == meta for values in scaling._memory.values() for t in values)

@@ -38,7 +38,20 @@ class Scaling:
                 f"metric={self.metric}: a parameter was frozen or thawed since make_private, and D covers those of then. "
                 "Nothing was released. Call make_private after freezing."
             )
+        self._follow([p.device for p in params])
         return self._factors
+
+    def _follow(self, devices: list[torch.device]) -> None:
+        """To where the model was moved, if it was."""
+        if [t.device for t in next(iter(self._memory.values()))] == devices:
+            return
+        self._memory = {
+            name: TensorList([t.to(device) for t, device in zip(values, devices, strict=True)])
+            for name, values in self._memory.items()
+        }
+        if self._factors is not None:
+            moved = zip(self._factors, devices, strict=True)
+            self._factors = [Factors(f.rows.to(device), f.columns.to(device)) for f, device in moved]
 
     @torch.no_grad()
     def unscaled(self, release: Release) -> Release:
@@ -77,13 +90,18 @@ class Scaling:
             "columns": [f.columns.clone() for f in known],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check(self, state: dict[str, Any]) -> None:
+        """Whether it is a state of this metric and these parameters."""
         if dict(state["metric"]) != asdict(self.metric):
             fix = "Give the metric that the run was begun with"
             raise bad("metric", self.metric, f"but the state is of {state['metric']!r}", fix)
-        like, saved = next(iter(self._memory.values())).tensors, state["memory"]
-        if any([t.shape for t in values] != [t.shape for t in like] for values in saved.values()):
+        shapes = [p.shape for p in self._params]
+        if any([t.shape for t in values] != shapes for values in state["memory"].values()):
             raise DpivonError("load_state_dict: the metric's state is of other parameters. Give that of this model.")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
+        like, saved = next(iter(self._memory.values())).tensors, state["memory"]
         self.releases = int(state["releases"])
         self._memory = {
             name: TensorList([t.to(u, copy=True) for t, u in zip(saved[name], like, strict=True)])

@@ -444,8 +444,10 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
                     "load_state_dict in the middle of a logical batch: its examples were clipped in another metric. Load "
                     "between two of them."
                 )
-            self._scaling.load_state_dict(state_dict[_METRIC])
+            self._scaling.check(state_dict[_METRIC])
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _METRIC})
+        if self._scaling is not None:
+            self._scaling.load_state_dict(state_dict[_METRIC])
 
     @property
     def step_hook(self) -> Callable[[DPOptimizer], None] | None:

@@ -55,6 +55,10 @@ class PointRows:
     rule: UpdateRule
     samples = False
 
+    @property
+    def per_coordinate(self) -> bool:
+        return getattr(self.rule, "per_coordinate", False)
+
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         return self.rule.start(mean, hyper)
 
@@ -150,6 +154,10 @@ class IVONRows:
     estimator: CurvatureEstimator
     matrices: Matrices = ()
     samples = True
+
+    @property
+    def per_coordinate(self) -> bool:
+        return getattr(self.estimator, "per_coordinate", False)
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         own = {name: torch.zeros_like(mean) for name in memory_of(self.estimator)}

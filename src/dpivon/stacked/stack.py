@@ -106,6 +106,14 @@ class Run:
             raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
         # An estimator that is unknown, or that the method cannot use, is named here.
         rows = rows_of(self.method, self.kind.curvature, ())
+        if self.kind.metric and not getattr(rows, "per_coordinate", False):
+            named = self.kind.curvature or self.method
+            raise bad(
+                "metric",
+                self.options["metric"],
+                f"{named!r} knows one noise variance for all coordinates, and under a metric each has its own",
+                "Set per_coordinate = True if it takes them, or leave the metric out",
+            )
         if self.options.get("anneal") and isinstance(rows, IVONRows) and rows.estimator.needs_sample:
             raise bad(
                 "anneal",
