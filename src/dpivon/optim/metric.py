@@ -117,28 +117,24 @@ class FactoredMetric:
         """
         p = self.power if power is None else power
         found = [_ESTIMATOR.parts(e) for e in by_tensor(evidence, matrices)]
+        # Numbers, not a tensor of them: a step that is being captured cannot send any to the device.
         sizes = [f.rows.shape[1] * f.columns.shape[2] for f in found]
-        weights = torch.tensor(sizes, dtype=found[0].rows.dtype, device=found[0].rows.device).view(1, -1, 1) / sum(
-            sizes
-        )
         means, errors = (torch.cat(both, 1) for both in zip(*((f.mean, f.error) for f in found), strict=True))
-        overall = (means * weights).sum(1, keepdim=True)
-        stretch, share = self._stretched(shrunk(means, overall, errors), errors, weights, p)
-        before = after = 0.0 * overall
+        tensors = shrunk(means, _weighted(means, sizes), errors)  # [K, tensors, 1]
+        stretch, share = self._stretched(tensors, _weighted(tensors, sizes), errors, p)
+        before = after = 0.0 * share[:, :1]
         parts = []
-        for i, f in enumerate(found):
-            here = slice(i, i + 1)
-            (r, x), (c, y) = (
-                self._stretched(v, e, None, p) for v, e in ((f.rows, f.row_error), (f.columns, f.column_error))
-            )
-            weight = weights[:, here] * share[:, here]
+        for i, (f, size) in enumerate(zip(found, sizes, strict=True)):
+            r, x = self._stretched(f.rows, _mean(f.rows), f.row_error, p)
+            c, y = self._stretched(f.columns, _mean(f.columns), f.column_error, p)
+            r, weight = r * stretch[:, i : i + 1], size * share[:, i : i + 1]
             before = before + weight * _mean(x) * _mean(y)
-            after = after + weight * stretch[:, here].square() * _mean(r.square() * x) * _mean(c.square() * y)
-            parts.append((r * stretch[:, here], c))
+            after = after + weight * _mean(r.square() * x) * _mean(c.square() * y)
+            parts.append((r, c))
         level = (before / after).sqrt()  # so that Σ D² v̂ = Σ v̂
         return [(r * level, c) for r, c in parts]
 
-    def _stretched(self, values: Tensor, errors: Tensor, weights: Tensor | None, power: Any) -> tuple[Tensor, Tensor]:
+    def _stretched(self, values: Tensor, mean: Tensor, errors: Tensor, power: Any) -> tuple[Tensor, Tensor]:
         """(x^−p, x), x being the values in units of their mean, kept within the bound.
 
         A floor of so many standard errors is added to all of them alike: what is not known to differ is not treated as if it
@@ -146,7 +142,6 @@ class FactoredMetric:
         lose its floor, and D would grow by itself.
         """
         floor = _mean(errors.square()).sqrt() * self.caution + _TINY
-        mean = _mean(values) if weights is None else (values * weights).sum(1, keepdim=True)
         shares, most = (values + floor) / (mean + floor), self.bound ** (1.0 / (3.0 * power))
         x = shares.clamp(min=1.0 / most, max=most)
         return x**-power, x
@@ -158,6 +153,14 @@ MEMORY = memory_of(_ESTIMATOR)
 
 def _mean(x: Tensor) -> Tensor:
     return x.mean((1, 2), keepdim=True)
+
+
+def _weighted(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The mean of [K, tensors, 1] over all coordinates."""
+    total = x[:, :1] * sizes[0]
+    for i, size in enumerate(sizes[1:], 1):
+        total = total + x[:, i : i + 1] * size
+    return total / sum(sizes)
 
 
 def flat(factors: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -121,5 +121,8 @@ def make_scaling(metric: FactoredMetric | None, optimizer: Optimizer, *, mode: s
         raise bad("metric", metric, "is not known to grad_sample_mode='ghost'", "Leave grad_sample_mode out")
     if ranks > 1:
         raise bad("metric", metric, f"is for one process, and there are {ranks}", "Train alone, or leave it out")
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if len({p.device for p in params}) > 1:
+        raise bad("metric", metric, "is for a model on one device", "Put it on one, or leave the metric out")
     check_per_coordinate(optimizer)
-    return Scaling(metric, [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+    return Scaling(metric, params)
