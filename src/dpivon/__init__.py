@@ -7,6 +7,7 @@ from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarni
 from dpivon.fit import Fitted, fit
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
+from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.sgld import LangevinDynamics
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
@@ -53,6 +54,7 @@ __all__ = [
     "Diagnostics",
     "DpivonError",
     "Evidence",
+    "FactoredMetric",
     "Fitted",
     "LangevinDynamics",
     "Learner",

@@ -48,6 +48,7 @@ class Run:
             ),
             noise_multiplier=options.pop("sigma", 1.0),
             max_grad_norm=1.0,
+            metric=options.pop("metric", None),
         )
         self.micro, self.ivon = micro, method == "ivon"
         self.kept = Checkpoints(

@@ -203,7 +203,7 @@ def test_the_cross_moment_is_floored_at_a_tenth_of_the_tensors_mean() -> None:
 
 def test_empirical_bayes_has_the_squared_error_of_a_wiener_filter() -> None:
     """A tensor whose v_i have spread τ² and averages with noise e²: the mean squared error is λ e²."""
-    e = EmpiricalBayes().standard_error(after(EmpiricalBayes(), normals(20, 1, 2, 2)))
+    e = float(EmpiricalBayes().standard_error(after(EmpiricalBayes(), normals(20, 1, 2, 2))).mean())
     evidence = after(EmpiricalBayes(), normals(20, 1, 2, 2))
     for tau in (0.0, 0.5 * e, e, 3 * e):
         v = 2.0 + tau * normals(1, 100, 500, seed=1)

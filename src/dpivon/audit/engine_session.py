@@ -15,6 +15,7 @@ from dpivon.audit.subject import Loss, Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON
+from dpivon.optim.releases import one_variance
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.spec import NoiseSpec
@@ -149,7 +150,7 @@ class EngineSession:
         if release is None:  # of a part of a batch
             return Observed(torch.zeros(0), 0.0, theta, draws)
         released = torch.cat([release.gradients[p].detach().flatten().double() for p in self.optimizer.params])
-        return Observed(released, release.variance, theta, draws)
+        return Observed(released, one_variance(release), theta, draws)
 
     # ---- what is stated and kept
 

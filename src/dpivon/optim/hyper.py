@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "relative_floor": (_NOT_NEGATIVE, "Use about 0.1, or 0 for none"),
     "floor": (_POSITIVE, "Use about 1e-8; it bounds the step by lr/√floor"),
     "ema": ({"at_least": 0.0, "below": 1.0}, "Use a number such as 0.99, below 1"),
+    "metric": (_SHARE, "Use 0.25 or 0.5, or 0 for none"),
     "trace": (_NOT_NEGATIVE, "Use 1 for the spread of the iterates itself, or 0 for none"),
     "steps": (_NOT_NEGATIVE, "Use the planned number of steps, or 0 where nobody knows it"),
     "fade": (_SHARE, "Use 0 for a constant step, or 1 for one that shrinks to nothing"),

@@ -20,6 +20,7 @@ from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std, variance
 from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
+from dpivon.optim.releases import noise_variance
 from dpivon.optim.rule import debias
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
@@ -301,7 +302,7 @@ class IVON(Optimizer):
             g,
             g.square(),
             None if shift is None else g * TensorList(shift),
-            0.0 if release is None else release.variance,
+            noise_variance(release, params, dtypes, self),
             None if release is None else release.batch_size,
         )
 
@@ -312,7 +313,7 @@ class IVON(Optimizer):
         g: TensorList,
         g_squared: TensorList,
         g_perturbation: TensorList | None,
-        noise_variance: float,
+        noise_variance: Any,
         batch_size: float | None,
     ) -> Evidence[TensorList]:
         return Evidence(
@@ -370,6 +371,11 @@ class IVON(Optimizer):
     def bind_to_releases(self) -> None:
         """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
         self._private = True
+
+    @property
+    def per_coordinate(self) -> bool:
+        """Whether a release may have a noise variance for each coordinate."""
+        return getattr(self.curvature, "per_coordinate", False)
 
     @property
     def private(self) -> bool:

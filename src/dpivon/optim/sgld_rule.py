@@ -23,8 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from dpivon.optim.rule import REQUIRED, Hyper, debias, full_like
 from dpivon.optim.tensors import Values
 
@@ -46,6 +44,7 @@ class SGLD:
     name: ClassVar[str] = "sgld"
     defaults: ClassVar[Mapping[str, float]] = {"ess": REQUIRED, "temperature": TEMPERATURE, "weight_decay": 1e-4}
     draws: ClassVar[bool] = True
+    per_coordinate: ClassVar[bool] = True
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         return {"mean": mean}
@@ -56,7 +55,7 @@ class SGLD:
         assert normal is not None
         theta, lr = state["mean"], hyper["lr"]
         missing = lr * 2.0 * hyper["temperature"] / hyper["ess"] - lr * lr * noise_variance
-        topping = missing.clamp(min=0.0).sqrt() if isinstance(missing, Tensor) else max(missing, 0.0) ** 0.5
+        topping = max(missing, 0.0) ** 0.5 if isinstance(missing, float) else missing.clamp(min=0.0).sqrt()
         return {"mean": theta - (g + theta * hyper["weight_decay"]) * lr + normal * topping}
 
 
@@ -67,6 +66,7 @@ class PSGLD:
     name: ClassVar[str] = "psgld"
     defaults: ClassVar[Mapping[str, float]] = {**SGLD.defaults, "beta2": 0.99, "nu": 1e-5}
     draws: ClassVar[bool] = True
+    per_coordinate: ClassVar[bool] = True
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         return {"mean": mean, "second": full_like(mean, 0.0)}

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -312,6 +312,7 @@ class Checkpoints:
             "sample_rate": spec.sample_rate,
             "expected_batch_size": spec.expected_batch_size,
             "loss_reduction": spec.loss_reduction,
+            "metric": None if optimizer.metric is None else asdict(optimizer.metric),
             "accountant": self._engine.accountant.mechanism(),
             "config": json.loads(json.dumps(self._config)),
         }

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
 from dpivon.optim.ivon import IVON
+from dpivon.optim.metric import FactoredMetric
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.recorded import replay
@@ -24,6 +25,7 @@ from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients
 from dpivon.privacy.gradients.modes import attach, choose
 from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
 from dpivon.privacy.losses import check_criterion
+from dpivon.privacy.metric import make_scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_verbs import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
@@ -117,6 +119,7 @@ class PrivacyEngine(OpacusVerbs):
         dataset_size: int | None = None,
         expected_batch_size: float | None = None,
         augmentations: int = 1,
+        metric: FactoredMetric | None = None,
     ) -> Any:
         """The private counterparts ``(module, optimizer, data_loader)``; in ghost mode ``(module, optimizer, criterion,
         data_loader)``.
@@ -141,6 +144,8 @@ class PrivacyEngine(OpacusVerbs):
             dataset_size: the public N, if it is not simply ``len(dataset)``.
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
+            metric: clip in a metric that is learned from past releases (:mod:`dpivon.optim.metric`). It costs no privacy;
+                ``Release.variance`` then has one number a coordinate. Not in ghost mode, nor on several ranks.
         """
         group = self._group()
         with Start(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
@@ -167,6 +172,8 @@ class PrivacyEngine(OpacusVerbs):
             self._check_mode(mode, clipping, optimizer, trainable, augmentations)
             check_criterion(criterion, loss_reduction, mode)
             team = choose_team(group, module, mode, optimizer, self.replica_check_every)
+            ranks = 1 if team is None else team.world
+            scaling = make_scaling(metric, optimizer, mode=mode, ranks=ranks)
             loader: DataLoader[Any] = data_loader
             if poisson_sampling:
                 loader = poisson_loader(
@@ -214,6 +221,7 @@ class PrivacyEngine(OpacusVerbs):
                 draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
                 prefetches=data_loader.num_workers > 0,
                 together=team,
+                scaling=scaling,
             )
             self._remember_dataset(data_loader.dataset, sampling.dataset_size)
             self._made.append(weakref.ref(dp_optimizer))

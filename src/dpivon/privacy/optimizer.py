@@ -15,13 +15,15 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpivon.errors import ArgumentError, PrivacyError
+from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.optim.ivon import IVON
+from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import HasPosterior, LearnsFromReleases
 from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.base import GradientSource
 from dpivon.privacy.guards import ForwardWatch
+from dpivon.privacy.metric import Scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise
 from dpivon.privacy.precision import full_precision
 from dpivon.privacy.ranks.together import Alone, Decision, Together
@@ -29,6 +31,8 @@ from dpivon.privacy.sampling import Draws
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
 from dpivon.shards import like_parameter, local
+
+_METRIC = "dpivon_metric"
 
 
 class Journal(Protocol):
@@ -67,6 +71,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         draws: Draws | None,
         prefetches: bool = False,
         together: Together | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         self.original_optimizer = optimizer
         self._init_optimizer_protocol()
@@ -77,6 +82,7 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         self.module, self.watch, self.draws = module, watch, draws
         self._prefetches = prefetches
         self.together: Together = together or Alone()
+        self._scaling = scaling
         self.secure_mode = isinstance(noise, SecureNoise)
         self.step_hooks: list[Callable[[DPOptimizer], None]] = []
         self.last_release: Release | None = None
@@ -140,6 +146,11 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def clipping(self) -> Clipping:
         """How examples are bounded."""
         return self._clipping
+
+    @property
+    def metric(self) -> FactoredMetric | None:
+        """What examples are stretched by before they are clipped, if anything."""
+        return None if self._scaling is None else self._scaling.metric
 
     @property
     def expected_batch_size(self) -> float:
@@ -297,7 +308,8 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
     def clip_and_accumulate(self) -> None:
         # Without autocast, which would take the sum in bf16 if the caller's step() is inside one.
         with full_precision(), torch.autocast(self.params[0].device.type, enabled=False):
-            sums = self.source.clipped_sums(self.params, self._clipping)
+            metric = () if self._scaling is None else (self._scaling.factors(self.params),)
+            sums = self.source.clipped_sums(self.params, self._clipping, *metric)
         for p in self.params:
             if p.summed_grad is not None:
                 _check_processed_flag(p.summed_grad)
@@ -316,6 +328,9 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         if made is None:  # a step that was to repeat a lost one, and does not
             self.abandon_virtual_batch()
             return False
+        if self._scaling is not None:
+            made = self._scaling.unscaled(made)
+            self._scaling.learn(made)
         self.last_release = made
         self._open_spec = None
         self._is_last_step_skipped = False
@@ -413,6 +428,26 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             self.original_optimizer.rewind_samples()
 
     # ---- the optimizer protocol
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and what the metric has learned."""
+        state: dict[str, Any] = super().state_dict()
+        return state if self._scaling is None else {**state, _METRIC: self._scaling.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if (_METRIC in state_dict) != (self._scaling is not None):
+            fix = "Call make_private with the metric that the run was begun with, or without one if it had none"
+            raise bad("metric", self.metric, "is not that of the state", fix)
+        if self._scaling is not None:
+            if self._open_spec is not None:
+                raise PrivacyError(
+                    "load_state_dict in the middle of a logical batch: its examples were clipped in another metric. Load "
+                    "between two of them."
+                )
+            self._scaling.check(state_dict[_METRIC])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _METRIC})
+        if self._scaling is not None:
+            self._scaling.load_state_dict(state_dict[_METRIC])
 
     @property
     def step_hook(self) -> Callable[[DPOptimizer], None] | None:

@@ -70,7 +70,7 @@ class NoiseSpec:
 
     @property
     def variance(self) -> float:
-        """(σC/b)²: variance of the noise in each coordinate of the released gradient."""
+        """(σC/b)²: variance of the noise in each coordinate of the released gradient; under a metric, before D is taken out."""
         return (self.noise_std / self.divisor) ** 2
 
     @property

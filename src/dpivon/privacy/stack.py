@@ -19,7 +19,7 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.compiling import compiled
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.streams import PRIVACY, Streams
 
@@ -31,7 +31,9 @@ class StackedGradients(Protocol):
         """The data set as :meth:`clipped_sums` reads it, once."""
         ...
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor: ...
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
+        """With a ``metric``, Σ clip(D ⊙ g_i); only one that has ``scales = True`` is given any."""
+        ...
 
 
 class StackedMechanism:

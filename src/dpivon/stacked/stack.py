@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.compiling import compiled
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
@@ -35,11 +35,22 @@ from dpivon.stacked.rules import (
     RULES,
     AveragedRows,
     IVONRows,
+    MetricRows,
     Rows,
     Rule,
     estimator_of,
     rows_of,
 )
+
+
+class Kind(NamedTuple):
+    """What sets rows apart besides their numbers."""
+
+    method: str
+    averaged: bool
+    curvature: str  # the estimator it names
+    traced: bool
+    metric: bool
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ class Run:
         batch_size: the expected batch b.
         options: override the method's defaults (``beta1``, ``ess``, ``hess_init``, …). ``ema``, for every method, keeps an
             average of the iterates beside them: ``Stack.average``; ``trace`` adds so many times their spread to the
-            posterior's variance. ``curvature`` names another estimator of
+            posterior's variance. ``metric``, for every method too, clips in a metric learned from past releases
+            (:mod:`dpivon.optim.metric`) with this power; 0 is none. ``curvature`` names another estimator of
             :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
     """
 
@@ -73,7 +85,7 @@ class Run:
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
-        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace"}
+        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace", "metric"}
         if "steps" in DEFAULTS[self.method]:
             unknown -= {"scale"}
         if estimator_of(self.method) is not None:
@@ -93,9 +105,16 @@ class Run:
             raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema too, such as 0.99")
         if not isinstance(self.options.get("curvature", ""), str):
             raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
-        rows = rows_of(
-            *self.kind[::2], ()
-        )  # an estimator that is unknown, or that the method cannot use, is named here
+        # An estimator that is unknown, or that the method cannot use, is named here.
+        rows = rows_of(self.method, self.kind.curvature, ())
+        if self.kind.metric and not getattr(rows, "per_coordinate", False):
+            named = self.kind.curvature or self.method
+            raise bad(
+                "metric",
+                self.options["metric"],
+                f"{named!r} knows one noise variance for all coordinates, and under a metric each has its own",
+                "Set per_coordinate = True if it takes them, or leave the metric out",
+            )
         if self.options.get("anneal") and isinstance(rows, IVONRows) and rows.estimator.needs_sample:
             raise bad(
                 "anneal",
@@ -115,9 +134,10 @@ class Run:
         return float(self.options.get("trace", AVERAGED.get(self.method, 0.0)))
 
     @property
-    def kind(self) -> tuple[str, bool, str, bool]:
-        """Rows of one kind are updated together: method, whether averaged, the estimator it names, whether traced."""
-        return self.method, self.averaged, str(self.options.get("curvature", "")), self.trace > 0
+    def kind(self) -> Kind:
+        """Rows of one kind are updated together."""
+        metric = float(self.options.get("metric", 0.0)) > 0
+        return Kind(self.method, self.averaged, str(self.options.get("curvature", "")), self.trace > 0, metric)
 
 
 class Stack:
@@ -182,6 +202,11 @@ class Stack:
         self.sampler = StackedSampler(specs, len(inputs), self.streams, self.device)
         views = {} if self.augment is None else {"augment": self.augment}
         self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype, **views)
+        scaled = [r for r in self.runs if r.kind.metric]
+        if scaled and not getattr(self.gradients, "scales", False):
+            name, power = type(self.gradients).__name__, scaled[0].options["metric"]
+            fix = "Use AnyNetwork around the same model, or leave the metric out"
+            raise bad("metric", power, f"is not known to {name}, which computes this network's sums here", fix)
         self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0
         self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
@@ -198,10 +223,10 @@ class Stack:
         self._warm_steps = 0
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
-    def _part(self, kind: tuple[str, bool, str, bool], mean: Tensor, n: int) -> _Part:
-        method, averaged, curvature, traced = kind
+    def _part(self, kind: Kind, mean: Tensor, n: int) -> _Part:
+        method, averaged, curvature, traced, metric = kind
         rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
-        kept = [*(["ema"] if averaged else []), *(["trace"] if traced else [])]
+        kept = [*(["ema"] if averaged else []), *(["trace"] if traced else []), *(["metric"] if metric else [])]
         keys = ["lr", *FILLED, *DEFAULTS[method], *kept]
         columns = []
         for i in rows:
@@ -211,9 +236,10 @@ class Stack:
         table = torch.tensor(columns, dtype=torch.float32, device=self.device)
         hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
         place = slice(rows[0], rows[-1] + 1)
-        hyper["noise_variance"] = self.mechanism.variance[place]
-        rows_rule = rows_of(method, curvature, self.network.matrices)
-        rule: Rule = AveragedRows(rows_rule, traced) if averaged else rows_rule
+        hyper["scaled_variance" if metric else "noise_variance"] = self.mechanism.variance[place]
+        rule: Rule = rows_of(method, curvature, self.network.matrices)
+        rule = AveragedRows(rule, traced) if averaged else rule
+        rule = MetricRows(rule, self.network.matrices) if metric else rule
         return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
 
     def _own(self, run: Run, mean: Tensor, n: int) -> dict[str, float]:
@@ -300,14 +326,13 @@ class Stack:
         block, at = self._buffers, self._position.view(1)
         assert block is not None
         batch = self._batch(*(t.index_select(0, at).squeeze(0) for t in _tensors(block)))
-        sums = self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound)
-        self._update(sums)
+        self._update(self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound, *self._metric()))
 
     def _step_in_parts(self) -> None:
         """A step whose batches do not fit: the same release, its sum added up over parts."""
         theta, total = self._theta(), None
         for part in self.sampler.parts(int(self._at)):
-            sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
+            sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound, *self._metric())
             total = sums if total is None else total + sums
         assert total is not None
         self._update(total)
@@ -323,6 +348,11 @@ class Stack:
         number = torch.arange(self.augment.views, device=index.device)
         element = index.unsqueeze(1) * self.augment.views + number
         return self.augment.choice(self.streams.words(model, element, self._at, VIEWS))
+
+    def _metric(self) -> tuple[()] | tuple[Metrics]:
+        """D of every run; nothing at all where no run has any."""
+        found = [d for p in self.parts for d in p.state.get("metric", [None] * (p.rows.stop - p.rows.start))]
+        return () if all(d is None for d in found) else (found,)
 
     def _theta(self) -> Tensor:
         eps = self.streams.normal(self._eps, self._at, POSTERIOR)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dpivon.optim.ivon_rule import std
 from dpivon.stacked import Stack
+from dpivon.stacked.rules import noise_variance
 from dpivon.study.table import QUANTILES
 
 _AT = (0.05, 0.5, 0.95)
@@ -31,22 +32,24 @@ class Watch:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self._before: list[Tensor] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     @property
     def useful(self) -> bool:
         return any(True for _ in self._parts())
 
     def before(self) -> None:
-        self._before = [part.state["momentum"].clone() for part in self._parts()]
+        self._before = [
+            (part.state["momentum"].clone(), noise_variance(part.state, part.hyper)) for part in self._parts()
+        ]
 
     def after(self) -> list[dict[str, Any]]:
         """A row a run that has a posterior: ``run`` in the caller's numbering, the share and the quantiles."""
         out = []
-        for part, before in zip(self._parts(), self._before, strict=True):
+        for part, (before, variance) in zip(self._parts(), self._before, strict=True):
             beta1 = part.hyper["beta1"]
             g = (part.state["momentum"] - beta1 * before) / (1.0 - beta1)
-            share = (g.square() < part.hyper["noise_variance"]).double().mean(1)
+            share = (g.square() < variance).double().mean(1)
             at = torch.tensor(_AT, device=g.device)
             for j, row in enumerate(range(part.rows.start, part.rows.stop)):
                 h = _quantiles(part.state["hess"][j], at)

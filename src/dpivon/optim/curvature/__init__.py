@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpivon.errors import bad
-from dpivon.optim.curvature.apply import Matrices, estimate, matrix, memory_of, remembered
+from dpivon.optim.curvature.apply import Matrices, by_tensor, estimate, matrix, memory_of, remembered
 from dpivon.optim.curvature.averaged import Averaged
 from dpivon.optim.curvature.base import CurvatureEstimator, Evidence
 from dpivon.optim.curvature.cross import CrossMoment
@@ -67,6 +67,7 @@ __all__ = [
     "ShrunkRankOne",
     "Signed",
     "SquaredGradient",
+    "by_tensor",
     "estimate",
     "matrix",
     "memory_of",

@@ -23,6 +23,7 @@ class Averaged(SquareAverage):
     """
 
     base: ClassVar[str] = "averaged"
+    remembers: ClassVar[tuple[str, ...]] = ("second",)
 
     def moment(self, evidence: Evidence[Any]) -> Any:
         return self.average(evidence).clamp(min=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dpivon.optim.curvature.averages import SquareAverage
+from dpivon.optim.curvature.averages import SquareAverage, over_matrix
 from dpivon.optim.curvature.base import Evidence
 
 
@@ -22,6 +22,8 @@ class EmpiricalBayes(SquareAverage):
     Bias of one coordinate: (1 − λ)(M − v_i); of the mean over a tensor: none. Variance of one coordinate, for n ≫ 1:
     λ² e² + (1 − λ²) e²/n. Mean squared error over the tensor: λ e², never above a's e² (and M's τ² where that is less).
     Heavy-tailed v_i that stand out are kept nearly whole, since λ is then near 1; it is one λ for the tensor.
+    Where each weight has its own e_i², so has its λ_i, and τ² is Var_i a_i less the mean of e_i²; the mean over the tensor then
+    has a bias, the mean of λ_i (v_i − M), which is zero where e_i is not related to v_i.
     Not projected: v̂ is negative where a tensor's mean is not known to be positive, and IVON's recursion takes it.
     """
 
@@ -34,6 +36,6 @@ class EmpiricalBayes(SquareAverage):
         noise = self.standard_error(evidence) ** 2
         mean = a.mean((1, 2), keepdim=True)
         off = a - mean
-        spread = (off.square().mean((1, 2), keepdim=True) - noise).clamp(min=0.0)
+        spread = (off.square().mean((1, 2), keepdim=True) - over_matrix(noise)).clamp(min=0.0)
         # Where neither spread nor noise is left all a_i are the mean, whatever λ.
         return mean + off * (spread / (spread + noise).clamp(min=1e-38))

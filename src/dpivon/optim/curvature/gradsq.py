@@ -15,6 +15,7 @@ class SquaredGradient:
     name = "gradsq"
     elementwise = True
     needs_sample = False
+    per_coordinate = True
 
     def __call__(self, evidence: Evidence[Values]) -> Values:
         return evidence.g_squared * evidence.ess
@@ -31,6 +32,7 @@ class CorrectedSquaredGradient:
     name = "gradsq-corrected"
     elementwise = True
     needs_sample = False
+    per_coordinate = True
 
     def __call__(self, evidence: Evidence[Values]) -> Values:
         return (evidence.g_squared - evidence.noise_variance).clamp(min=0.0) * evidence.ess

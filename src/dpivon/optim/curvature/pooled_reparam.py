@@ -23,12 +23,14 @@ class PooledReparameterised:
         Var ĥ = s² N_ess · mean(h + δ) / n
 
     for the mean, since the θ_i − m_i are independent; a smaller N_ess improves it, as a wider sample feels more curvature.
+    Where each weight has its own s_i² it is N_ess · mean(s² (h + δ)) / n.
     """
 
     name: ClassVar[str] = "reparam-pooled"
     elementwise: ClassVar[bool] = False
     pools: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
+    per_coordinate: ClassVar[bool] = True
 
     def __call__(self, evidence: Evidence[Tensor]) -> Tensor | None:
         each: Tensor | None = Reparameterised()(evidence)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dpivon.optim.curvature.averages import SquareAverage
+from dpivon.optim.curvature.averages import SquareAverage, error_of_mean
 from dpivon.optim.curvature.base import Evidence
 
 
@@ -23,7 +22,8 @@ class RankOne(SquareAverage):
 
         Var v̂ = e² (1/R + 1/C − 1/(RC)),
 
-    so R·C/(R + C − 1) coordinates share what one of them alone would know.
+    so R·C/(R + C − 1) coordinates share what one of them alone would know. Where each has its own e_ij², e² is their mean over
+    the row, the column or the matrix that is averaged.
     """
 
     base: ClassVar[str] = "rank-one"
@@ -36,5 +36,5 @@ class RankOne(SquareAverage):
             return a.clamp(min=0.0)
         rows = a.mean(2, keepdim=True).clamp(min=0.0)
         columns = a.mean(1, keepdim=True).clamp(min=0.0)
-        least = self.standard_error(evidence) / math.sqrt(a.shape[1] * a.shape[2]) + 1e-38
+        least = error_of_mean(self.standard_error(evidence), a.shape, (1, 2)) + 1e-38
         return rows * (columns / a.mean((1, 2), keepdim=True).clamp(min=least))

@@ -7,14 +7,20 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping
 
 
 class GradientSource(Protocol):
     """Turns what backward left behind into Σ_i ḡ_i, once."""
 
-    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
-        """The clipped sum of the pass just made, by parameter. A second call without a new pass is an error."""
+    def clipped_sums(
+        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
+    ) -> list[Tensor]:
+        """The clipped sum of the pass just made, by parameter. A second call without a new pass is an error.
+
+        With a ``metric``, one D a parameter, it is Σ_i clip(D ⊙ g_i), not divided by D again.
+        """
         ...
 
     def begin_sample(self, params: Sequence[Tensor]) -> None:

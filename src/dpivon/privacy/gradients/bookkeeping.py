@@ -23,11 +23,13 @@ from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
+from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHooks
 from dpivon.privacy.layers.fallback import opacus_rule
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
+from dpivon.privacy.layers.scaled import scaled
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.precision import capturing, wide
 
@@ -262,10 +264,14 @@ class BookKeeper:
     # ---- the gradient source
 
     @torch.no_grad()
-    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+    def clipped_sums(
+        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
+    ) -> list[Tensor]:
         self._check(params)
         _check_unchanged(self._kept)
         uses = {p: merge(self._uses[p]) for p in params if p in self._uses}
+        if metric is not None:
+            uses |= {p: scaled(uses[p], d) for p, d in zip(params, metric, strict=True) if p in uses}
         scale = self._scale or 1.0
         self._uses.clear()
         self._kept.clear()

@@ -16,6 +16,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError, bad
+from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping, FlatClipping
 from dpivon.privacy.gradients.collect import GhostHooks, GhostModule, clear_pass
 from dpivon.privacy.losses import check_criterion
@@ -35,7 +36,10 @@ class GhostGradients:
         self._written = {p: (p.grad, 0 if p.grad is None else p.grad._version) for p in params}
         self.ready = True
 
-    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+    def clipped_sums(
+        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
+    ) -> list[Tensor]:
+        assert metric is None, "make_private refuses a metric in ghost mode"
         if not self.ready:
             raise PrivacyError(
                 "step() without a ghost-clipped backward: compute the loss with the criterion that make_private returned "

@@ -10,8 +10,10 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
+from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping, clipped_sum
 from dpivon.privacy.gradients.collect import clear_pass
+from dpivon.privacy.precision import wide
 
 
 class PerExampleGradients:
@@ -23,7 +25,9 @@ class PerExampleGradients:
         self.augmentations = augmentations
         self._average: dict[Tensor, Tensor] = {}
 
-    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+    def clipped_sums(
+        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
+    ) -> list[Tensor]:
         samples = self._rows(params)
         for p in params:
             _check_processed_flag(_grad_sample(p))
@@ -33,7 +37,10 @@ class PerExampleGradients:
                 f"Per-example gradients of {sorted(rows)} examples: the parameters disagree about the batch. "
                 "Call optimizer.zero_grad() and run forward and backward on one batch."
             )
-        sums = clipped_sum([self._merge_augmentations(s) for s in samples], clipping)
+        rows_of = [self._merge_augmentations(s) for s in samples]
+        if metric is not None:
+            rows_of = [wide(s) * f.full(s.shape[1:]).to(wide(s[:0])) for s, f in zip(rows_of, metric, strict=True)]
+        sums = clipped_sum(rows_of, clipping)
         for p in params:
             _mark_as_processed(_grad_sample(p))
         return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,3 +21,7 @@ class Batch:
     places: Tensor  # [K, most], each run's rows
     seats: Tensor  # [capacity], the inverse: where in places.flatten() each row is; any for spare rows
     views: Tensor | None = None  # [capacity, views, 3], how each view of it is made; None for the example itself
+
+
+#: D of every run, [P], or None where it has none.
+Metrics = Sequence[Tensor | None]

@@ -20,16 +20,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dpivon.optim.metric import Factors
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FlatClipping
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.kernels.reference import RowModel, autocast, seen
 from dpivon.privacy.kernels.room import examples_at_once
 from dpivon.privacy.precision import full_precision
 
-Sums = Callable[..., Tensor]
+Sums = Callable[
+    ..., Tensor
+]  # of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise
 
 
 class TemplateModel(RowModel, Protocol):
@@ -44,6 +47,8 @@ class PaddedGradients:
     ``at_once`` is how many examples of a run a pass takes; by default as many as memory allows.
     """
 
+    scales = True  # knows a metric
+
     def __init__(
         self,
         network: TemplateModel,
@@ -56,18 +61,20 @@ class PaddedGradients:
         self.device, self.network, self.at_once = device, network, at_once
         self.step = _Step(network, device, dtype, augment)
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
-        self._program: dict[float, Sums] = {}
+        self._program: dict[tuple[float, bool], Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
 
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
         parts, views = self._parts(batch), () if batch.views is None else (batch.views,)
+        scales = [() if d is None else (d,) for d in (metric or [None] * len(theta))]
         sums = []
         with full_precision():
-            for k, (row, c) in enumerate(zip(theta, self._numbers(bound), strict=True)):
-                each = (self._compiled(c)(row, batch.inputs, batch.labels, places[k], *views) for places in parts)
+            for k, (row, c, d) in enumerate(zip(theta, self._numbers(bound), scales, strict=True)):
+                program = self._compiled(c, bool(d))
+                each = (program(row, batch.inputs, batch.labels, places[k], *views, *d) for places in parts)
                 sums.append(functools.reduce(torch.add, each))
         return torch.stack(sums)
 
@@ -92,25 +99,30 @@ class PaddedGradients:
             self._bounds = bound, bound._version, numbers
         return numbers
 
-    def _compiled(self, bound: float) -> Sums:
-        """The program for this bound, made when it is first used: all runs of one bound share it."""
+    def _compiled(self, bound: float, scaled: bool) -> Sums:
+        """The program for this bound, made when it is first used: all runs of one bound share it, with or without metric."""
 
         def first(*args: Tensor) -> Tensor:
-            traced = make_fx(lambda *tensors: self._one(bound, *tensors))(*args)
+            traced = make_fx(lambda *tensors: self._one(bound, scaled, *tensors))(*args)
             _check_free_of_constants(traced, self.params.values())
-            self._program[bound] = compiled(traced, self.device)
-            return self._program[bound](*args)
+            self._program[bound, scaled] = compiled(traced, self.device)
+            return self._program[bound, scaled](*args)
 
-        return self._program.get(bound, first)
+        return self._program.get((bound, scaled), first)
 
-    def _one(self, bound: float, row: Tensor, *batch: Tensor) -> Tensor:
-        parts = row.split([p.numel() for p in self.params.values()])
-        values = {n: v.view_as(p).detach() for (n, p), v in zip(self.params.items(), parts, strict=True)}
+    def _one(self, bound: float, scaled: bool, row: Tensor, *batch: Tensor) -> Tensor:
+        values = {n: v.detach() for n, v in self._split(row).items()}
+        metric = [Factors.of(d) for d in self._split(batch[-1]).values()] if scaled else None
+        batch = batch[:-1] if scaled else batch
         with torch.enable_grad():
             leaves = {n: v.requires_grad_() for n, v in values.items()}
             # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
-            sums: Tensor = functional_call(self.step, leaves, (bound, *batch))
+            sums: Tensor = functional_call(self.step, leaves, (bound, metric, *batch))
         return sums
+
+    def _split(self, row: Tensor) -> dict[str, Tensor]:
+        parts = row.split([p.numel() for p in self.params.values()])
+        return {n: v.view_as(p) for (n, p), v in zip(self.params.items(), parts, strict=True)}
 
 
 class _Step(nn.Module):
@@ -126,7 +138,13 @@ class _Step(nn.Module):
         self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum", augmentations=self.views)
 
     def forward(
-        self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor, views: Tensor | None = None
+        self,
+        bound: float,
+        metric: list[Factors] | None,
+        inputs: Tensor,
+        labels: Tensor,
+        places: Tensor,
+        views: Tensor | None = None,
     ) -> Tensor:
         spare = of_every_view(places >= len(labels), self.augment)
         places = places.clamp(max=len(labels) - 1)
@@ -136,7 +154,7 @@ class _Step(nn.Module):
             outputs = self.model(seen(self.augment, inputs[places], views, places))
         labels = of_every_view(labels[places], self.augment)
         self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
-        sums = self.keeper.clipped_sums(params, FlatClipping(bound))
+        sums = self.keeper.clipped_sums(params, FlatClipping(bound), metric)
         self.keeper.forget_passes()
         return torch.cat([s.flatten() for s in sums])
 

@@ -19,7 +19,7 @@ from dpivon.privacy.clipping import EPS_NUM
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.precision import product
 
@@ -73,8 +73,9 @@ class Program:
         """Images [N, 3, H, W] as the kernels read them: channels last, in their precision."""
         return inputs.permute(0, 2, 3, 1).to(self.dtype).contiguous()
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
         """Σ_i ḡ_i for every run, [K, P] in fp64."""
+        assert metric is None, "the kernels know no metric, and a stack refuses one"
         w = self._weights(self.layout, theta, self.dtype)
         linear, squared, dy = self._head(self.layout, w, self._features(w, batch), batch)
         self.dy[-1].view(self.capacity, -1).copy_(dy)

@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpivon.optim.metric import Factors
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.batch import Batch, Metrics
 
 
 class RowModel(Protocol):
@@ -31,6 +32,8 @@ EXAMPLES_AT_ONCE = 64  # so that activations stay in the cache, and cost grows n
 class LoopedGradients:
     """Clipped sums, run by run."""
 
+    scales = True  # knows a metric
+
     def __init__(self, network: RowModel, dtype: torch.dtype, augment: Augmentation | None = None) -> None:
         self.network, self.dtype, self.augment = network, dtype, augment
         self.views = 1 if augment is None else augment.views
@@ -38,7 +41,7 @@ class LoopedGradients:
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
         sums = torch.zeros(theta.shape, dtype=torch.float64, device=theta.device)
         for k, row in enumerate(theta):
             begin, end = int(batch.start[k]), int(batch.start[k + 1])
@@ -46,7 +49,8 @@ class LoopedGradients:
                 continue
             model = self.network.model(row)
             params = [p for p in model.parameters() if p.requires_grad]
-            clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])))
+            scale = None if metric is None or (d := metric[k]) is None else self._factors(d)
+            clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])), scale)
             model.double()  # the sums stay in double until the noise is in them
             with torch.no_grad():
                 for p, s in zip(params, clipped, strict=True):
@@ -54,8 +58,18 @@ class LoopedGradients:
             sums[k] = self.network.pack(model)
         return sums
 
+    def _factors(self, row: Tensor) -> list[Factors]:
+        """D of each parameter: a row of them is laid out as a row of weights is."""
+        return [Factors.of(p.detach()) for p in self.network.model(row).parameters() if p.requires_grad]
+
     def _sums(
-        self, model: nn.Module, params: list[nn.Parameter], batch: Batch, rows: slice, clipping: FlatClipping
+        self,
+        model: nn.Module,
+        params: list[nn.Parameter],
+        batch: Batch,
+        rows: slice,
+        clipping: FlatClipping,
+        metric: list[Factors] | None,
     ) -> list[Tensor]:
         keeper = BookKeeper(model, batch_first=True, loss_reduction="sum", augmentations=self.views)
         total: list[Tensor] = []
@@ -67,7 +81,7 @@ class LoopedGradients:
                 with autocast(params[0].device, self.dtype):
                     outputs = model(seen(self.augment, batch.inputs[part], batch.views, part))
                 self.network.loss(outputs.float(), labels).sum().backward()
-            sums = keeper.clipped_sums(params, clipping)
+            sums = keeper.clipped_sums(params, clipping, metric)
             keeper.forget_passes()
             keeper.clear(params)
             total = [t + s for t, s in zip(total, sums, strict=True)] if total else sums

@@ -59,6 +59,11 @@ class Order:
     shape: torch.Size
     permutation: tuple[int, ...]
 
+    @property
+    def parameter(self) -> torch.Size:
+        """The parameter's own shape."""
+        return torch.Size(self.shape[i] for i in self.permutation)
+
     def restore(self, t: Tensor) -> Tensor:
         """From [*leading, elements] or [*leading, *shape] in this order to [*leading, *parameter]."""
         lead = t.dim() - 1 if t.shape[-1] == self.shape.numel() and len(self.shape) > 1 else t.dim() - len(self.shape)
