@@ -3,26 +3,31 @@
 Batches are padded to one length, and the loss of a spare row is zero. No value is looked at on the way, so that a CUDA graph
 may capture the whole step. Tracing runs the ordinary book-keeping and records what it does, so there are no second rules to
 keep in step with the first.
+
+Where convolutions have kernels, images go through the network with their channels last, as the kernels and cuDNN read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import get_decompositions
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.reference import RowModel, autocast
 from dpivon.privacy.precision import full_precision
 
 Sums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_GROUP_NORM = [torch.ops.aten.native_group_norm, torch.ops.aten.native_group_norm_backward]
 
 
 class TemplateModel(RowModel, Protocol):
@@ -34,9 +39,14 @@ class TemplateModel(RowModel, Protocol):
 class PaddedGradients:
     """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`."""
 
-    def __init__(self, network: TemplateModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, network: TemplateModel, device: torch.device, dtype: torch.dtype, *, channels_last: bool | None = None
+    ) -> None:
         self.device = device
         self.step = _Step(network, device, dtype)
+        convolves = any(isinstance(layer, nn.Conv2d) for layer in self.step.model.modules())
+        kernels = conv_ops.wanted() and conv_ops.device_takes(device)
+        self.step.channels_last = convolves and kernels if channels_last is None else channels_last
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[float, Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
@@ -65,12 +75,24 @@ class PaddedGradients:
         """The program for this bound, made when it is first used: all runs of one bound share it."""
 
         def first(*args: Tensor) -> Tensor:
-            traced = make_fx(lambda *tensors: self._one(bound, *tensors))(*args)
+            try:
+                traced = self._trace(bound, *args)
+            except RuntimeError:
+                if not self.step.channels_last:
+                    raise
+                self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
+                traced = self._trace(bound, *args)
             _check_free_of_constants(traced, self.params.values())
             self._program[bound] = compiled(traced, self.device)
             return self._program[bound](*args)
 
         return self._program.get(bound, first)
+
+    def _trace(self, bound: float, *args: Tensor) -> torch.fx.GraphModule:
+        # torch's own group normalisation on a GPU returns its channels first, the compiler's, which is made of these parts, as they
+        # came. What is recorded must be what the compiler will find.
+        parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
+        return make_fx(lambda *tensors: self._one(bound, *tensors), decomposition_table=parts)(*args)
 
     def _one(self, bound: float, row: Tensor, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
         parts = row.split([p.numel() for p in self.params.values()])
@@ -90,6 +112,7 @@ class _Step(nn.Module):
         self.network, self.device, self.dtype = network, device, dtype
         self.model = network.template().to(device)
         self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum")
+        self.channels_last = False
 
     def forward(self, bound: float, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor:
         spare = places >= len(labels)
@@ -97,11 +120,15 @@ class _Step(nn.Module):
         params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.keeper.clear(params)
         with autocast(self.device, self.dtype):
-            outputs = self.model(inputs[places])
+            outputs = self.model(self._images(inputs[places]))
         self.network.loss(outputs.float(), labels[places]).masked_fill(spare, 0.0).sum().backward()
         sums = self.keeper.clipped_sums(params, FlatClipping(bound))
         self.keeper.forget_passes()
         return torch.cat([s.flatten() for s in sums])
+
+    def _images(self, rows: Tensor) -> Tensor:
+        turned = self.channels_last and rows.dim() == 4
+        return rows.contiguous(memory_format=torch.channels_last) if turned else rows
 
 
 def _check_free_of_constants(traced: torch.fx.GraphModule, params: Iterable[Tensor]) -> None:

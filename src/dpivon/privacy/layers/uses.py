@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +47,13 @@ class Use(Protocol):
     def grouped(self, rows: int) -> Use:
         """``rows`` consecutive rows are one example; their gradients add up."""
         ...
+
+
+@runtime_checkable
+class Unfolding(Protocol):
+    """A use that cannot be added to another as it is, but can become one that can."""
+
+    def unfolded(self) -> Use: ...
 
 
 @dataclass(frozen=True)
@@ -206,9 +213,9 @@ class Rows:
 
 def merge(uses: Sequence[Use]) -> Use:
     """One use whose per-example gradient is the sum of several."""
-    first = uses[0]
     if len(uses) == 1:
-        return first
+        return uses[0]
+    uses = [u.unfolded() if isinstance(u, Unfolding) else u for u in uses]
     outers = [u for u in uses if isinstance(u, Outer)]
     if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
         a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
@@ -216,7 +223,7 @@ def merge(uses: Sequence[Use]) -> Use:
     rows = [u for u in uses if isinstance(u, Rows)]
     if len(rows) == len(uses):
         return Rows(torch.cat([u.index for u in rows], 1), torch.cat([u.g for u in rows], 1), rows[0].shape)
-    total = first.materialise()
+    total = uses[0].materialise()
     for use in uses[1:]:
         total = total + use.materialise()
     return Dense(total)
