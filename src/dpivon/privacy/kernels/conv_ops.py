@@ -100,7 +100,7 @@ def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
     bo = min(128 if dtype == torch.bfloat16 else 64, _power_of_two(out))
     bd = min(64 if bo == 128 or dtype == torch.float32 else 128, _power_of_two(rows))
     bt = min(64 if dtype == torch.bfloat16 else 32, _power_of_two(positions))
-    # With few positions a program goes through its loop once: then it makes several tiles, and reads ahead from one to the next.
+    # With few positions a program goes through its loop once: then it makes several tiles, and reads ahead to the next one.
     down = -(-rows // bd)
     span = max(n for n in range(1, 7) if down % n == 0) if positions <= bt else 1
     return Tile(bt, bd, bo, warps=8 if bd * bo > 4096 else 4, stages=3, span=span)
@@ -122,7 +122,7 @@ def chunk_size(examples: int, tiles: int) -> int:
 def statistics(
     x: Tensor, g: Tensor, unit: Tensor | None, shape: Geometry, rows: int, tile: Tile | None = None
 ) -> Tensor:
-    """Σ g² of every example and output channel, or with u in ``unit`` mean, S and q; an example is ``rows`` rows of the batch."""
+    """Σ g² of every example and output channel, or with u in ``unit`` mean, S and q; an example is ``rows`` rows of x."""
     from dpivon.privacy.kernels import convs
 
     tile, kinds = tile or _tile(x, g, shape), 1 if unit is None else 4

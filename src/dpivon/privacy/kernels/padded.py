@@ -89,8 +89,8 @@ class PaddedGradients:
         return self._program.get(bound, first)
 
     def _trace(self, bound: float, *args: Tensor) -> torch.fx.GraphModule:
-        # torch's own group normalisation on a GPU returns its channels first, the compiler's, which is made of these parts, as they
-        # came. What is recorded must be what the compiler will find.
+        # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as
+        # they came. What is recorded must be what the compiler finds.
         parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
         return make_fx(lambda *tensors: self._one(bound, *tensors), decomposition_table=parts)(*args)
 

@@ -51,7 +51,7 @@ class Use(Protocol):
 
 @runtime_checkable
 class Unfolding(Protocol):
-    """A use that cannot be added to another as it is, but can become one that can."""
+    """A use that knows norms and sums only: to be added to another, or scaled, it must become one that can."""
 
     def unfolded(self) -> Use: ...
 
@@ -211,11 +211,16 @@ class Rows:
         return Rows(index, g, self.shape)
 
 
+def unfolded(use: Use) -> Use:
+    """The same use as one of the kinds above."""
+    return use.unfolded() if isinstance(use, Unfolding) else use
+
+
 def merge(uses: Sequence[Use]) -> Use:
     """One use whose per-example gradient is the sum of several."""
     if len(uses) == 1:
         return uses[0]
-    uses = [u.unfolded() if isinstance(u, Unfolding) else u for u in uses]
+    uses = [unfolded(u) for u in uses]
     outers = [u for u in uses if isinstance(u, Outer)]
     if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
         a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
