@@ -99,6 +99,7 @@ def test_two_uses_of_one_weight_are_unfolded_and_merged_with_their_cross_terms(k
 def test_a_gaussian_layer_keeps_its_rule(monkeypatch):
     """Its spread's gradients are scaled element by element, of which the kernels know nothing."""
     layer, x, g = SpreadConv2d(16, 32, 3, padding=1), *make("3x3", "plain")[1:]
+    layer.initial_std = 0.1
     got = rule_for(layer)(layer, (x,), g)
     monkeypatch.setattr(conv_ops, "device_takes", lambda device: False)
     expected = rule_for(layer)(layer, (x,), g)
