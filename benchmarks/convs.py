@@ -70,19 +70,15 @@ def tiles(layer: Layer, dtype: torch.dtype) -> dict[str, Tile]:
     """The one that is used, and others that may be better."""
     used = tile_for(layer.rows, layer.out, layer.positions, dtype)
     found = {"used": used}
-    if layer.into > 3 and layer.kernel > 1:
-        found |= {"128 registers": replace(used, registers=128)}
-        found |= {"64×64": _resized(layer, replace(used, bd=64, bo=64, warps=4))}
     if layer.kernel > 1 and layer.positions > used.bt:
         found |= {"one loop": replace(used, flatten=True)}
+    if layer.into > 3 and layer.kernel > 1:
+        found |= {"128 registers": replace(used, registers=128), "short": replace(used, span=1)}
+        small = replace(used, bd=64, bo=64, span=-(-layer.rows // (3 * 64)))
+        found |= {"64×64": replace(small, warps=4), "64×64, 8 warps": replace(small, warps=8, registers=128)}
     if layer.out >= 128 and layer.kernel > 1:
-        found |= {"128×128": _resized(layer, replace(used, bd=128, bo=128, warps=8))}
+        found |= {"128×128": replace(used, bd=128, bo=128, warps=8, span=-(-layer.rows // (3 * 128)))}
     return found
-
-
-def _resized(layer: Layer, tile: Tile) -> Tile:
-    down = -(-layer.rows // tile.bd)
-    return replace(tile, span=max(n for n in range(1, 7) if down % n == 0) if tile.span > 1 else 1)
 
 
 def operands(layer: Layer, batch: int, dtype: torch.dtype):

@@ -54,7 +54,7 @@ class Tile:
     bo: int
     warps: int
     stages: int
-    span: int = 1  # tiles of rows that one program of the statistics makes; it divides their number
+    span: int = 1  # tiles of rows that one program of the statistics makes
     registers: int | None = None  # a thread, at most; fewer of them let more programs run side by side
     flatten: bool = False  # one loop over examples and positions, for the sums
 
@@ -100,10 +100,8 @@ def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
     bo = min(128 if dtype == torch.bfloat16 else 64, _power_of_two(out))
     bd = min(64 if bo == 128 or dtype == torch.float32 else 128, _power_of_two(rows))
     bt = min(64 if dtype == torch.bfloat16 else 32, _power_of_two(positions))
-    # With few positions a program goes through its loop once: then it makes several tiles, and reads ahead to the next one.
-    down = -(-rows // bd)
-    span = max(n for n in range(1, 7) if down % n == 0) if positions <= bt else 1
-    return Tile(bt, bd, bo, warps=8 if bd * bo > 4096 else 4, stages=3, span=span)
+    span = -(-rows // (3 * bd))  # three parts an example: programs enough, and few reductions
+    return Tile(bt, bd, bo, warps=8 if bd * bo * dtype.itemsize > 8192 else 4, stages=3, span=span)
 
 
 def _power_of_two(n: int) -> int:
@@ -127,18 +125,27 @@ def statistics(
 
     tile, kinds = tile or _tile(x, g, shape), 1 if unit is None else 4
     n, d, out = len(g) // rows, _fan_in(x, shape), g.shape[1]
-    down, across = -(-d // tile.bd), -(-out // tile.bo)
-    partial = x.new_empty((n, down, kinds, out), dtype=torch.float32)
-    unit_sums = x.new_empty((down, out), dtype=torch.float32)
+    parts, across = -(-d // (tile.span * tile.bd)), -(-out // tile.bo)
+    partial = x.new_empty((n, parts, kinds, out), dtype=torch.float32)
+    unit_sums = x.new_empty((parts, out), dtype=torch.float32)
     found = x.new_empty((n, min(kinds, 3), out), dtype=torch.float32)
     here = partial if unit is None else unit.contiguous()
     with torch.cuda.device_of(x):
-        convs.gradient_statistics[(n * down // tile.span * across,)](
+        convs.gradient_statistics[(n * parts * across,)](
             x, g, here, partial, unit_sums, *_strides(x), *_strides(g), **_constants(x, g, shape, rows, tile),
             STANDARDISED=unit is not None, SPAN=tile.span, **_options(x, tile),
         )  # fmt: skip
         convs.combine_statistics[(n * across,)](
-            partial, unit_sums, found, down, d, tile.bd, out, tile.bo, STANDARDISED=unit is not None, num_warps=1
+            partial,
+            unit_sums,
+            found,
+            parts,
+            d,
+            tile.span * tile.bd,
+            out,
+            tile.bo,
+            STANDARDISED=unit is not None,
+            num_warps=1,
         )
     return found
 

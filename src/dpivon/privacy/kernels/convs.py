@@ -16,11 +16,11 @@ channel, u being ŵ (or 0 where ‖c‖ is at its floor). As u has norm one and 
     ‖pulled back‖² = (Σ (g − mean(g))² − ⟨u, g − mean(g)⟩²) / ‖c‖²
 
 needs three numbers an output channel: mean(g), S = Σ (g − mean(g))² and q = ⟨u, g − mean(g)⟩. Taken from Σ g² and (Σ g)² the
-first term would cancel: where activations have an offset of 30 deviations, a gradient is nearly all mean. So a tile is centred
-on its own mean m first, with what the rounded m leaves over, ρ = Σ (g − m), and tiles are combined in double
-(:func:`combine_statistics`):
+first term would cancel: where activations have an offset of 30 deviations, a gradient is nearly all mean. So a part of the rows
+is first shifted by the mean m of its first tile, and keeps ρ = Σ (g − m), S_m = Σ (g − m)² and q_m = ⟨u, g − m⟩; parts are
+combined in double (:func:`combine_statistics`):
 
-    mean = Σ_tiles (rows · m + ρ) / D,   S = Σ_tiles S_m + 2 (m − mean) ρ + rows (m − mean)²,   q = Σ_tiles q_m + (m − mean) Σ u
+    mean = Σ_parts (rows · m + ρ) / D,   S = Σ_parts S_m + 2 (m − mean) ρ + rows (m − mean)²,   q = Σ_parts q_m + (m − mean) Σ u
 
 The sum subtracts its mean from every example's gradient before it is weighted: otherwise what the pull-back takes away
 afterwards would long have rounded off what it leaves.
@@ -66,6 +66,20 @@ def _gradient(
 
 
 @triton.jit
+def _less(g, shift, d, D: tl.constexpr, BD: tl.constexpr):
+    """g − shift, and nothing in the rows after the last."""
+    g = g - shift[None, :]
+    if D % BD != 0:
+        g = tl.where((d < D)[:, None], g, 0.0)
+    return g
+
+
+@triton.jit
+def _tile_of(UNIT, d, o, D: tl.constexpr, COUT: tl.constexpr):
+    return tl.load(UNIT + d[:, None] * COUT + o[None, :], mask=(d < D)[:, None] & (o < COUT)[None, :], other=0.0)
+
+
+@triton.jit
 def gradient_statistics(
     X, G, UNIT, PARTIAL, UNIT_SUMS, xn, xh, xw, xc, gn, gh, gw, gc,
     H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, T: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
@@ -73,72 +87,90 @@ def gradient_statistics(
     DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr,
     PRECISION: tl.constexpr, STANDARDISED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """SPAN tiles of one example, one below the other. PARTIAL is [example, tile of rows, 1 or 4, COUT]: Σ g², or m, ρ, S_m and
-    q_m. UNIT is u, [D, COUT]; its sums over every tile's rows are left in UNIT_SUMS, [tile of rows, COUT]."""
+    """A part of one example: SPAN tiles, one below the other, added up element by element and reduced at the end, because a
+    reduction costs more than a product. PARTIAL is [example, part, 1 or 4, COUT]: Σ g², or m, ρ, S_m and q_m. UNIT is u,
+    [D, COUT]; its sums over every part's rows are left in UNIT_SUMS, [part, COUT]."""
     ACROSS: tl.constexpr = (COUT + BO - 1) // BO
     DOWN: tl.constexpr = (D + BD - 1) // BD
-    tl.static_assert(DOWN % SPAN == 0)
-    n = (tl.program_id(0) // (DOWN // SPAN * ACROSS)).to(tl.int64)
-    first = tl.program_id(0) % (DOWN // SPAN * ACROSS) // ACROSS * SPAN
+    PARTS: tl.constexpr = (DOWN + SPAN - 1) // SPAN
+    n = (tl.program_id(0) // (PARTS * ACROSS)).to(tl.int64)
+    part = tl.program_id(0) % (PARTS * ACROSS) // ACROSS
     o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
-    for down in range(first, first + SPAN):
-        d = down * BD + tl.arange(0, BD)
-        g = _gradient(
-            X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
-            H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
-        )  # fmt: skip
-        if STANDARDISED:
-            rows = tl.minimum(BD, D - down * BD)
-            mean = tl.sum(g, axis=0) / rows
-            g = tl.where((d < D)[:, None], g - mean[None, :], 0.0)
-            whole = (d < D)[:, None] & (o < COUT)[None, :]
-            unit = tl.load(UNIT + d[:, None] * COUT + o[None, :], mask=whole, other=0.0)
-            at = PARTIAL + (n * DOWN + down) * (4 * COUT) + o
-            tl.store(at, mean, mask=o < COUT)
-            tl.store(at + COUT, tl.sum(g, axis=0), mask=o < COUT)
-            tl.store(at + 2 * COUT, tl.sum(g * g, axis=0), mask=o < COUT)
-            tl.store(at + 3 * COUT, tl.sum(g * unit, axis=0), mask=o < COUT)
-            if n == 0:
-                tl.store(UNIT_SUMS + down * COUT + o, tl.sum(unit, axis=0), mask=o < COUT)
-        else:
-            tl.store(PARTIAL + (n * DOWN + down) * COUT + o, tl.sum(g * g, axis=0), mask=o < COUT)
+    first = part * SPAN
+    last = tl.minimum(first + SPAN, DOWN)
+    d = first * BD + tl.arange(0, BD)
+    g = _gradient(
+        X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+        H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+    )  # fmt: skip
+    if STANDARDISED:
+        m = tl.sum(g, axis=0) / tl.minimum(BD, D - first * BD)
+        g = _less(g, m, d, D, BD)
+        rest = g
+        along = g * _tile_of(UNIT, d, o, D, COUT)
+    squares = g * g
+    if SPAN > 1:
+        for down in range(first + 1, last):
+            d = down * BD + tl.arange(0, BD)
+            g = _gradient(
+                X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+                H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+            )  # fmt: skip
+            if STANDARDISED:
+                g = _less(g, m, d, D, BD)
+                rest += g
+                along += g * _tile_of(UNIT, d, o, D, COUT)
+            squares += g * g
+    if STANDARDISED:
+        at = PARTIAL + (n * PARTS + part) * (4 * COUT) + o
+        tl.store(at, m, mask=o < COUT)
+        tl.store(at + COUT, tl.sum(rest, axis=0), mask=o < COUT)
+        tl.store(at + 2 * COUT, tl.sum(squares, axis=0), mask=o < COUT)
+        tl.store(at + 3 * COUT, tl.sum(along, axis=0), mask=o < COUT)
+        if n == 0:
+            units = tl.zeros((BD, BO), tl.float32)
+            for down in range(first, last):
+                units += _tile_of(UNIT, down * BD + tl.arange(0, BD), o, D, COUT)
+            tl.store(UNIT_SUMS + part * COUT + o, tl.sum(units, axis=0), mask=o < COUT)
+    else:
+        tl.store(PARTIAL + (n * PARTS + part) * COUT + o, tl.sum(squares, axis=0), mask=o < COUT)
 
 
 @triton.jit
 def combine_statistics(
-    PARTIAL, UNIT_SUMS, OUT, DOWN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUT: tl.constexpr,
+    PARTIAL, UNIT_SUMS, OUT, PARTS: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, COUT: tl.constexpr,
     BO: tl.constexpr, STANDARDISED: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of an example, in double. OUT is [example, 1 or 3, COUT]: Σ g², or mean, S and q."""
+    """All parts of an example, of EACH rows, in double. OUT is [example, 1 or 3, COUT]: Σ g², or mean, S and q."""
     ACROSS: tl.constexpr = (COUT + BO - 1) // BO
     n = (tl.program_id(0) // ACROSS).to(tl.int64)
     o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
     here = o < COUT
     if STANDARDISED:
-        PARTIAL += n * (DOWN * 4 * COUT)
+        PARTIAL += n * (PARTS * 4 * COUT)
         mean = tl.zeros((BO,), tl.float64)
-        for down in range(DOWN):
-            rows = tl.minimum(BD, D - down * BD)
-            m = tl.load(PARTIAL + down * (4 * COUT) + o, mask=here, other=0.0).to(tl.float64)
-            mean += m * rows + tl.load(PARTIAL + down * (4 * COUT) + COUT + o, mask=here, other=0.0).to(tl.float64)
+        for part in range(PARTS):
+            rows = tl.minimum(EACH, D - part * EACH)
+            m = tl.load(PARTIAL + part * (4 * COUT) + o, mask=here, other=0.0).to(tl.float64)
+            mean += m * rows + tl.load(PARTIAL + part * (4 * COUT) + COUT + o, mask=here, other=0.0).to(tl.float64)
         mean /= D
         spread = tl.zeros((BO,), tl.float64)
         along = tl.zeros((BO,), tl.float64)
-        for down in range(DOWN):
-            rows = tl.minimum(BD, D - down * BD)
-            at = PARTIAL + down * (4 * COUT) + o
+        for part in range(PARTS):
+            rows = tl.minimum(EACH, D - part * EACH)
+            at = PARTIAL + part * (4 * COUT) + o
             off = tl.load(at, mask=here, other=0.0).to(tl.float64) - mean
             rest = tl.load(at + COUT, mask=here, other=0.0).to(tl.float64)
             spread += tl.load(at + 2 * COUT, mask=here, other=0.0).to(tl.float64) + off * (2 * rest + off * rows)
             along += tl.load(at + 3 * COUT, mask=here, other=0.0).to(tl.float64)
-            along += off * tl.load(UNIT_SUMS + down * COUT + o, mask=here, other=0.0).to(tl.float64)
+            along += off * tl.load(UNIT_SUMS + part * COUT + o, mask=here, other=0.0).to(tl.float64)
         tl.store(OUT + n * (3 * COUT) + o, mean.to(tl.float32), mask=here)
         tl.store(OUT + n * (3 * COUT) + COUT + o, spread.to(tl.float32), mask=here)
         tl.store(OUT + n * (3 * COUT) + 2 * COUT + o, along.to(tl.float32), mask=here)
     else:
         total = tl.zeros((BO,), tl.float64)
-        for down in range(DOWN):
-            total += tl.load(PARTIAL + (n * DOWN + down) * COUT + o, mask=here, other=0.0).to(tl.float64)
+        for part in range(PARTS):
+            total += tl.load(PARTIAL + (n * PARTS + part) * COUT + o, mask=here, other=0.0).to(tl.float64)
         tl.store(OUT + n * COUT + o, total.to(tl.float32), mask=here)
 
 

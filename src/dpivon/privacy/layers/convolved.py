@@ -19,7 +19,7 @@ from dpivon.privacy.kernels.conv_ops import Geometry
 from dpivon.privacy.layers.pulled_back import pulled_back
 from dpivon.privacy.layers.uses import Use
 
-_ROUNDING = 2e-6  # of S: more than its own rounding and that of q² can be, so that a norm is never too small
+_ROUNDING = 1e-5  # of S: more than its own rounding and that of q² can be, so that a norm is never too small
 _LEAST = 1 / 16  # of S: a smaller rest is rounded off in the sum, so such an example is clipped as if it had this much
 
 
