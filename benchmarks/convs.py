@@ -69,16 +69,22 @@ LAYERS = [
 def tiles(layer: Layer, dtype: torch.dtype) -> dict[str, Tile]:
     """The one that is used, and others that may be better."""
     used = tile_for(layer.rows, layer.out, layer.positions, dtype)
-    found = {"used": used}
-    if layer.kernel > 1 and layer.positions > used.bt:
-        found |= {"one loop": replace(used, flatten=True)}
-    if layer.into > 3 and layer.kernel > 1:
-        found |= {"128 registers": replace(used, registers=128), "short": replace(used, span=1)}
-        small = replace(used, bd=64, bo=64, span=-(-layer.rows // (3 * 64)))
-        found |= {"64×64": replace(small, warps=4), "64×64, 8 warps": replace(small, warps=8, registers=128)}
-    if layer.out >= 128 and layer.kernel > 1:
-        found |= {"128×128": replace(used, bd=128, bo=128, warps=8, span=-(-layer.rows // (3 * 128)))}
-    return found
+    if layer.into < 16 or layer.kernel == 1:
+        return {"used": used}
+
+    def of(bd: int, bo: int, warps: int, registers: int | None = None) -> Tile:
+        return replace(used, bd=bd, bo=bo, warps=warps, registers=registers, span=-(-layer.rows // (3 * bd)))
+
+    others = {
+        "one loop": replace(used, flatten=layer.positions > used.bt),
+        "short": replace(used, span=1),
+        "64×64": of(64, 64, 4),
+        "64×64, 8 warps": of(64, 64, 8, 128),
+        "128×64": of(128, 64, 8),
+    }
+    if layer.out >= 128:
+        others["64×128"] = of(64, 128, 8)
+    return {"used": used} | {name: tile for name, tile in others.items() if tile != used}
 
 
 def operands(layer: Layer, batch: int, dtype: torch.dtype):

@@ -95,11 +95,15 @@ def _span(t: Tensor) -> int:
 
 
 def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
-    """Chosen by shape alone, so that the operators' shapes are known without a device. Two fp32 tiles of 128 × 64 (an
-    example's and the sum's) fit into registers."""
-    bo = min(128 if dtype == torch.bfloat16 else 64, _power_of_two(out))
-    bd = min(64 if bo == 128 or dtype == torch.float32 else 128, _power_of_two(rows))
+    """Chosen by shape alone, so that the operators' shapes are known without a device.
+
+    A large tile reads less, a small one leaves room for a second program beside it, which pays where positions are few and most
+    of the time goes into what follows the product.
+    """
     bt = min(64 if dtype == torch.bfloat16 else 32, _power_of_two(positions))
+    large = dtype == torch.bfloat16 and positions > bt
+    bo = min(128 if large else 64, _power_of_two(out))
+    bd = min(128 if large and bo <= 64 else 64, _power_of_two(rows))
     span = -(-rows // (3 * bd))  # three parts an example: programs enough, and few reductions
     return Tile(bt, bd, bo, warps=8 if bd * bo * dtype.itemsize > 8192 else 4, stages=3, span=span)
 
