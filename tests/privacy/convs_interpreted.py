@@ -36,15 +36,16 @@ def main() -> None:
             print("ok", case, kind, flush=True)
     for kind in KINDS:
         what_is_summed_is_what_was_measured(kind)
+        no_example_moves_the_sum_by_more_than_its_share(kind)
         rows_of_one_example(kind)
     tiles_change_nothing()
     strides_change_nothing()
 
 
 def what_is_summed_is_what_was_measured(kind: str) -> None:
-    """Activations with an offset of 300 deviations: a gradient is nearly all mean, which the pull-back takes away. One example
-    at a time the sum is that example, and its norm is the one that was measured."""
-    layer, x, g = make("3x3 stride 2", kind, examples=3, offset=300.0)
+    """Activations with an offset of 300 deviations, and no padding: a gradient is nearly all mean, which the pull-back takes
+    away. One example at a time the sum is that example, and its norm is the one that was measured."""
+    layer, x, g = make("5x5 unpadded", kind, examples=3, offset=300.0)
     use = use_of(layer, x, g)
     for i, squared in enumerate(use.squared_norm()):
         c = torch.zeros(3)
@@ -52,6 +53,21 @@ def what_is_summed_is_what_was_measured(kind: str) -> None:
         ratio = float(use.weighted_sum(c).norm() / (0.7 * squared.sqrt()))
         assert 1 - 2e-5 < ratio <= 1 + 1e-6, (kind, i, ratio)
     print("ok offset", kind, flush=True)
+
+
+def no_example_moves_the_sum_by_more_than_its_share(kind: str) -> None:
+    """Coherent gradients that are nearly all mean, clipped to one: a sum that rounds the mean moves by more."""
+    conv_ops._PROGRAMS = 1  # as many examples as ever are added up in fp32
+    layer, x, g = make("1x1 shortcut", kind, examples=65)
+    x, g = x[:1] + 0.01 * x + 300.0, g[:1] + 0.01 * g
+    whole = use_of(layer, x, g)
+    factors = whole.squared_norm().rsqrt()
+    total = whole.weighted_sum(factors)
+    for gone in (0, 40):
+        kept = torch.arange(65) != gone
+        moved = float((total - use_of(layer, x[kept], g[kept]).weighted_sum(factors[kept])).norm())
+        assert 0.99 < moved <= 1 + 1e-5, (kind, gone, moved)
+    print("ok share", kind, flush=True)
 
 
 def rows_of_one_example(kind: str) -> None:
