@@ -16,25 +16,33 @@ class StandardisedConv2d(nn.Conv2d):
     """
 
     def standardised(self) -> Tensor:
-        rows = self.weight.flatten(1)
-        centred = rows - rows.mean(1, keepdim=True)
-        return (centred * _scale(centred)).view_as(self.weight)
+        centred, scale = _centred(self.weight)
+        return (centred * scale).view_as(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.standardised(), self.bias)
 
     def pull_back(self, g: Tensor) -> Tensor:
-        """From gradients in ŵ, [..., out, in, kernel, kernel], to gradients in w: (g − mean(g) − ŵ ⟨ŵ, g⟩) / ‖c‖ by row."""
-        rows = self.weight.detach().to(g.dtype).flatten(1)
-        centred = rows - rows.mean(1, keepdim=True)
-        scale = _scale(centred)
-        unit = torch.where(
-            centred.square().sum(1, keepdim=True) > FLOOR, centred * scale, 0.0
-        )  # a constant has no slope
-        flat = g.flatten(-3)
-        flat = flat - flat.mean(-1, keepdim=True) - unit * (unit * flat).sum(-1, keepdim=True)
-        return (flat * scale).view_as(g)
+        """From gradients in ŵ, [..., out, in, kernel, kernel], to gradients in w."""
+        return pull_back(self.weight.detach(), g)
 
 
-def _scale(centred: Tensor) -> Tensor:
-    return centred.square().sum(1, keepdim=True).clamp(min=FLOOR).rsqrt()
+def directions(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """u = ŵ of every row, [out, fan-in], but zero where ‖c‖ is at its floor (a constant has no slope); and 1/‖c‖, [out, 1]."""
+    centred, scale = _centred(weight)
+    return torch.where(centred.square().sum(1, keepdim=True) > FLOOR, centred * scale, 0.0), scale
+
+
+def pull_back(weight: Tensor, g: Tensor) -> Tensor:
+    """From gradients in the ŵ of these weights to gradients in the weights: (g − mean(g) − u ⟨u, g⟩) / ‖c‖ by row."""
+    unit, scale = directions(weight.to(g.dtype))
+    flat = g.flatten(-3)
+    flat = flat - flat.mean(-1, keepdim=True) - unit * (unit * flat).sum(-1, keepdim=True)
+    return (flat * scale).view_as(g)
+
+
+def _centred(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """c, and 1/‖c‖."""
+    rows = weight.flatten(1)
+    centred = rows - rows.mean(1, keepdim=True)
+    return centred, centred.square().sum(1, keepdim=True).clamp(min=FLOOR).rsqrt()

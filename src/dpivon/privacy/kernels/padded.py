@@ -5,18 +5,20 @@ may capture the whole step. Tracing runs the ordinary book-keeping and records w
 keep in step with the first.
 
 A batch that does not fit into memory at once is taken in parts of one size, all of them inside the captured step: the same
-release, its sum added up in double.
+release, its sum added up in double. Where convolutions have kernels, images go through the network with their channels last, as
+the kernels and cuDNN read them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._decomp import get_decompositions
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -25,14 +27,15 @@ from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FlatClipping
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.kernels.reference import RowModel, autocast, seen
 from dpivon.privacy.kernels.room import examples_at_once
 from dpivon.privacy.precision import full_precision
 
-Sums = Callable[
-    ..., Tensor
-]  # of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise
+#: Of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise.
+Sums = Callable[..., Tensor]
+_GROUP_NORM = [torch.ops.aten.native_group_norm, torch.ops.aten.native_group_norm_backward]
 
 
 class TemplateModel(RowModel, Protocol):
@@ -44,7 +47,8 @@ class TemplateModel(RowModel, Protocol):
 class PaddedGradients:
     """Clipped sums, run by run, for capture. Its twin is :class:`~dpivon.privacy.kernels.reference.LoopedGradients`.
 
-    ``at_once`` is how many examples of a run a pass takes; by default as many as memory allows.
+    ``at_once`` is how many examples of a run a pass takes; by default as many as memory allows. ``channels_last`` is how images
+    go through the network; by default so where convolutions have kernels.
     """
 
     scales = True  # knows a metric
@@ -57,9 +61,13 @@ class PaddedGradients:
         augment: Augmentation | None = None,
         *,
         at_once: int | None = None,
+        channels_last: bool | None = None,
     ) -> None:
         self.device, self.network, self.at_once = device, network, at_once
         self.step = _Step(network, device, dtype, augment)
+        convolves = any(isinstance(layer, nn.Conv2d) for layer in self.step.model.modules())
+        kernels = conv_ops.wanted() and conv_ops.device_takes(device)
+        self.step.channels_last = convolves and kernels if channels_last is None else channels_last
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[tuple[float, bool], Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
@@ -103,12 +111,24 @@ class PaddedGradients:
         """The program for this bound, made when it is first used: all runs of one bound share it, with or without metric."""
 
         def first(*args: Tensor) -> Tensor:
-            traced = make_fx(lambda *tensors: self._one(bound, scaled, *tensors))(*args)
+            try:
+                traced = self._trace(bound, scaled, *args)
+            except RuntimeError:
+                if not self.step.channels_last:
+                    raise
+                self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
+                traced = self._trace(bound, scaled, *args)
             _check_free_of_constants(traced, self.params.values())
             self._program[bound, scaled] = compiled(traced, self.device)
             return self._program[bound, scaled](*args)
 
         return self._program.get((bound, scaled), first)
+
+    def _trace(self, bound: float, scaled: bool, *args: Tensor) -> torch.fx.GraphModule:
+        # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as
+        # they came. What is recorded must be what the compiler finds.
+        parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
+        return make_fx(lambda *tensors: self._one(bound, scaled, *tensors), decomposition_table=parts)(*args)
 
     def _one(self, bound: float, scaled: bool, row: Tensor, *batch: Tensor) -> Tensor:
         values = {n: v.detach() for n, v in self._split(row).items()}
@@ -136,6 +156,7 @@ class _Step(nn.Module):
         self.views = 1 if augment is None else augment.views
         self.model = network.template().to(device)
         self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum", augmentations=self.views)
+        self.channels_last = False
 
     def forward(
         self,
@@ -151,12 +172,16 @@ class _Step(nn.Module):
         params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.keeper.clear(params)
         with autocast(self.device, self.dtype):
-            outputs = self.model(seen(self.augment, inputs[places], views, places))
+            outputs = self.model(self._images(seen(self.augment, inputs[places], views, places)))
         labels = of_every_view(labels[places], self.augment)
         self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
         sums = self.keeper.clipped_sums(params, FlatClipping(bound), metric)
         self.keeper.forget_passes()
         return torch.cat([s.flatten() for s in sums])
+
+    def _images(self, rows: Tensor) -> Tensor:
+        turned = self.channels_last and rows.dim() == 4
+        return rows.contiguous(memory_format=torch.channels_last) if turned else rows
 
 
 def _check_free_of_constants(traced: torch.fx.GraphModule, params: Iterable[Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from dpivon.privacy.layers.convolved import convolved, takes
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
 from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense, rows_of_an_example
@@ -44,23 +45,33 @@ def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, 
 def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """The common case, channels last: a patch's rows are then contiguous in memory, and so are the output's positions."""
     uses: dict[Tensor, Use] = {}
-    p, c = g.shape[1], x.shape[1]
-    out = g.permute(0, 2, 3, 1).reshape(len(g), -1, p)  # [B, T, p]
     if layer.weight.requires_grad:
-        x = _pad(layer, x.to(g.dtype)).permute(0, 2, 3, 1).contiguous()
-        b, h, w, ch = x.stride()
-        (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
-        view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
-        d, order = kh * kw * c, Order(torch.Size((p, kh, kw, c)), (0, 3, 1, 2))
-        # Of several views the sum is materialised, not each; a CPU makes each in its cache.
-        unmade = rows_of_an_example() > 1 and not _in_cache(out)
-        if not unmade and materialises(out, d, p):
-            uses[layer.weight] = Dense(_gradients(out, view, d), order)
+        if takes(layer, x, g):
+            uses[layer.weight] = convolved(layer, x, g, lambda: _unfolded(layer, x, g))
         else:
-            uses[layer.weight] = Outer(view.reshape(len(x), -1, d), out, layer.weight.shape, order=order)
+            uses[layer.weight] = _unfolded(layer, x, g)
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(out.sum(1, dtype=wide(out[:0]).dtype))
+        uses[layer.bias] = Dense(_positions(g).sum(1, dtype=wide(g[:0]).dtype))
     return uses
+
+
+def _unfolded(layer: _ConvNd, x: Tensor, g: Tensor) -> Use:
+    out, p, c = _positions(g), g.shape[1], x.shape[1]
+    x = _pad(layer, x.to(g.dtype)).permute(0, 2, 3, 1).contiguous()
+    b, h, w, ch = x.stride()
+    (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
+    view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
+    d, order = kh * kw * c, Order(torch.Size((p, kh, kw, c)), (0, 3, 1, 2))
+    # Of several views the sum is materialised, not each; a CPU makes each in its cache.
+    unmade = rows_of_an_example() > 1 and not _in_cache(out)
+    if not unmade and materialises(out, d, p):
+        return Dense(_gradients(out, view, d), order)
+    return Outer(view.reshape(len(x), -1, d), out, layer.weight.shape, order=order)
+
+
+def _positions(g: Tensor) -> Tensor:
+    """[B, p, H, W] as [B, T, p]."""
+    return g.permute(0, 2, 3, 1).reshape(len(g), -1, g.shape[1])
 
 
 def _gradients(out: Tensor, view: Tensor, d: int) -> Tensor:

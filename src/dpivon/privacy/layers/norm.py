@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Use
+from dpivon.privacy.precision import capturing
 
 
 @register_forward(nn.GroupNorm)
@@ -22,8 +23,9 @@ def group_norm(layer: nn.GroupNorm, observe: Observe, x: Tensor) -> Tensor:
     """The layer's own computation, keeping each group's mean and deviation, which the gradient of γ needs again."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.float()
-    channels_last = x.dim() == 4 and not x.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
-    x = x if channels_last else x.contiguous()
+    # torch's own kernel for GPUs wants its channels first; a compiler takes them as they come.
+    as_it_is = x.dim() == 4 and (not x.is_cuda or capturing()) and x.is_contiguous(memory_format=torch.channels_last)
+    x = x if as_it_is else x.contiguous()
     weight, bias = (None if p is None else p.detach() for p in (layer.weight, layer.bias))
     n, c = x.shape[:2]
     positions = x.shape[2:].numel()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,13 @@ class Use(Protocol):
     def grouped(self, rows: int) -> Use:
         """``rows`` consecutive rows are one example; their gradients add up."""
         ...
+
+
+@runtime_checkable
+class Unfolding(Protocol):
+    """A use that knows norms and sums only: to be added to another, or scaled, it must become one that can."""
+
+    def unfolded(self) -> Use: ...
 
 
 @dataclass(frozen=True)
@@ -212,11 +219,16 @@ class Rows:
         return Rows(index, g, self.shape)
 
 
+def unfolded(use: Use) -> Use:
+    """The same use as one of the kinds above."""
+    return use.unfolded() if isinstance(use, Unfolding) else use
+
+
 def merge(uses: Sequence[Use]) -> Use:
     """One use whose per-example gradient is the sum of several."""
-    first = uses[0]
     if len(uses) == 1:
-        return first
+        return uses[0]
+    uses = [unfolded(u) for u in uses]
     outers = [u for u in uses if isinstance(u, Outer)]
     if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
         a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
@@ -224,7 +236,7 @@ def merge(uses: Sequence[Use]) -> Use:
     rows = [u for u in uses if isinstance(u, Rows)]
     if len(rows) == len(uses):
         return Rows(torch.cat([u.index for u in rows], 1), torch.cat([u.g for u in rows], 1), rows[0].shape)
-    total = first.materialise()
+    total = uses[0].materialise()
     for use in uses[1:]:
         total = total + use.materialise()
     return Dense(total)

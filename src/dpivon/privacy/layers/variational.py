@@ -16,7 +16,7 @@ from dpivon.privacy.clipping import row_norms
 from dpivon.privacy.layers.conv import conv
 from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import MEMORY_CAP, Dense, Order, Outer, Use
+from dpivon.privacy.layers.uses import MEMORY_CAP, Dense, Order, Outer, Use, unfolded
 from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear
 from dpivon.variational.spread import variance_slope
 
@@ -36,6 +36,7 @@ def _in_r(layer: Spread, uses: Mapping[Tensor, Use], dtype: torch.dtype) -> Mapp
     out: dict[Tensor, Use] = {}
     for r, use in uses.items():
         factor = variance_slope(r.detach().to(dtype), layer.initial_std)
+        use = unfolded(use)
         if isinstance(use, Outer):
             a, g = _balanced(use.a, use.g)
             out[r] = Scaled(a, g, factor, use.shape, use.transposed, use.order)

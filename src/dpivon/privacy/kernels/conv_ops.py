@@ -1,0 +1,242 @@
+"""The kernels of :mod:`dpivon.privacy.kernels.convs` as torch operators, which a tracer records, a compiler leaves alone and a
+CUDA graph captures.
+
+    torch.ops.dpivon.conv_statistics   what the examples' norms are made of, [examples, 1 or 3, out]
+    torch.ops.dpivon.conv_sums         the weighted sum, in chunks to be added up in double, [chunks, taps · in, out]
+
+They have not run on a GPU yet, so they are off: ``DPIVON_CONV_KERNELS=1`` in the environment turns them on, and so does
+:func:`kernels`. Without them every convolution is unfolded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
+
+_PROGRAMS = (
+    528  # four for each processor of an H200: a sum is cut into so many chunks that there are about as many programs
+)
+_wanted = os.environ.get("DPIVON_CONV_KERNELS", "0") == "1"
+
+
+class Geometry(NamedTuple):
+    """Of a convolution; of its padding, what is before the first row and column."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def flat(self) -> list[int]:
+        return [n for pair in self for n in pair]
+
+    @classmethod
+    def of(cls, flat: list[int]) -> Geometry:
+        pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
+        return cls(*pairs)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Positions, rows and columns of a tile, and how it is run. One for both kernels: their accumulators must agree."""
+
+    bt: int
+    bd: int
+    bo: int
+    warps: int
+    stages: int
+    span: int = 1  # tiles of rows that one program of the statistics makes
+    registers: int | None = None  # a thread, at most; fewer of them let more programs run side by side
+    flatten: bool = False  # one loop over examples and positions, for the sums
+
+
+@contextmanager
+def kernels(on: bool) -> Iterator[None]:
+    """Inside, the kernels are used where they can be, or not at all."""
+    global _wanted
+    before, _wanted = _wanted, on
+    try:
+        yield
+    finally:
+        _wanted = before
+
+
+def wanted() -> bool:
+    return _wanted
+
+
+@cache
+def device_takes(device: torch.device) -> bool:
+    """Whether the kernels run there: Triton, and tensor cores that know bf16."""
+    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def shapes_fit(x: Tensor, g: Tensor) -> bool:
+    """Whether a convolution from x to g is one the kernels are made for: others are correct, but not fast."""
+    into, out, positions = x.shape[1], g.shape[1], g.shape[2] * g.shape[3]
+    small = max(_span(x), _span(g)) < 2**31
+    return len(g) > 0 and out % 16 == 0 and (into % 16 == 0 or into <= 4) and positions >= 16 and small
+
+
+def _span(t: Tensor) -> int:
+    """How far apart an example's first and last element lie."""
+    return sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True))
+
+
+def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
+    """Chosen by shape alone, so that the operators' shapes are known without a device.
+
+    A large tile reads less, a small one leaves room for a second program beside it, which pays where positions are few and most
+    of the time goes into what follows the product.
+    """
+    bt = min(64 if dtype == torch.bfloat16 else 32, _power_of_two(positions))
+    large = dtype == torch.bfloat16 and positions > bt
+    bo = min(128 if large else 64, _power_of_two(out))
+    bd = min(128 if large and bo <= 64 else 64, _power_of_two(rows))
+    span = -(-rows // (3 * bd))  # three parts an example: programs enough, and few reductions
+    return Tile(bt, bd, bo, warps=8 if bd * bo * dtype.itemsize > 8192 else 4, stages=3, span=span)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one, at least 16: the smallest side of a product."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def chunk_size(examples: int, tiles: int) -> int:
+    """Examples that one program adds up in fp32: as in :mod:`dpivon.privacy.clipping`, too few for rounding to matter."""
+    return max(1, min(EXAMPLES_AT_ONCE // 2, examples * tiles // _PROGRAMS))
+
+
+# ---- launching
+
+
+def statistics(
+    x: Tensor, g: Tensor, unit: Tensor | None, shape: Geometry, rows: int, tile: Tile | None = None
+) -> Tensor:
+    """Σ g² of every example and output channel, or with u in ``unit`` mean, S and q; an example is ``rows`` rows of x."""
+    from dpivon.privacy.kernels import convs
+
+    tile, kinds = tile or _tile(x, g, shape), 1 if unit is None else 4
+    n, d, out = len(g) // rows, _fan_in(x, shape), g.shape[1]
+    parts, across = -(-d // (tile.span * tile.bd)), -(-out // tile.bo)
+    partial = x.new_empty((n, parts, kinds, out), dtype=torch.float32)
+    unit_sums = x.new_empty((parts, out), dtype=torch.float32)
+    found = x.new_empty((n, min(kinds, 3), out), dtype=torch.float32)
+    here = partial if unit is None else unit.contiguous()
+    with torch.cuda.device_of(x):
+        convs.gradient_statistics[(n * parts * across,)](
+            x, g, here, partial, unit_sums, *_strides(x), *_strides(g), **_constants(x, g, shape, rows, tile),
+            STANDARDISED=unit is not None, SPAN=tile.span, **_options(x, tile),
+        )  # fmt: skip
+        convs.combine_statistics[(n * across,)](
+            partial,
+            unit_sums,
+            found,
+            parts,
+            d,
+            tile.span * tile.bd,
+            out,
+            tile.bo,
+            STANDARDISED=unit is not None,
+            num_warps=1,
+        )
+    return found
+
+
+def sums(
+    x: Tensor, g: Tensor, c: Tensor, found: Tensor | None, shape: Geometry, rows: int, tile: Tile | None = None
+) -> Tensor:
+    """Σ_n c_n g_n in chunks of examples; with what :func:`statistics` found for standardised weights, less their means."""
+    from dpivon.privacy.kernels import convs
+
+    tile = tile or _tile(x, g, shape)
+    n, d, out = len(g) // rows, _fan_in(x, shape), g.shape[1]
+    tiles = -(-d // tile.bd) * -(-out // tile.bo)
+    each = chunk_size(n, tiles)
+    chunks = -(-n // each)
+    partial = x.new_empty((chunks, d, out), dtype=torch.float32)
+    means = partial if found is None else found.contiguous()
+    with torch.cuda.device_of(x):
+        convs.gradient_sums[(chunks * tiles,)](
+            x, g, c.contiguous(), means, partial, n, each, *_strides(x), *_strides(g),
+            **_constants(x, g, shape, rows, tile), STANDARDISED=found is not None, FLATTEN=tile.flatten, **_options(x, tile),
+        )  # fmt: skip
+    return partial
+
+
+def _tile(x: Tensor, g: Tensor, shape: Geometry) -> Tile:
+    return tile_for(_fan_in(x, shape), g.shape[1], g.shape[2] * g.shape[3], x.dtype)
+
+
+def _fan_in(x: Tensor, shape: Geometry) -> int:
+    return shape.kernel[0] * shape.kernel[1] * x.shape[1]
+
+
+def _strides(t: Tensor) -> tuple[int, int, int, int]:
+    """Of example, row, column and channel."""
+    return t.stride(0), t.stride(2), t.stride(3), t.stride(1)
+
+
+def _options(x: Tensor, tile: Tile) -> dict[str, int]:
+    """For the compiler; fewer stages where an older chip has less shared memory."""
+    large = not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
+    options = {"num_warps": tile.warps, "num_stages": tile.stages if large else min(2, tile.stages)}
+    return options if tile.registers is None else options | {"maxnreg": tile.registers}
+
+
+def _constants(x: Tensor, g: Tensor, shape: Geometry, rows: int, tile: Tile) -> dict[str, Any]:
+    (_, into, h, w), (_, out, oh, ow) = x.shape, g.shape
+    return {
+        "H": h, "W": w, "OW": ow, "T": oh * ow, "CIN": into, "COUT": out, "D": _fan_in(x, shape), "KW": shape.kernel[1],
+        "SH": shape.stride[0], "SW": shape.stride[1], "PH": shape.padding[0], "PW": shape.padding[1],
+        "DH": shape.dilation[0], "DW": shape.dilation[1], "ROWS": rows, "BT": tile.bt, "BD": tile.bd, "BO": tile.bo,
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+# ---- the operators: tensors and numbers only, and the shapes of what comes out
+
+
+@torch.library.custom_op(
+    "dpivon::conv_statistics",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor x, Tensor g, Tensor? unit, int[] shape, int rows) -> Tensor",
+)
+def conv_statistics(x: Tensor, g: Tensor, unit: Tensor | None, shape: list[int], rows: int) -> Tensor:
+    return statistics(x, g, unit, Geometry.of(shape), rows)
+
+
+@conv_statistics.register_fake
+def _(x: Tensor, g: Tensor, unit: Tensor | None, shape: list[int], rows: int) -> Tensor:
+    return x.new_empty((len(g) // rows, 1 if unit is None else 3, g.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "dpivon::conv_sums",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor x, Tensor g, Tensor c, Tensor? found, int[] shape, int rows) -> Tensor",
+)
+def conv_sums(x: Tensor, g: Tensor, c: Tensor, found: Tensor | None, shape: list[int], rows: int) -> Tensor:
+    return sums(x, g, c, found, Geometry.of(shape), rows)
+
+
+@conv_sums.register_fake
+def _(x: Tensor, g: Tensor, c: Tensor, found: Tensor | None, shape: list[int], rows: int) -> Tensor:
+    n, d, out = len(g) // rows, _fan_in(x, Geometry.of(shape)), g.shape[1]
+    tile = _tile(x, g, Geometry.of(shape))
+    each = chunk_size(n, -(-d // tile.bd) * -(-out // tile.bo))
+    return x.new_empty((-(-n // each), d, out), dtype=torch.float32)

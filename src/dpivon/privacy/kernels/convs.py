@@ -1,0 +1,204 @@
+"""Any 2-d convolution's per-example weight gradients, measured and added up without unfolding or storing them.
+
+    g_n[tap, i, o] = Σ_t X[n, i, t·stride + tap·dilation − padding] · G[n, o, t]
+
+is a product of an example's patches with its output gradients. A program makes one tile of it, BD of the D = taps · channels-in
+rows and BO of the channels out, BT positions at a time: the patches are indexed where they lie, never written out. Operands are
+bf16 or fp32, accumulators fp32. X and G may have any strides; channels that lie side by side are read fastest.
+
+What is summed is what was measured: both kernels run the same loop (:func:`_gradient`) with the same tiles, so that their
+accumulators agree to the bit, and the clip factor multiplies those, never a rounded operand. There are no atomics: every
+program writes its own place, and the order of every sum is fixed.
+
+Standardised weights, ŵ = c/‖c‖ with c = w − mean(w), pull a gradient back to (g − mean(g) − u⟨u, g⟩) / ‖c‖ for every output
+channel, u being ŵ (or 0 where ‖c‖ is at its floor). As u has norm one and mean zero, both terms are projections, and
+
+    ‖pulled back‖² = (Σ (g − mean(g))² − ⟨u, g − mean(g)⟩²) / ‖c‖²
+
+needs three numbers an output channel: mean(g), S = Σ (g − mean(g))² and q = ⟨u, g − mean(g)⟩. Taken from Σ g² and (Σ g)² the
+first term would cancel: where activations have an offset of 30 deviations, a gradient is nearly all mean. So a part of the rows
+is first shifted by the mean m of its first tile, and keeps ρ = Σ (g − m), S_m = Σ (g − m)² and q_m = ⟨u, g − m⟩; parts are
+combined in double (:func:`combine_statistics`):
+
+    mean = Σ_parts (rows · m + ρ) / D,   S = Σ_parts S_m + 2 (m − mean) ρ + rows (m − mean)²,   q = Σ_parts q_m + (m − mean) Σ u
+
+The sum subtracts its mean from every example's gradient before it is weighted: otherwise what the pull-back takes away
+afterwards would long have rounded off what it leaves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gradient(
+    X, G, n, positions, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+    H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, T: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    D: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows d and columns o of the gradient of example n, which is ROWS rows of the batch: [BD, BO]. Of every row ``positions``
+    are read: all T, or none of an example that was struck and may hold NaN."""
+    tap = d // CIN
+    kh = (tap // KW) * DH - PH
+    kw = (tap % KW) * DW - PW
+    x_at = kh * xh + kw * xw + (d % CIN) * xc
+    g_at = o * gc
+    acc = tl.zeros((BD, BO), tl.float32)
+    for row in range(ROWS):
+        XN = X + (n * ROWS + row) * xn  # n is 64 bits wide: the tensors may be larger than 2³¹
+        GN = G + (n * ROWS + row) * gn
+        for start in range(0, T, BT):
+            t = start + tl.arange(0, BT)
+            oh = t // OW
+            ow = t % OW
+            h = (oh * SH)[:, None] + kh[None, :]
+            w = (ow * SW)[:, None] + kw[None, :]
+            inside = (h >= 0) & (h < H) & (w >= 0) & (w < W) & (d < D)[None, :] & (t < positions)[:, None]
+            a = tl.load(XN + (oh * SH * xh + ow * SW * xw)[:, None] + x_at[None, :], mask=inside, other=0.0)
+            there = (t < positions)[:, None] & (o < COUT)[None, :]
+            g = tl.load(GN + (oh * gh + ow * gw)[:, None] + g_at[None, :], mask=there, other=0.0)
+            acc = tl.dot(tl.trans(a), g, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _less(g, shift, d, D: tl.constexpr, BD: tl.constexpr):
+    """g − shift, and nothing in the rows after the last."""
+    g = g - shift[None, :]
+    if D % BD != 0:
+        g = tl.where((d < D)[:, None], g, 0.0)
+    return g
+
+
+@triton.jit
+def _tile_of(UNIT, d, o, D: tl.constexpr, COUT: tl.constexpr):
+    return tl.load(UNIT + d[:, None] * COUT + o[None, :], mask=(d < D)[:, None] & (o < COUT)[None, :], other=0.0)
+
+
+@triton.jit
+def gradient_statistics(
+    X, G, UNIT, PARTIAL, UNIT_SUMS, xn, xh, xw, xc, gn, gh, gw, gc,
+    H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, T: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    D: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr, STANDARDISED: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """A part of one example: SPAN tiles, one below the other, added up element by element and reduced at the end, because a
+    reduction costs more than a product. PARTIAL is [example, part, 1 or 4, COUT]: Σ g², or m, ρ, S_m and q_m. UNIT is u,
+    [D, COUT]; its sums over every part's rows are left in UNIT_SUMS, [part, COUT]."""
+    ACROSS: tl.constexpr = (COUT + BO - 1) // BO
+    DOWN: tl.constexpr = (D + BD - 1) // BD
+    PARTS: tl.constexpr = (DOWN + SPAN - 1) // SPAN
+    n = (tl.program_id(0) // (PARTS * ACROSS)).to(tl.int64)
+    part = tl.program_id(0) % (PARTS * ACROSS) // ACROSS
+    o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
+    first = part * SPAN
+    last = tl.minimum(first + SPAN, DOWN)
+    d = first * BD + tl.arange(0, BD)
+    g = _gradient(
+        X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+        H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+    )  # fmt: skip
+    if STANDARDISED:
+        m = tl.sum(g, axis=0) / tl.minimum(BD, D - first * BD)
+        g = _less(g, m, d, D, BD)
+        rest = g
+        along = g * _tile_of(UNIT, d, o, D, COUT)
+    squares = g * g
+    if SPAN > 1:
+        for down in range(first + 1, last):
+            d = down * BD + tl.arange(0, BD)
+            g = _gradient(
+                X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+                H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+            )  # fmt: skip
+            if STANDARDISED:
+                g = _less(g, m, d, D, BD)
+                rest += g
+                along += g * _tile_of(UNIT, d, o, D, COUT)
+            squares += g * g
+    if STANDARDISED:
+        at = PARTIAL + (n * PARTS + part) * (4 * COUT) + o
+        tl.store(at, m, mask=o < COUT)
+        tl.store(at + COUT, tl.sum(rest, axis=0), mask=o < COUT)
+        tl.store(at + 2 * COUT, tl.sum(squares, axis=0), mask=o < COUT)
+        tl.store(at + 3 * COUT, tl.sum(along, axis=0), mask=o < COUT)
+        if n == 0:
+            units = tl.zeros((BD, BO), tl.float32)
+            for down in range(first, last):
+                units += _tile_of(UNIT, down * BD + tl.arange(0, BD), o, D, COUT)
+            tl.store(UNIT_SUMS + part * COUT + o, tl.sum(units, axis=0), mask=o < COUT)
+    else:
+        tl.store(PARTIAL + (n * PARTS + part) * COUT + o, tl.sum(squares, axis=0), mask=o < COUT)
+
+
+@triton.jit
+def combine_statistics(
+    PARTIAL, UNIT_SUMS, OUT, PARTS: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, COUT: tl.constexpr,
+    BO: tl.constexpr, STANDARDISED: tl.constexpr,
+):  # fmt: skip
+    """All parts of an example, of EACH rows, in double. OUT is [example, 1 or 3, COUT]: Σ g², or mean, S and q."""
+    ACROSS: tl.constexpr = (COUT + BO - 1) // BO
+    n = (tl.program_id(0) // ACROSS).to(tl.int64)
+    o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
+    here = o < COUT
+    if STANDARDISED:
+        PARTIAL += n * (PARTS * 4 * COUT)
+        mean = tl.zeros((BO,), tl.float64)
+        for part in range(PARTS):
+            rows = tl.minimum(EACH, D - part * EACH)
+            m = tl.load(PARTIAL + part * (4 * COUT) + o, mask=here, other=0.0).to(tl.float64)
+            mean += m * rows + tl.load(PARTIAL + part * (4 * COUT) + COUT + o, mask=here, other=0.0).to(tl.float64)
+        mean /= D
+        spread = tl.zeros((BO,), tl.float64)
+        along = tl.zeros((BO,), tl.float64)
+        for part in range(PARTS):
+            rows = tl.minimum(EACH, D - part * EACH)
+            at = PARTIAL + part * (4 * COUT) + o
+            off = tl.load(at, mask=here, other=0.0).to(tl.float64) - mean
+            rest = tl.load(at + COUT, mask=here, other=0.0).to(tl.float64)
+            spread += tl.load(at + 2 * COUT, mask=here, other=0.0).to(tl.float64) + off * (2 * rest + off * rows)
+            along += tl.load(at + 3 * COUT, mask=here, other=0.0).to(tl.float64)
+            along += off * tl.load(UNIT_SUMS + part * COUT + o, mask=here, other=0.0).to(tl.float64)
+        tl.store(OUT + n * (3 * COUT) + o, mean.to(tl.float32), mask=here)
+        tl.store(OUT + n * (3 * COUT) + COUT + o, spread.to(tl.float32), mask=here)
+        tl.store(OUT + n * (3 * COUT) + 2 * COUT + o, along.to(tl.float32), mask=here)
+    else:
+        total = tl.zeros((BO,), tl.float64)
+        for part in range(PARTS):
+            total += tl.load(PARTIAL + (n * PARTS + part) * COUT + o, mask=here, other=0.0).to(tl.float64)
+        tl.store(OUT + n * COUT + o, total.to(tl.float32), mask=here)
+
+
+@triton.jit(do_not_specialize=["N", "EACH"])
+def gradient_sums(
+    X, G, FACTOR, STATISTICS, OUT, N, EACH, xn, xh, xw, xc, gn, gh, gw, gc,
+    H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, T: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    D: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr, STANDARDISED: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of Σ_n c_n g_n over EACH examples. OUT is [chunk, D, COUT]; an example with c = 0 is not even read."""
+    ACROSS: tl.constexpr = (COUT + BO - 1) // BO
+    TILES: tl.constexpr = (D + BD - 1) // BD * ACROSS
+    chunk = (tl.program_id(0) // TILES).to(tl.int64)
+    d = tl.program_id(0) % TILES // ACROSS * BD + tl.arange(0, BD)
+    o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
+    whole = (d < D)[:, None] & (o < COUT)[None, :]
+    place = d[:, None] * COUT + o[None, :]
+    total = tl.zeros((BD, BO), tl.float32)
+    for n in tl.range(chunk * EACH, tl.minimum(N, chunk * EACH + EACH), flatten=FLATTEN):
+        c = tl.load(FACTOR + n)
+        kept = tl.where(c > 0.0, 1, 0)
+        g = _gradient(
+            X, G, n, kept * T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+            H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+        )  # fmt: skip
+        if STANDARDISED:
+            g -= tl.load(STATISTICS + n * (3 * COUT) + o, mask=o < kept * COUT, other=0.0)[None, :]
+        total += g * c
+    tl.store(OUT + chunk * (D * COUT) + place, total, mask=whole)

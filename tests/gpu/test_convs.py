@@ -1,0 +1,213 @@
+"""The kernels of convolutions on a GPU: against the loop in double, against the guarantee, and in a captured step. Skipped
+where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
+
+from dpivon.models import StandardisedConv2d, WideResNet
+from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.layers.convolved import Convolved
+from dpivon.stacked import AnyNetwork, Run, Stack
+
+DEVICE = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float32]
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.")
+
+
+@pytest.fixture(autouse=True)
+def switched_on():
+    with conv_ops.kernels(on=True):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.bfloat16) for case in CASES),
+        *((c, torch.float32) for c in ("3x3 stride 2", "first layer", "odd channels")),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_and_sums_are_those_of_the_loop(case, kind, dtype):
+    """Of the very operands, so that bf16 is no excuse: only accumulators are rounded. An example that holds NaN is struck."""
+    assert isinstance(check_against_the_loop(case, kind, 2e-5, dtype=dtype, device=DEVICE), Convolved)
+
+
+@pytest.mark.parametrize(("into", "out", "side", "stride"), [(64, 64, 32, 1), (64, 128, 32, 2), (256, 256, 8, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layers_of_a_wide_residual_network(kind, into, out, side, stride):
+    """Tiles as large as they get, many chunks; and twice the same to the bit."""
+    CASES["large"] = (into, out, side, {"kernel_size": 3, "padding": 1, "stride": stride})
+    try:
+        check_against_the_loop("large", kind, 3e-5, examples=70, dtype=torch.bfloat16, device=DEVICE)
+        layer, x, g = make("large", kind, examples=70, dtype=torch.bfloat16, device=DEVICE)
+    finally:
+        del CASES["large"]
+    c = torch.rand(70, device=DEVICE)
+    first, second = use_of(layer, x, g), use_of(layer, x, g)
+    assert torch.equal(first.squared_norm(), second.squared_norm())
+    assert torch.equal(first.weighted_sum(c), second.weighted_sum(c))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["3x3 stride 2", "5x5 unpadded"])
+def test_what_is_summed_is_what_was_measured(case, kind, dtype):
+    """Activations with an offset: a gradient is nearly all mean, which the pull-back takes away. One example at a time, the sum
+    is that example, and its norm the one that was measured."""
+    layer, x, g = make(case, kind, examples=5, dtype=dtype, device=DEVICE, offset=30.0)
+    use = use_of(layer, x, g)
+    for i, squared in enumerate(use.squared_norm()):
+        c = torch.zeros(5, device=DEVICE)
+        c[i] = 0.7
+        ratio = float(use.weighted_sum(c).norm() / (0.7 * squared.sqrt()))
+        assert 1 - 2e-5 < ratio <= 1 + 2e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_one_example_add_up_before_they_are_measured(kind):
+    layer, x, g = make("3x3 stride 2", kind, examples=6, dtype=torch.bfloat16, device=DEVICE)
+    exact = gradients(layer, x, g).unflatten(0, (3, 2)).sum(1)
+    use = use_of(layer, x, g).grouped(2)
+    torch.testing.assert_close(use.squared_norm().sqrt(), exact.flatten(1).norm(dim=1), rtol=2e-5, atol=0.0)
+    torch.testing.assert_close(use.weighted_sum(torch.ones(3, device=DEVICE)), exact.sum(0), rtol=1e-3, atol=1e-4)
+
+
+def test_operators_say_beforehand_what_they_return():
+    _, x, g = make("3x3", "plain", examples=40, dtype=torch.bfloat16, device=DEVICE)
+    shape, unit = [3, 3, 1, 1, 1, 1, 1, 1], torch.randn(144, 32, device=DEVICE)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.dpivon.conv_statistics, (x, g, unit, shape, 1), test_utils=checks)
+    found = torch.ops.dpivon.conv_statistics(x, g, unit, shape, 1)
+    c = torch.rand(40, device=DEVICE)
+    torch.library.opcheck(torch.ops.dpivon.conv_sums, (x, g, c, found, shape, 1), test_utils=checks)
+
+
+# ---- whole networks, traced, compiled and captured
+
+
+def small_wide(standardised=True):
+    return WideResNet(depth=10, width=1, groups=4, standardised=standardised)
+
+
+@pytest.fixture(scope="module")
+def data():
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    images = torch.randn(600, 3, 32, 32, device=DEVICE, generator=generator)
+    return images, torch.randint(0, 10, (600,), device=DEVICE, generator=generator)
+
+
+def batch_of(images, labels, drawn, most):
+    rows = torch.arange(drawn, device=DEVICE)
+    places = torch.full((1, most), len(labels), device=DEVICE)
+    places[0, :drawn] = rows
+    start = torch.tensor([0, drawn], dtype=torch.int32, device=DEVICE)
+    return Batch(images, labels, torch.zeros(len(labels), dtype=torch.int32, device=DEVICE), start, places, rows)
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype", "tolerance"),
+    [(small_wide, torch.float32, 1e-4), (WideResNet, torch.bfloat16, 1e-1)],
+)
+def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype, tolerance):
+    """With a non-finite example, and spare rows. In bf16 forward and backward round differently, and norms with them."""
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
+    images, labels = data[0][:48].clone(), data[1][:48]
+    images[7] = float("nan")
+    network, bound = AnyNetwork(build), torch.tensor([0.5], device=DEVICE)
+    theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(images, labels, 41, 44)
+    with conv_ops.kernels(on=False):
+        expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
+    program = network.gradients(1, 48, DEVICE, dtype)
+    assert program.step.channels_last
+    got = program.clipped_sums(theta, batch, bound)
+    assert float((got - expected).norm() / expected.norm()) < tolerance
+    traced = program._trace(0.5, theta[0], images, labels, batch.places[0])
+    kernels = [n for n in traced.graph.nodes if n.target is torch.ops.dpivon.conv_sums.default]
+    convolutions = [m for m in program.step.model.modules() if isinstance(m, nn.Conv2d)]
+    assert len(kernels) == len(convolutions)
+
+
+def test_a_captured_wide_residual_network_equals_the_loop(data):
+    run = Run("dp-ivon-gradsq", 1, 1.0, 1.0, 0.1, 32)
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
+    captured = Stack([run], AnyNetwork(small_wide), *data, dtype=torch.float32, block=8)
+    looped = Stack([run], AnyNetwork(small_wide), *data, block=8)
+    looped.gradients = LoopedGradients(looped.network, torch.float32)
+    looped._launch = looped._step
+    for _ in captured.train(16):
+        pass
+    with conv_ops.kernels(on=False):
+        for _ in looped.train(16):
+            pass
+    assert captured._graph is not None
+    start = captured.network.initial(1).to(DEVICE)
+    assert float((captured.mean[0] - looped.mean[0]).norm() / (looped.mean[0] - start).norm()) < 1e-3
+
+
+def shifted_net():
+    """Without padding the first two layers see the offset everywhere: their gradients are nearly all mean. ReLU keeps it."""
+    return nn.Sequential(
+        StandardisedConv2d(3, 16, 3), nn.ReLU(), StandardisedConv2d(16, 32, 3, stride=2), nn.GroupNorm(4, 32), nn.ReLU(),
+        nn.Conv2d(32, 32, 1), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 196, 10),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype"), [(shifted_net, torch.bfloat16), (shifted_net, torch.float32), (small_wide, torch.bfloat16)]
+)
+def test_no_example_moves_the_compiled_sum_by_more_than_c(monkeypatch, data, build, dtype):
+    """b = 513 coherent gradients, for the very tensor that gets the noise."""
+    monkeypatch.setattr(conv_ops, "_PROGRAMS", 1)  # as many examples as ever are added up in fp32
+    network = AnyNetwork(build)
+    theta, bound = network.initial(0).unsqueeze(0).to(DEVICE), torch.full((1,), 0.1, device=DEVICE)
+    program = network.gradients(1, 516, DEVICE, dtype)
+    labels = data[1][:1].expand(516).contiguous()
+    for offset in (0.0, 30.0):
+        alike = data[0][:1] + 0.01 * data[0][:516] + offset
+        whole = program.clipped_sums(theta, batch_of(alike, labels, 513, 515), bound)
+        assert whole.dtype == torch.float64
+        for gone in (0, 200, 512):
+            kept = torch.arange(516, device=DEVICE) != gone
+            fewer = torch.cat([alike[kept], alike[:1]])
+            moved = float((whole - program.clipped_sums(theta, batch_of(fewer, labels, 512, 515), bound)).norm())
+            assert 0.05 < moved <= 0.1 * (1 + 1e-5), (offset, gone)
+
+
+def test_a_network_that_views_its_images_gets_them_as_they_are(data):
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1, stride=2), nn.Linear(16 * 256, 10)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.conv(x)).view(len(x), -1))
+
+    network, bound = AnyNetwork(Viewing), torch.tensor([0.5], device=DEVICE)
+    theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(data[0][:20], data[1][:20], 18, 20)
+    with conv_ops.kernels(on=False):
+        expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
+    program = network.gradients(1, 20, DEVICE, torch.float32)
+    torch.testing.assert_close(program.clipped_sums(theta, batch, bound), expected, rtol=1e-3, atol=1e-5)
+    assert not program.step.channels_last
+
+
+def test_the_switch_turns_the_kernels_off(data):
+    network, bound = AnyNetwork(lambda: small_wide(standardised=False)), torch.tensor([0.5], device=DEVICE)
+    theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(data[0][:8], data[1][:8], 8, 8)
+    with conv_ops.kernels(on=False):
+        program = network.gradients(1, 8, DEVICE, torch.float32)
+        traced = program._trace(0.5, theta[0], batch.inputs, batch.labels, batch.places[0])
+    assert not program.step.channels_last
+    assert all("dpivon" not in str(node.target) for node in traced.graph.nodes)
+    assert program.clipped_sums(theta, batch, bound).isfinite().all()

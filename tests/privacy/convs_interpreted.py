@@ -1,0 +1,107 @@
+"""The kernels of convolutions in Triton's interpreter, on a CPU and in fp32: `TRITON_INTERPRET=1 python convs_interpreted.py`.
+
+It is run by test_conv_kernels.py, in a process of its own because Triton reads that variable when it is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
+from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels.conv_ops import Geometry, Tile
+from dpivon.privacy.layers.convolved import Convolved
+
+TOLERANCE = {"plain": 3e-6, "standardised": 1e-5}  # the latter's norms are a little too large, never too small
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "Using padding='same'")
+    torch.library.register_kernel(
+        "dpivon::conv_statistics", "cpu", lambda x, g, u, s, rows: conv_ops.statistics(x, g, u, Geometry.of(s), rows)
+    )
+    torch.library.register_kernel(
+        "dpivon::conv_sums", "cpu", lambda x, g, c, found, s, rows: conv_ops.sums(x, g, c, found, Geometry.of(s), rows)
+    )
+    conv_ops.device_takes = lambda device: True
+    for case in CASES:
+        for kind in KINDS:
+            assert isinstance(check_against_the_loop(case, kind, TOLERANCE[kind]), Convolved)
+            print("ok", case, kind, flush=True)
+    for kind in KINDS:
+        what_is_summed_is_what_was_measured(kind)
+        no_example_moves_the_sum_by_more_than_its_share(kind)
+        rows_of_one_example(kind)
+    tiles_change_nothing()
+    strides_change_nothing()
+
+
+def what_is_summed_is_what_was_measured(kind: str) -> None:
+    """Activations with an offset of 300 deviations, and no padding: a gradient is nearly all mean, which the pull-back takes
+    away. One example at a time the sum is that example, and its norm is the one that was measured."""
+    layer, x, g = make("5x5 unpadded", kind, examples=3, offset=300.0)
+    use = use_of(layer, x, g)
+    for i, squared in enumerate(use.squared_norm()):
+        c = torch.zeros(3)
+        c[i] = 0.7
+        ratio = float(use.weighted_sum(c).norm() / (0.7 * squared.sqrt()))
+        assert 1 - 2e-5 < ratio <= 1 + 1e-6, (kind, i, ratio)
+    print("ok offset", kind, flush=True)
+
+
+def no_example_moves_the_sum_by_more_than_its_share(kind: str) -> None:
+    """Coherent gradients that are nearly all mean, clipped to one: a sum that rounds the mean moves by more."""
+    conv_ops._PROGRAMS = 1  # as many examples as ever are added up in fp32
+    layer, x, g = make("1x1 shortcut", kind, examples=65)
+    x, g = x[:1] + 0.01 * x + 300.0, g[:1] + 0.01 * g
+    whole = use_of(layer, x, g)
+    factors = whole.squared_norm().rsqrt()
+    total = whole.weighted_sum(factors)
+    for gone in (0, 40):
+        kept = torch.arange(65) != gone
+        moved = float((total - use_of(layer, x[kept], g[kept]).weighted_sum(factors[kept])).norm())
+        assert 0.99 < moved <= 1 + 1e-5, (kind, gone, moved)
+    print("ok share", kind, flush=True)
+
+
+def rows_of_one_example(kind: str) -> None:
+    layer, x, g = make("3x3 stride 2", kind, examples=6)
+    exact = gradients(layer, x, g).unflatten(0, (3, 2)).sum(1)
+    use = use_of(layer, x, g).grouped(2)
+    torch.testing.assert_close(use.squared_norm().sqrt(), exact.flatten(1).norm(dim=1), rtol=TOLERANCE[kind], atol=0.0)
+    torch.testing.assert_close(use.weighted_sum(torch.ones(3)), exact.sum(0), rtol=1e-4, atol=1e-4)
+    print("ok rows", kind, flush=True)
+
+
+def tiles_change_nothing() -> None:
+    """Several tiles down, across and along the positions, one program for several of them, one loop instead of two."""
+    _, x, g = make("3x3", "plain")
+    shape, unit, c = Geometry((3, 3), (1, 1), (1, 1), (1, 1)), torch.randn(144, 32), torch.rand(4)
+    whole = conv_ops.statistics(x, g, unit, shape, 1)
+    total = conv_ops.sums(x, g, c, whole, shape, 1).sum(0)
+    for tile in (Tile(16, 16, 16, 4, 2, span=3), Tile(32, 64, 32, 4, 2, span=3, flatten=True)):
+        found = conv_ops.statistics(x, g, unit, shape, 1, tile)
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(conv_ops.sums(x, g, c, found, shape, 1, tile).sum(0), total, rtol=1e-4, atol=1e-4)
+    print("ok tiles", flush=True)
+
+
+def strides_change_nothing() -> None:
+    """The operators read whatever they are given: channels first, last, or every second one."""
+    _, x, g = make("3x3", "plain")
+    shape = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    expected = conv_ops.statistics(x, g, None, shape, 1)
+    every_second = torch.stack([x, x], 2).flatten(1, 2)[:, ::2]
+    assert torch.equal(conv_ops.statistics(x.to(memory_format=torch.channels_last), g, None, shape, 1), expected)
+    assert torch.equal(conv_ops.statistics(every_second, g, None, shape, 1), expected)
+    print("ok strides", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The kernels of convolutions without a GPU, where Triton is installed: interpreted against the loop, and compiled for one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton, which comes with torch for GPUs", allow_module_level=True)
+
+HERE = Path(__file__).parent
+
+
+def run(script, **variables):
+    command = [sys.executable, str(HERE / script)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_kernels_interpreted_give_the_gradients_of_the_loop():
+    assert run("convs_interpreted.py", TRITON_INTERPRET="1").count("ok") == 28
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_with_tensor_cores_and_hardly_a_spill(tmp_path):
+    said = run("convs_compiled.py", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert said.count("bytes spilled") == 24

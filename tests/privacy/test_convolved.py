@@ -1,0 +1,254 @@
+"""The rule of convolutions that have kernels, with a plain computation in the kernels' place: here for every CPU. The kernels
+themselves are held to the same loop in test_conv_kernels.py (interpreted) and in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
+from dpivon.models import StandardisedConv2d, WideResNet
+from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.conv_ops import Geometry
+from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.layers import uses
+from dpivon.privacy.layers.convolved import Convolved
+from dpivon.privacy.layers.registry import rule_for
+from dpivon.privacy.layers.uses import merge
+from dpivon.stacked import AnyNetwork
+from dpivon.variational.layers import SpreadConv2d
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.")
+
+
+@pytest.fixture(autouse=True)
+def switched_on():
+    with conv_ops.kernels(on=True):
+        yield
+
+
+def each_gradient(x, g, shape, rows):
+    """[examples, taps · in, out] in double."""
+    s = Geometry.of(shape)
+    (kh, kw), (sh, sw), (top, left), (dh, dw) = s
+    below, right = (
+        (n - 1) * step + (k - 1) * d + 1 - size - before
+        for n, step, k, d, size, before in zip(
+            g.shape[2:], s.stride, s.kernel, s.dilation, x.shape[2:], s.padding, strict=True
+        )
+    )
+    patches = F.unfold(F.pad(x.double(), (left, right, top, below)), (kh, kw), (dh, dw), 0, (sh, sw))
+    each = patches.unflatten(1, (-1, kh * kw)).transpose(1, 2).flatten(1, 2) @ g.double().flatten(2).mT
+    return each.unflatten(0, (-1, rows)).sum(1)
+
+
+def plain_statistics(x, g, unit, shape, rows):
+    each = each_gradient(x, g, shape, rows)
+    if unit is None:
+        return each.square().sum(1, keepdim=True).float()
+    mean = each.mean(1, keepdim=True)
+    each = each - mean
+    return torch.stack([mean[:, 0], each.square().sum(1), (each * unit).sum(1)], 1).float()
+
+
+def plain_sums(x, g, c, found, shape, rows):
+    each = each_gradient(x, g, shape, rows)
+    each = each if found is None else each - found[:, :1]
+    terms = torch.where(c.view(-1, 1, 1) > 0, each * c.view(-1, 1, 1), 0.0)
+    tensors = [None if t is None else t.to("meta") for t in (x, g, c, found)]
+    chunks = torch.zeros(torch.ops.dpivon.conv_sums(*tensors, shape, rows).shape)
+    chunks[0] = terms.sum(0)
+    return chunks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    torch.library.register_kernel("dpivon::conv_statistics", "cpu", plain_statistics)
+    torch.library.register_kernel("dpivon::conv_sums", "cpu", plain_sums)
+
+
+@pytest.fixture(autouse=True)
+def on_this_device(monkeypatch):
+    monkeypatch.setattr(conv_ops, "device_takes", lambda device: True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_norms_and_sums_are_those_of_the_loop(case, kind):
+    assert isinstance(check_against_the_loop(case, kind, 2e-5), Convolved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_one_example_add_up_before_they_are_measured(kind):
+    layer, x, g = make("3x3", kind, examples=6)
+    exact = gradients(layer, x, g).unflatten(0, (3, 2)).sum(1)
+    use = use_of(layer, x, g).grouped(2)
+    assert isinstance(use, Convolved)
+    torch.testing.assert_close(use.squared_norm().sqrt(), exact.flatten(1).norm(dim=1), rtol=2e-5, atol=0.0)
+    torch.testing.assert_close(use.weighted_sum(torch.ones(3)), exact.sum(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_uses_of_one_weight_are_unfolded_and_merged_with_their_cross_terms(kind):
+    layer, x, g = make("3x3 stride 2", kind, examples=6)
+    exact = gradients(layer, x[:3], g[:3]) + gradients(layer, x[3:], g[3:])
+    merged = merge([use_of(layer, x[:3], g[:3]), use_of(layer, x[3:], g[3:])])
+    assert not isinstance(merged, Convolved)
+    torch.testing.assert_close(merged.squared_norm().double().sqrt(), exact.flatten(1).norm(dim=1), rtol=1e-4, atol=0.0)
+
+
+def test_a_gaussian_layer_keeps_its_rule(monkeypatch):
+    """Its spread's gradients are scaled element by element, of which the kernels know nothing."""
+    layer, x, g = SpreadConv2d(16, 32, 3, padding=1), *make("3x3", "plain")[1:]
+    layer.initial_std = 0.1
+    got = rule_for(layer)(layer, (x,), g)
+    monkeypatch.setattr(conv_ops, "device_takes", lambda device: False)
+    expected = rule_for(layer)(layer, (x,), g)
+    for p, use in expected.items():
+        assert type(got[p]) is type(use)
+        torch.testing.assert_close(got[p].squared_norm(), use.squared_norm())
+
+
+def test_a_gradient_along_the_weights_is_clipped_as_if_it_had_more_across():
+    """What the pull-back leaves of it is mostly the rounding of what it takes away."""
+    layer, x, g = make("1x1 shortcut", "standardised")
+    unit = layer.standardised().detach()[0].view(1, -1, 1, 1)
+    x = (unit + 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).contiguous()
+    g[:, 1:] = 0.0
+    exact, use = gradients(layer, x, g).flatten(1).norm(dim=1), use_of(layer, x, g)
+    assert (use.squared_norm().sqrt() >= exact).all()
+
+
+def test_what_a_standardised_layer_left_behind_does_not_follow_its_weights(monkeypatch):
+    """A step adds up after the sampled weights are gone; in every form that a use may take."""
+    for takes, cap in ((True, uses.MEMORY_CAP), (False, uses.MEMORY_CAP), (False, 0)):
+        monkeypatch.setattr(conv_ops, "device_takes", lambda device, takes=takes: takes)
+        monkeypatch.setattr(uses, "MEMORY_CAP", cap)
+        layer, x, g = make("3x3", "standardised")
+        exact, use = gradients(layer, x, g), use_of(layer, x, g)
+        with torch.no_grad():
+            layer.weight.add_(torch.randn(layer.weight.shape))
+        torch.testing.assert_close(
+            use.squared_norm().sqrt().double(), exact.flatten(1).norm(dim=1), rtol=1e-4, atol=0.0
+        )
+        torch.testing.assert_close(use.weighted_sum(torch.ones(4)).double(), exact.sum(0), rtol=1e-3, atol=1e-3)
+
+
+def test_statistics_are_made_once():
+    layer, x, g = make("3x3", "standardised")
+    traced = make_fx(lambda x, g: _norm_and_sum(use_of(layer, x, g)))(x, g)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.dpivon.conv_statistics.default) == 1
+    assert called.count(torch.ops.dpivon.conv_sums.default) == 1
+
+
+def _norm_and_sum(use):
+    norms = use.squared_norm()
+    return norms, use.without(~torch.isfinite(norms)).weighted_sum(1 / norms)
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("the switch", lambda layer, x, g: None),
+        ("double", lambda layer, x, g: (layer.double(), x.double(), g.double())),
+        ("few positions", lambda layer, x, g: (layer, x[..., :3, :3], g[..., :3, :3])),
+        ("channels", lambda layer, x, g: (nn.Conv2d(16, 24, 3, padding=1), x, g[:, :24])),
+        ("groups", lambda layer, x, g: (nn.Conv2d(16, 32, 3, padding=1, groups=2), x, g)),
+        ("padding", lambda layer, x, g: (nn.Conv2d(16, 32, 3, padding=1, padding_mode="circular"), x, g)),
+    ],
+)
+def test_other_convolutions_keep_their_rule(why, change):
+    layer, x, g = make("3x3", "plain")
+    with conv_ops.kernels(on=why != "the switch"):
+        assert not isinstance(use_of(*(change(layer, x, g) or (layer, x, g))), Convolved)
+    assert isinstance(use_of(layer, x, g), Convolved)
+
+
+@pytest.mark.parametrize("unit", [None, torch.randn(144, 32)])
+def test_operators_say_beforehand_what_they_return(unit):
+    _, x, g = make("3x3 stride 2", "plain", examples=40)
+    shape = [3, 3, 2, 2, 1, 1, 1, 1]
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.dpivon.conv_statistics, (x, g, unit, shape, 1), test_utils=checks)
+    found = None if unit is None else torch.ops.dpivon.conv_statistics(x, g, unit, shape, 1)
+    torch.library.opcheck(torch.ops.dpivon.conv_sums, (x, g, torch.rand(40), found, shape, 1), test_utils=checks)
+
+
+def test_chunks_are_few_enough_examples_and_tiles_fit_the_weights():
+    for examples in (1, 7, 256, 5000):
+        for tiles in (1, 5, 72):
+            assert 1 <= conv_ops.chunk_size(examples, tiles) <= 32
+    for rows, out, positions in ((27, 16, 1024), (576, 64, 1024), (2304, 256, 64), (144, 80, 25)):
+        tile = conv_ops.tile_for(rows, out, positions, torch.bfloat16)
+        assert 1 <= tile.span <= -(-rows // tile.bd)
+        assert tile.bt >= 16
+
+
+# ---- the whole program, as a GPU compiles and captures it
+
+
+def batch_of(images, labels, spare=2):
+    n = len(labels)
+    places = torch.cat([torch.arange(n), torch.full((spare,), n)]).unsqueeze(0)
+    return Batch(images, labels, torch.zeros(n), torch.tensor([0, n]), places, torch.arange(n))
+
+
+class Viewing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16 * 64, 10)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv(x)).view(len(x), -1))
+
+
+NETWORKS = {
+    "wide": (lambda: WideResNet(depth=10, width=1, groups=4), 5),
+    "flat": (
+        lambda: nn.Sequential(
+            StandardisedConv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)
+        ),
+        1,
+    ),
+    "viewing": (Viewing, 1),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch, name):
+    build, least = NETWORKS[name]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(9, 3, *([16, 16] if name == "wide" else [8, 8]), generator=generator)
+    labels = torch.randint(0, 10, (9,), generator=generator)
+    images[4] = float("nan")
+    network, bound = AnyNetwork(build), torch.tensor([0.5])
+    theta, batch = network.initial(0).unsqueeze(0), batch_of(images, labels)
+    with conv_ops.kernels(on=False):
+        expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
+    traced, programs = PaddedGradients(network, torch.device("cpu"), torch.float32), []
+
+    def compiled(program, device):
+        programs.append(program)
+        return program if name == "wide" else torch.compile(program, backend="aot_eager")
+
+    monkeypatch.setattr("dpivon.privacy.kernels.padded.compiled", compiled)
+    got = traced.clipped_sums(theta, batch, bound)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert traced.step.channels_last == (name != "viewing")  # such a network gets its images as they were
+    graph = programs[0].graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.dpivon.conv_sums.default) >= least
+    if name == "wide":  # nothing is unfolded, and after the images no activation is copied into another order
+        assert torch.ops.aten.native_group_norm.default not in called
+        made = [
+            n.meta["val"].shape
+            for n in graph.nodes
+            if n.target in (torch.ops.aten.as_strided.default, torch.ops.aten.clone.default)
+        ]
+        assert all(len(shape) < 4 or shape[0] != 11 or shape[1] == 3 for shape in made)
