@@ -1,4 +1,4 @@
-"""A metric together with all else that is summed before clipping: tied weights, views, θ-samples, micro-batches, bad examples."""
+"""A metric with all else that is summed before clipping: tied weights, views, θ-samples, micro-batches, bad examples."""
 
 from __future__ import annotations
 
