@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from sowing import Mutant
 
@@ -36,15 +37,15 @@ def judge(mutant: Mutant, path: str, checks: list[Check] | None = None) -> Cell:
     if isinstance(patch, str):
         return Cell(mutant.name, path, "does not apply", "", patch, 0.0)
     for check in checks or in_order(mutant.expect):
-        finding = under(patch, check, path)
+        finding = under(patch, check, path, mutant.on)
         if finding.holds is False:
             spent = round(time.perf_counter() - begun, 2)
             return Cell(mutant.name, path, "caught", f"{check.tier}: {check.name}", finding.detail, spent)
     return Cell(mutant.name, path, "missed", "", "", round(time.perf_counter() - begun, 2))
 
 
-def under(patch: object, check: Check, path: str) -> Finding:
-    subject = probe(path, METHOD)
+def under(patch: object, check: Check, path: str, on: dict[str, Any]) -> Finding:
+    subject = probe(path, METHOD, **on)
     with warnings.catch_warnings(), patch():  # type: ignore[operator]
         warnings.simplefilter("ignore")
         return check(subject)

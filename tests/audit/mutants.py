@@ -30,6 +30,14 @@ from clipping_bugs import (
     sums,
     theta_samples_clipped_apart,
 )
+from metric_bugs import (
+    metric_learned_before_the_noise,
+    metric_of_this_batch,
+    stretched_after_clipping,
+    told_the_noise_before_it_is_shrunk,
+    views_added_up,
+    views_clipped_apart,
+)
 from noise_bugs import (
     divided_by_the_drawn_batch,
     drawn,
@@ -190,7 +198,22 @@ def mutants() -> list[Mutant]:
         Mutant("a θ for every rank", "no gradient of one objective", definition, theta_of_each_rank()),
         Mutant("all of the batch on every rank", "every example W times", poisson, all_of_the_batch_on_every_rank()),
         Mutant("a rank skips its empty part", "its absence is seen, or awaited", first_once, empty_part_skipped()),
+        *_of_metric_and_views(width="sigma c over b", definition=definition, moves=moves),
         Mutant(
             "only the first rank charges", "ε as another rank states it is 0", first_once, other_ranks_do_not_charge()
         ),
+    ]
+
+
+def _of_metric_and_views(width: str, definition: str, moves: str) -> list[Mutant]:
+    metric, views = {"metric": True}, {"views": 3}
+    batch, after = metric_of_this_batch(), stretched_after_clipping()
+    told, early = told_the_noise_before_it_is_shrunk(), metric_learned_before_the_noise()
+    return [
+        Mutant("D of the batch at hand", "it knows who is in it", definition, batch, metric),
+        Mutant("clipped, then stretched by D", "the norm of the gradient as it was", moves, after, metric),
+        Mutant("told the noise before D shrinks it", "(σC/b)², not (σC/b)²/D²", width, told, metric),
+        Mutant("D learned before the noise", "past the boundary", "frozen", early, metric),
+        Mutant("views clipped apart", "K·C under one charge", moves, views_clipped_apart(), views),
+        Mutant("views added up, not averaged", "another gradient", definition, views_added_up(), views),
     ]

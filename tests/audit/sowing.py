@@ -36,6 +36,7 @@ class Mutant:
     bug: str
     expect: str  # part of the name of the check that should see it first
     paths: dict[str, Patch | str] = field(default_factory=dict)
+    on: dict[str, Any] = field(default_factory=dict)  # how the probe is varied: a bug of the metric needs one
 
 
 def attr(target: Any, name: str, make: Callable[[Any], Any]) -> Patch:

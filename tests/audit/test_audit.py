@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 import dpivon
 from dpivon import ArgumentError
 from dpivon.audit.distributed_session import can_fork
-from dpivon.audit.subject import PATHS, probe
+from dpivon.audit.subject import PATHS, VARIED_PATHS, probe
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tiers import CHECKS
@@ -30,6 +31,31 @@ def test_the_library_as_it_is_passes(path: str) -> None:
     findings = [check(probe(path, METHOD)) for check in (*TIER_A, *TIER_B)]
     assert [f for f in findings if f.holds is False] == []
     assert sum(f.holds is True for f in findings) >= 14
+
+
+VARIED = {"metric": {"metric": True}, "views": {"views": 3}, "both": {"metric": True, "views": 2}}
+FAST = ("bookkeeping", "hooks", "stacked")  # with both at once; the rest is for `make audit`
+
+
+@pytest.mark.parametrize(
+    ("path", "varied"),
+    [
+        pytest.param(p, on, id=f"{p}-{name}", marks=[] if name == "both" and p in FAST else pytest.mark.slow)
+        for p in VARIED_PATHS
+        for name, on in VARIED.items()
+    ],
+)
+def test_it_passes_in_a_metric_and_with_views_too(path: str, varied: dict[str, Any]) -> None:
+    findings = [check(probe(path, METHOD, **varied)) for check in (*TIER_A, *TIER_B)]
+    assert [f for f in findings if f.holds is False] == []
+    assert sum(f.holds is True for f in findings) >= 14
+
+
+@pytest.mark.parametrize("path", ["ghost", "distributed"])
+@pytest.mark.parametrize("varied", [{"metric": True}, {"views": 3}], ids=["metric", "views"])
+def test_what_a_path_cannot_do_is_refused_by_name(path: str, varied: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(varied))}=.*path='{path}'"):
+        probe(path, METHOD, **varied)
 
 
 @pytest.mark.parametrize("path", [p for p in RUNNABLE if p in ("bookkeeping", "distributed")])
@@ -65,15 +91,15 @@ def test_the_check_that_should_see_a_bug_sees_it(i: int) -> None:
         pytest.skip(str(mutant.paths["captured"]))
     path = possible[i % len(possible)]
     (check,) = [c for c in CHECKS if mutant.expect in c.name]
-    finding = under(mutant.paths[path], check, path)
+    finding = under(mutant.paths[path], check, path, mutant.on)
     assert finding.holds is False, finding.detail
-    assert path == "distributed" or probe_is_whole_again(path, check.name)  # its ranks end with the block
+    assert path == "distributed" or probe_is_whole_again(path, check.name, mutant.on)  # its ranks end with the block
 
 
-def probe_is_whole_again(path: str, name: str) -> bool:
+def probe_is_whole_again(path: str, name: str, on: dict[str, Any]) -> bool:
     """A bug must not outlive its block, or the next cell would be caught by the wrong one."""
     check = next(c for c in CHECKS if c.name == name)
-    return "canaries" in name or check(probe(path, METHOD)).holds is not False
+    return "canaries" in name or check(probe(path, METHOD, **on)).holds is not False
 
 
 @pytest.mark.slow
@@ -142,6 +168,17 @@ def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> Non
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["holds"] is False
+
+
+def test_a_metric_is_audited_by_name() -> None:
+    subject = probe("hooks", METHOD)
+    data, told = (subject.inputs, subject.labels), []
+    report = dpivon.audit(subject.model, data, path="hooks", metric=True, views=2, quick=True, progress=told.append)
+    assert report.holds, report.failures
+    assert report.path == "hooks, metric, 2 views"
+    assert any("frozen" in name for name in told)
+    with pytest.raises(ArgumentError, match="one noise variance"):
+        dpivon.audit(subject.model, data, method="dp-sgld", metric=True)
 
 
 def test_bad_arguments_are_named() -> None:

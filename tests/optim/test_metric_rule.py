@@ -123,6 +123,7 @@ def test_factors_are_found_in_a_d_that_has_them() -> None:
         ("decay", 1.0),
         ("every", 0),
         ("bound", 1.0),
+        ("bound", 1e30),
         ("caution", -1.0),
         ("power", math.nan),
     ],

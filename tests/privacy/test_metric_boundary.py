@@ -437,6 +437,45 @@ def test_a_state_of_other_parameters_changes_nothing() -> None:
     assert Scaling(EAGER, list(build("mlp").parameters())).state_dict()["rows"] == []
 
 
+DAMAGED: dict[str, Any] = {
+    "a D of zeros": lambda s: s["rows"][0].zero_(),
+    "a D that is not finite": lambda s: s["columns"][1].fill_(math.inf),
+    "a D that is no number": lambda s: s["rows"][0].fill_(math.nan),
+    "a D below zero": lambda s: s["rows"][0].neg_(),
+    "a D for fewer tensors": lambda s: (s["rows"].pop(), s["columns"].pop()),
+    "rows without columns": lambda s: s["columns"].pop(),
+    "a D of another shape": lambda s: s["rows"].__setitem__(0, torch.ones(99, 1)),
+    "averages that are no numbers": lambda s: s["memory"]["second"][0].fill_(math.nan),
+    "no averages": lambda s: s["memory"].clear(),
+    "no number of releases": lambda s: s.pop("releases"),
+    "a negative one": lambda s: s.update(releases=-5),
+    "no tensors": lambda s: s.update(rows="abc", columns="abc"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_state_is_refused_whole(name: str) -> None:
+    """Nothing of it is taken, neither by the metric nor by the optimizer inside; and training goes on."""
+    make = lambda m: torch.optim.Adam(m.parameters(), lr=0.1)  # noqa: E731
+    optimizer, other = trained(steps=3, make=make), trained(steps=2, make=make)
+    state, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(other.state_dict())
+    DAMAGED[name](state["dpivon_metric"])
+    with pytest.raises(DpivonError, match="load_state_dict: the metric's state"):
+        other.load_state_dict(state)
+    after = other.state_dict()
+    assert after["state"][0]["step"] == before["state"][0]["step"]
+    assert after["dpivon_metric"]["releases"] == 2
+    assert all(map(torch.equal, after["dpivon_metric"]["rows"], before["dpivon_metric"]["rows"]))
+
+
+def test_a_small_power_does_not_stop_a_run_after_its_release() -> None:
+    """bound^(1/(3·power)) has no number there; D stays near 1."""
+    optimizer = trained(metric=FactoredMetric(power=1e-3, every=1, caution=0.0))
+    d = torch.cat([f.full(p.shape).flatten() for f, p in zip(known(optimizer) or [], optimizer.params, strict=True)])
+    assert len(optimizer.log) == 5
+    assert 0.5 < float(d.min()) < float(d.max()) < 2.0
+
+
 def test_a_metric_follows_its_model_to_another_device() -> None:
     """Seen on the device that is always there and holds nothing."""
     optimizer = trained(steps=2)

@@ -231,6 +231,24 @@ def test_without_a_plan_the_others_repetitions_are_what_was_planned(field):
     assert found.entries[cell][SHIPPED].missing == [1]
 
 
+# ---- views
+
+
+def test_runs_with_views_are_not_held_against_runs_without(field):
+    """Ours on augmented pictures, the baselines on plain ones: two cells, in neither of which there is a comparison."""
+    views = '{"crop": 4, "flip": true, "padding": "reflect", "views": 4}'
+    with_views = [r | {"augment": views} for r in final() if r["method"] == "dp-steady"]
+    without = [r for r in final() if r["method"] != "dp-steady"]
+    found = field(with_views, without, tuned=preferring("dp-adam"), plan=False)
+    assert len(found.cells) == 2 * len(SIGMAS)
+    judged = bars(found)
+    assert {judged[n].verdict for n in ("1a", "1b", "1c", "1d", "2b", "2c")} == {"not measured"}
+    named = next(c for c in found.cells if c.setting.augment)
+    assert "crop = 4" in named.label
+    # Rates that were chosen without views were not chosen here.
+    assert found.entries[named][TUNED].candidates == 0
+
+
 # ---- the bars
 
 

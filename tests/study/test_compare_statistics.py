@@ -27,7 +27,17 @@ def test_one_repetition_and_equal_ones():
     assert interval([0.3]).high == math.inf
     assert p_value([0.3]) == 1.0
     assert p_value([0.0, 0.0]) == 1.0
-    assert p_value([0.25, 0.25]) == 0.0
+    assert p_value([0.25, 0.25, 0.25]) == 0.0
+
+
+def test_two_repetitions_that_are_alike_by_a_count_of_pictures_win_nothing():
+    """Of 360 pictures two methods often differ by the same number twice: without a difference that is no win."""
+    assert p_value([0.25, 0.25]) == 1.0
+    assert p_value([0.61 - 0.60, 0.62 - 0.61]) == 1.0  # alike up to rounding
+    assert (interval([0.25, 0.25]).low, interval([0.25, 0.25]).high) == (-math.inf, math.inf)
+    assert p_value([0.25, 0.26]) == pytest.approx(stats.ttest_1samp([0.25, 0.26], 0.0).pvalue)
+    counts = stats.randint(-4, 5).rvs(size=(2000, 2), random_state=0) / 360
+    assert sum(p_value(list(cell)) <= 0.05 for cell in counts.tolist()) / 2000 < 0.07
 
 
 def test_holm_by_hand():

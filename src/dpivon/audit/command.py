@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.page import write
 from dpivon.audit.run import Audit, audit
-from dpivon.audit.subject import PATHS, STACK_PATHS, probe
+from dpivon.audit.subject import PATHS, STACK_PATHS, VARIED_PATHS, probe
 from dpivon.errors import bad, check_choice
 from dpivon.stacked.rules import RULES
 
@@ -58,7 +58,7 @@ def load(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return made
 
 
-def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any) -> bool:
+def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any, metric: bool = False) -> bool:
     """Audit on every path, print what was found, write the report; whether everything holds."""
     for path in paths:
         check_choice("path", path, PATHS, "Choose a way to compute clipped sums")
@@ -66,9 +66,11 @@ def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, sa
     possible = [p for p in PATHS if (p not in STACK_PATHS or method in RULES) and (p != "ghost" or model != "small")]
     if not can_fork():
         possible.remove("distributed")
+    possible = [p for p in possible if p in VARIED_PATHS] if metric else possible
     audits: list[Audit] = []
     for i, path in enumerate(paths or possible):  # each with noise of its own, so that they are so many trials
-        audits.append(audit(network, (inputs, labels), method=method, path=path, quick=quick, seed=100 * i))
+        asked: dict[str, Any] = {"method": method, "path": path, "quick": quick, "metric": metric}
+        audits.append(audit(network, (inputs, labels), seed=100 * i, **asked))
         say(str(audits[-1]))
     write(audits, out)
     say(f"report in {out / 'audit.html'}")

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpivon.audit.session import Answer, Observed
+from dpivon.audit.session import Answer, Observed, known_scale, told_of_all
 from dpivon.audit.subject import Loss, Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON
+from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import one_variance
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
@@ -70,6 +71,8 @@ class EngineSession:
         loader = DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1)
         criterion = _Criterion(subject.loss)
         options: dict[str, Any] = {"criterion": criterion} if subject.path == "ghost" else {}
+        if subject.metric:
+            options["metric"] = FactoredMetric(every=1, caution=0.0)  # it moves after every release
         made = self.engine.make_private(
             module=model,
             optimizer=self.inner,
@@ -79,9 +82,15 @@ class EngineSession:
             grad_sample_mode="bookkeeping" if subject.path == "distributed" else subject.path,
             dataset_size=setting.size,
             expected_batch_size=setting.batch,
+            augmentations=subject.views,
             **options,
         )
         self.model, self.optimizer, *wrapped, self.loader = made
+        if subject.metric:
+            state = self.optimizer.state_dict()
+            rows, columns = zip(*known_scale([p.shape for p in self.optimizer.params]), strict=True)
+            state["dpivon_metric"] |= {"rows": list(rows), "columns": list(columns)}
+            self.optimizer.load_state_dict(state)
         self.criterion: Any = wrapped[0] if wrapped else criterion
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
         self._batches: Iterator[Any] = iter(())
@@ -125,13 +134,13 @@ class EngineSession:
         done = 0
         while done < steps:
             for x, y in self.loader:
-                self._step(x, y)
+                self._step(*(t.repeat_interleave(self.subject.views, 0) for t in (x, y)))
                 done += 1
                 if done == steps:
                     return
 
     def _batch(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(list(rows), dtype=torch.int64)
+        index = torch.tensor(list(rows), dtype=torch.int64).repeat_interleave(self.subject.views)
         return self.subject.inputs[index], self.subject.labels[index]
 
     def _step(self, x: Tensor, y: Tensor) -> Observed:
@@ -145,12 +154,25 @@ class EngineSession:
             with self.optimizer.sampled_params(train=True) if isinstance(self.inner, IVON) else nullcontext():
                 theta = [p.detach().clone() for p in self.module.parameters() if p.requires_grad]
                 self.criterion(self.model(x), y).backward()
+        scale = self._scale()
         self.optimizer.step()
         release = self.optimizer.last_release
         if release is None:  # of a part of a batch
             return Observed(torch.zeros(0), 0.0, theta, draws)
         released = torch.cat([release.gradients[p].detach().flatten().double() for p in self.optimizer.params])
-        return Observed(released, one_variance(release), theta, draws)
+        if scale is None:
+            return Observed(released, one_variance(release), theta, draws)
+        assert not isinstance(release.variance, float)
+        told = torch.cat([release.variance[p].flatten().double() for p in self.optimizer.params])
+        return Observed(released * scale, told_of_all(told, scale), theta, draws, scale)
+
+    def _scale(self) -> Tensor | None:
+        """D of the release to come, off the public state."""
+        if not self.subject.metric:
+            return None
+        state = self.optimizer.state_dict()["dpivon_metric"]
+        pairs = zip(state["rows"], state["columns"], strict=True)
+        return torch.cat([(rows * columns).flatten() for rows, columns in pairs]).double()
 
     # ---- what is stated and kept
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpivon.audit.session import silence, start
+from dpivon.audit.session import Observed, silence, start
 from dpivon.audit.subject import Setting, Subject
 
 
@@ -35,8 +35,14 @@ def clipped(rows: Tensor, bound: float) -> Tensor:
     return rows * (bound / rows.norm(dim=1, keepdim=True).clamp(min=1e-300)).clamp(max=1.0)
 
 
-def clipped_sum(subject: Subject, theta: Sequence[Tensor], rows: Sequence[int], bound: float) -> Tensor:
-    return clipped(gradients(subject, theta, rows), bound).sum(0)
+def clipped_sum(subject: Subject, seen: Observed, rows: Sequence[int], bound: float) -> Tensor:
+    """Of these examples, at the θ and in the metric of what was seen."""
+    return clipped(stretched(gradients(subject, seen.theta, rows), seen), bound).sum(0)
+
+
+def stretched(rows: Tensor, seen: Observed) -> Tensor:
+    """D ⊙ g_i, or g_i itself without a metric."""
+    return rows if seen.scale is None else rows * seen.scale
 
 
 def is_random(subject: Subject) -> bool:

@@ -14,11 +14,12 @@ from torch.utils.data import Dataset
 from dpivon.audit.distributed_session import check_forks
 from dpivon.audit.finding import Check, Finding
 from dpivon.audit.reference import is_random
-from dpivon.audit.subject import Loss, MakeOptimizer, Subject
+from dpivon.audit.session import silence, start
+from dpivon.audit.subject import Loss, MakeOptimizer, Setting, Subject
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, plain, single_releases
-from dpivon.errors import bad
+from dpivon.errors import bad, check_whole
 from dpivon.stacked.networks import cross_entropy
 
 EXAMPLES = 64  # of a data set that are looked at
@@ -94,6 +95,8 @@ def audit(
     loss: Loss = cross_entropy,
     quick: bool = False,
     seed: int = 0,
+    metric: bool = False,
+    views: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> Audit:
     """Look for signs that private training of this model, by this method on this path, is not as private as it says.
@@ -114,12 +117,17 @@ def audit(
         loss: ``loss(outputs, labels)`` gives one loss an example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.
+        metric: clip in a metric (:class:`dpivon.FactoredMetric`), as a run does that goes on from a D it has learned.
+        views: several of every example, averaged before clipping; all alike, so that what they must give is known.
         progress: called with the name of each check before it runs.
     """
     inputs, labels = _take(data)
-    subject = Subject(model, inputs, labels, method, path, loss, seed)
+    views = check_whole("views", views, "Use 1 for the example itself", at_least=1)
+    subject = Subject(model, inputs, labels, method, path, loss, seed, metric, views)
     if path == "distributed":
         check_forks(path)
+    if metric:
+        start(subject, Setting(), silence)  # a method that knows none is refused, which is no finding
     begun, tell = time.perf_counter(), progress or (lambda name: None)
     state = torch.random.get_rng_state()
     try:
@@ -129,7 +137,8 @@ def audit(
         torch.random.set_rng_state(state)
     size = sum(p.numel() for p in subject.trained())
     spent = round(time.perf_counter() - begun, 1)
-    return Audit(path, subject.name, type(model).__name__, size, findings, audited, spent)
+    how = [path, *(["metric"] if metric else []), *([f"{views} views"] if views > 1 else [])]
+    return Audit(", ".join(how), subject.name, type(model).__name__, size, findings, audited, spent)
 
 
 def _say(check: Check, subject: Subject, tell: Callable[[str], None]) -> Finding:

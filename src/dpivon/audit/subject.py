@@ -23,6 +23,8 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 ENGINE_PATHS = ("bookkeeping", "hooks", "functorch", "ghost", "distributed")
 STACK_PATHS = ("stacked", "captured")
 PATHS = (*ENGINE_PATHS, *STACK_PATHS)
+#: Those that can clip in a metric, and average over views.
+VARIED_PATHS = ("bookkeeping", "hooks", "functorch", *STACK_PATHS)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Subject:
     path: str = "bookkeeping"
     loss: Loss = cross_entropy
     seed: int = 0  # of all randomness in its runs
+    metric: bool = False  # clip in a metric: every run goes on from a D that was known before
+    views: int = 1  # of every example, all alike, so that their mean is what one of them gives
 
     def __post_init__(self) -> None:
         check_choice("path", self.path, PATHS, "Choose a way to compute clipped sums")
@@ -71,6 +75,14 @@ class Subject:
         if self.stacked and not isinstance(self.method, str):
             raise bad(
                 "method", self.method, f"cannot be stacked on path={self.path!r}", "Name a method, or use another path"
+            )
+        if (self.metric or self.views > 1) and self.path not in VARIED_PATHS:
+            named = ("metric", self.metric) if self.metric else ("views", self.views)
+            raise bad(*named, f"is not for path={self.path!r}", f"Use one of {', '.join(map(repr, VARIED_PATHS))}")
+        if self.stacked and self.views > 1 and self.inputs.dim() != 4:
+            problem = f"are of pictures on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
+            raise bad(
+                "views", self.views, problem, "Give inputs of shape [N, channels, height, width], or another path"
             )
         if len(self.inputs) != len(self.labels) or len(self.inputs) < 4:
             raise bad("data", (len(self.inputs), len(self.labels)), "is too small", "Give at least 4 labelled examples")
@@ -98,14 +110,20 @@ class Subject:
         return self.but(loss=lambda outputs, labels: 0.0 * loss(outputs, labels))
 
 
-def probe(path: str, method: str | MakeOptimizer) -> Subject:
-    """A small network on made-up data. One layer is used twice, except in ghost mode, which refuses that."""
+def probe(path: str, method: str | MakeOptimizer, **varied: Any) -> Subject:
+    """A small network on made-up data. One layer is used twice, except in ghost mode, which refuses that. ``varied`` is
+    ``metric`` and ``views``."""
     generator = torch.Generator().manual_seed(11)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         model = Uses(1 if path == "ghost" else 2)
     x = torch.randn(12, 5, generator=generator)
-    return Subject(model, x, torch.randint(3, (12,), generator=generator), method, path)
+    return Subject(model, _pictures(x), torch.randint(3, (12,), generator=generator), method, path, **varied)
+
+
+def _pictures(x: Tensor) -> Tensor:
+    """[N, n] as pictures of one row."""
+    return x.view(len(x), 1, 1, -1)
 
 
 class Uses(nn.Module):
@@ -118,7 +136,7 @@ class Uses(nn.Module):
             self.middle.weight.copy_(torch.eye(6) + 0.1 * self.middle.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh()
+        h = self.first(x.flatten(1)).tanh()
         for _ in range(self.times):
             h = self.middle(h)
         out: Tensor = self.last(h)
@@ -129,8 +147,9 @@ def wide_probe(subject: Subject, width: int = 160) -> Subject:
     """Two layers of width² coordinates each, on which statistics of the noise are sharp, by the subject's path and method."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(12)
-        model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
-    x = torch.ones(4, width)
+        layers = [nn.Linear(width, width, bias=False) for _ in range(2)]
+        model = nn.Sequential(nn.Flatten(), *layers)
+    x = _pictures(torch.ones(4, width))
     labels = torch.zeros(4, dtype=torch.long)
     return subject.but(model=model, inputs=x, labels=labels, loss=cross_entropy).silent_loss()
 
@@ -144,7 +163,8 @@ def canary_probe(subject: Subject, canaries: int) -> Subject:
     unit = nn.Linear(canaries, 1, bias=False)
     nn.init.zeros_(unit.weight)
     labels = torch.zeros(canaries, dtype=torch.long)
-    return subject.but(model=nn.Sequential(unit), inputs=10.0 * torch.eye(canaries), labels=labels, loss=_output_itself)
+    model, x = nn.Sequential(nn.Flatten(), unit), _pictures(10.0 * torch.eye(canaries))
+    return subject.but(model=model, inputs=x, labels=labels, loss=_output_itself)
 
 
 def _output_itself(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def the_sum_is_what_the_definition_says(subject: Subject) -> Verdict:
         session = start(subject, setting, silence)
         for rows in (list(range(n)), [1], [], list(range(n // 2))):
             seen = session.step(rows)
-            expected = reference.clipped_sum(subject, seen.theta, rows, bound)
+            expected = reference.clipped_sum(subject, seen, rows, bound)
             scale = min(bound, _size(expected) + 1.0)
             worst = max(worst, _size(seen.released * setting.batch - expected) / scale)
     return worst <= AGREEMENT, f"off by at most {worst:.1e} C"
@@ -206,7 +206,7 @@ def a_batch_in_parts_is_one_release_of_all_of_it(subject: Subject) -> Verdict:
     noise = float(((results[1].released - results[0].released) / std - 1).abs().max())
     if random:
         return noise < 1e-5, f"one release, one charge; its noise is off by {noise:.1e}"
-    expected = reference.clipped_sum(many, results[0].theta, rows, setting.bound)
+    expected = reference.clipped_sum(many, results[0], rows, setting.bound)
     off = _size(results[0].released * setting.batch - expected) / setting.bound
     return off <= 3 * AGREEMENT and noise < 1e-5, f"sum off by {off:.1e} C, noise by {noise:.1e}"
 
@@ -222,7 +222,7 @@ def a_batch_that_was_left_leaves_nothing_behind(subject: Subject) -> Verdict:
         return moved <= 1 + TOLERANCE, f"a batch of one example sums to {moved:.6f} C afterwards"
     rows = list(range(n // 2, n))
     seen = session.step(rows)
-    off = seen.released * setting.batch - reference.clipped_sum(subject, seen.theta, rows, setting.bound)
+    off = seen.released * setting.batch - reference.clipped_sum(subject, seen, rows, setting.bound)
     return _size(off) <= AGREEMENT * setting.bound, f"the next sum is off by {_size(off) / setting.bound:.1e} C"
 
 

@@ -27,6 +27,7 @@ needs: ‖D g‖ is then had from the layer's input and output gradient, each st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ from dpivon.optim.curvature.rank_one_shrunk import shrunk
 from dpivon.optim.tensors import TensorList
 
 _TINY = 1e-30  # where all there is is zero, all of it is alike
+_FAR = 80.0  # exp of it, and of its opposite, is a number in fp32
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class FactoredMetric:
         check_number("power", self.power, "Use 0.25 or 0.5", above=0.0, at_most=1.0)
         check_number("decay", self.decay, "Use about 0.99", at_least=0.0, below=1.0)
         check_whole("every", self.every, "Use a number of releases such as 10", at_least=1)
-        check_number("bound", self.bound, "Use about 10", above=1.0)
+        check_number("bound", self.bound, "Use about 10", above=1.0, at_most=1e4)  # D² and s²/D² stay within fp32
         check_number("caution", self.caution, "Use about 3", at_least=0.0)
 
     def evidence(
@@ -142,7 +144,10 @@ class FactoredMetric:
         lose its floor, and D would grow by itself.
         """
         floor = _mean(errors.square()).sqrt() * self.caution + _TINY
-        shares, most = (values + floor) / (mean + floor), self.bound ** (1.0 / (3.0 * power))
+        shares, reach = (values + floor) / (mean + floor), math.log(self.bound) / 3.0
+        # A small power would let x go so far that no number is left for it.
+        far = reach / power
+        most: Any = far.clamp(max=_FAR).exp() if isinstance(far, Tensor) else math.exp(min(far, _FAR))
         x = shares.clamp(min=1.0 / most, max=most)
         return x**-power, x
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad
+from dpivon.optim.curvature import matrix
 from dpivon.optim.metric import FactoredMetric, Factors, of_tensors, starting
 from dpivon.optim.precision import full_dtype
 from dpivon.optim.releases import check_per_coordinate
@@ -91,13 +92,31 @@ class Scaling:
         }
 
     def check(self, state: dict[str, Any]) -> None:
-        """Whether it is a state of this metric and these parameters."""
-        if dict(state["metric"]) != asdict(self.metric):
+        """Whether it is a state of this metric and these parameters: all of it, before any of it is taken."""
+        try:
+            known, releases, memory = dict(state["metric"]), int(state["releases"]), dict(state["memory"])
+            factors = list(zip(state["rows"], state["columns"], strict=True))
+            sides = [(r.shape, c.shape) for r, c in factors]
+            held = [[t.shape for t in values] for values in memory.values()]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DpivonError(
+                f"load_state_dict: the metric's state is damaged ({type(error).__name__}: {error}). Give one that "
+                "state_dict() made."
+            ) from None
+        if known != asdict(self.metric):
             fix = "Give the metric that the run was begun with"
             raise bad("metric", self.metric, f"but the state is of {state['metric']!r}", fix)
         shapes = [p.shape for p in self._params]
-        if any([t.shape for t in values] != shapes for values in state["memory"].values()):
+        asked = [((rows, 1), (1, columns)) for rows, columns in map(matrix, shapes)]
+        if memory.keys() != self._memory.keys() or any(h != shapes for h in held) or (sides and sides != asked):
             raise DpivonError("load_state_dict: the metric's state is of other parameters. Give that of this model.")
+        numbers = [t for values in memory.values() for t in values]
+        positive = all(bool((t.isfinite() & (t > 0)).all()) for pair in factors for t in pair)
+        if releases < 0 or not positive or not all(bool(t.isfinite().all()) for t in numbers):
+            raise DpivonError(
+                "load_state_dict: the metric's state has factors that are not positive, or numbers that are not finite; every "
+                "weight would become NaN. Give one that state_dict() made."
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check(state)
@@ -107,7 +126,7 @@ class Scaling:
             name: TensorList([t.to(u, copy=True) for t, u in zip(saved[name], like, strict=True)])
             for name in self._memory
         }
-        pairs = zip(state["rows"], state["columns"], like, strict=False)
+        pairs = zip(state["rows"], state["columns"], like, strict=False)  # neither, or one for each
         self._factors = [Factors(r.to(u, copy=True), c.to(u, copy=True)) for r, c, u in pairs] or None
 
 

@@ -10,7 +10,7 @@ from dpivon.study.plan import shown
 from dpivon.study.table import Row
 
 #: Columns, in the order of Setting's fields.
-SETTING = ("dataset", "network", "epochs", "train_size", "delta", "batch_size", "max_grad_norm")
+SETTING = ("dataset", "network", "epochs", "train_size", "delta", "batch_size", "max_grad_norm", "augment")
 
 
 @dataclass(frozen=True, order=True)
@@ -24,11 +24,13 @@ class Setting:
     delta: float
     batch_size: int
     max_grad_norm: float
+    augment: str = ""  # as in a table; who sees other views of the pictures learns from other data
 
     @property
     def label(self) -> str:
         words = f"{self.dataset}, {self.network} network, b = {self.batch_size}, C = {self.max_grad_norm:g}"
-        return f"{words}, {self.epochs} epochs"
+        views = [f"{k} = {v}" for k, v in json.loads(self.augment).items()] if self.augment else []
+        return ", ".join([words, f"{self.epochs} epochs", *views])
 
 
 @dataclass(frozen=True, order=True)
@@ -44,7 +46,8 @@ class Cell:
 
 
 def cell_of(row: Row) -> Cell:
-    return Cell(Setting(*(row[name] for name in SETTING)), row["noise_multiplier"])
+    known = {"augment": "", **row}  # tables from before there were views have no such column
+    return Cell(Setting(*(known[name] for name in SETTING)), row["noise_multiplier"])
 
 
 @dataclass(frozen=True, order=True)

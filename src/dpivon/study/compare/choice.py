@@ -50,8 +50,10 @@ class Tuning:
         s = cell.setting
         rows = [r for r in self.rows if (r["method"], r["dataset"], r["network"]) == (method, s.dataset, s.network)]
         if here:
-            place = (s.epochs, s.batch_size, s.max_grad_norm)
-            rows = [r for r in rows if (r["epochs"], r["batch_size"], r["max_grad_norm"]) == place]
+            place = (s.epochs, s.batch_size, s.max_grad_norm, s.augment)
+            rows = [
+                r for r in rows if (r["epochs"], r["batch_size"], r["max_grad_norm"], r.get("augment", "")) == place
+            ]
         sigma = nearest(cell.noise_multiplier, {r["noise_multiplier"] for r in rows})
         rows = [r for r in rows if r["noise_multiplier"] == sigma]
         return [r for r in rows if r["options"] == options] or rows

@@ -25,7 +25,8 @@ from dpivon.study.tuning import Candidate
 
 MEAN, RAW, TEMPERED = "mean", "raw", "tempered"  # the posterior's mean; as it predicts; after the private temperature
 GUESS = {"accuracy": 1 / CLASSES, "nll": math.log(CLASSES), "ece": 1 - 1 / CLASSES}
-NEEDED = (*SETTING, "noise_multiplier", "seed", "lr", "epsilon", "accuracy", "nll", "ece")
+_SCORED = ("noise_multiplier", "seed", "lr", "epsilon", "accuracy", "nll", "ece")
+NEEDED = (*(name for name in SETTING if name != "augment"), *_SCORED)  # a table without that column has no views
 _Key = tuple[str, str, float]  # method, options, lr
 
 

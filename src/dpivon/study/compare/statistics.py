@@ -33,7 +33,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """Of the paired t-test, two-sided. Differences that are all alike are no accident, unless they are all zero."""
+    """Of the paired t-test, two-sided. Three differences or more that are all alike are no accident, unless all are zero."""
     n = len(differences)
     mean = math.fsum(differences) / n
     if n < 2 or mean == 0:
@@ -61,5 +61,8 @@ def log_area(epsilons: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _error(values: Sequence[float], mean: float) -> float:
+    """Of the mean. Two values that are alike do not say how far apart they could be: counted pictures often are."""
     n = len(values)
+    if n == 2 and math.isclose(*values, rel_tol=1e-9, abs_tol=1e-12):
+        return math.inf
     return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n)

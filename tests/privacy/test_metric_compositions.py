@@ -1,0 +1,114 @@
+"""A metric with all else that is summed before clipping: tied weights, views, θ-samples, micro-batches, bad examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpivon
+from dpivon import FactoredMetric, PrivacyEngine
+
+N, B, C, SIGMA = 40, 8, 0.5, 0.7
+METRIC = FactoredMetric(every=1, caution=0.0, bound=1000.0)
+
+
+class Tied(nn.Module):
+    """The embedding is the last layer too, and the middle layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(7, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, :6].mul(2).long().clamp(0, 6)
+        h = self.middle(torch.tanh(self.middle(self.embedding(tokens)))).mean(1)
+        out: Tensor = self.head(h * x[:, 6:].mean(1, keepdim=True))
+        return out
+
+
+def clipped_sum(model: nn.Module, thetas: list[list[Tensor]], metric: list[Tensor], x: Tensor, y: Tensor, views: int):
+    """Of the mean over θ-samples and views of each example, stretched; one that is not finite is left out."""
+    params = list(model.parameters())
+    total = [torch.zeros_like(p) for p in params]
+    for i in range(0, len(x), views):
+        mean = [torch.zeros_like(p) for p in params]
+        for theta in thetas:
+            with torch.no_grad():
+                for p, value in zip(params, theta, strict=True):
+                    p.copy_(value)
+            loss = nn.functional.cross_entropy(model(x[i : i + views]), y[i : i + views])
+            found = torch.autograd.grad(loss, params)
+            mean = [m + g / len(thetas) for m, g in zip(mean, found, strict=True)]
+        stretched = [m * d for m, d in zip(mean, metric, strict=True)]
+        norm = math.sqrt(sum(float(s.square().sum()) for s in stretched))
+        if math.isfinite(norm):
+            total = [t + s * min(1.0, C / (norm + 1e-6)) for t, s in zip(total, stretched, strict=True)]
+    return total
+
+
+def scale_of(optimizer: Any) -> list[Tensor]:
+    """D of the next release, off the public state; 1 before there is any."""
+    state = optimizer.state_dict()["dpivon_metric"]
+    pairs = list(zip(state["rows"], state["columns"], strict=True))
+    if not pairs:
+        return [torch.ones_like(p) for p in optimizer.params]
+    return [(r * c).reshape(p.shape) for (r, c), p in zip(pairs, optimizer.params, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize(("views", "samples"), [(2, 1), (1, 3), (2, 2)])
+def test_everything_is_added_up_then_stretched_then_clipped_once(mode: str, views: int, samples: int) -> None:
+    """In micro-batches, one of which has an example that is not finite; and the stated variance is that of each release."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 10, generator=generator, dtype=torch.float64)
+    y = torch.randint(7, (N,), generator=generator)
+    x[2] = math.nan
+    torch.manual_seed(0)
+    model, twin = Tied().double(), Tied().double()
+    engine = PrivacyEngine(generator=torch.Generator().manual_seed(1))
+    wrapped, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=dpivon.IVON(model.parameters(), lr=0.1, ess=N, mc_samples=samples),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=B),
+        noise_multiplier=SIGMA,
+        max_grad_norm=C,
+        metric=METRIC,
+        augmentations=views,
+        grad_sample_mode=mode,
+    )
+    noise: list[Tensor] = []
+    own = optimizer.noise.normal
+    optimizer.noise.normal = lambda like, std: (noise.append(own(like, std)), noise[-1])[1]
+    for step in range(3):
+        optimizer.noise_multiplier = SIGMA * (1 + step)  # a schedule
+        next(iter(loader))
+        noise.clear()
+        metric = scale_of(optimizer)
+        expected = [torch.zeros_like(p) for p in optimizer.params]
+        parts = [torch.arange(B * step, B * step + B // 2), torch.arange(B * step + B // 2, B * step + B)]
+        for k, part in enumerate(parts):
+            optimizer.begin_micro_batch(first=k == 0, last=k == 1)
+            optimizer.zero_grad()
+            thetas = []
+            for _ in range(samples):
+                with optimizer.sampled_params(train=True):
+                    thetas.append([p.detach().clone() for p in optimizer.params])
+                    nn.functional.cross_entropy(wrapped(x[part]), y[part]).backward()
+            optimizer.step()
+            more = clipped_sum(twin, thetas, metric, x[part], y[part], views)
+            expected = [a + b for a, b in zip(expected, more, strict=True)]
+        release, b = optimizer.last_release, optimizer.expected_batch_size
+        for p, s, z, d in zip(optimizer.params, expected, noise, metric, strict=True):
+            torch.testing.assert_close(release.gradients[p], (s + z) / (b * d), rtol=1e-9, atol=1e-11)
+            told = release.variance if step == 0 else release.variance[p]
+            want = (SIGMA * (1 + step) * C / b) ** 2 / d.square()
+            torch.testing.assert_close(torch.as_tensor(told, dtype=d.dtype).expand_as(want), want)
+    assert len(engine.accountant) == 3
+    assert max(float(d.max()) for d in metric) / min(float(d.min()) for d in metric) > 1.2
