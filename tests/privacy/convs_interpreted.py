@@ -104,4 +104,5 @@ def strides_change_nothing() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with conv_ops.kernels(on=True):
+        main()
