@@ -38,16 +38,16 @@ def _group_uses(layer: nn.GroupNorm, x: Tensor, mean: Tensor, rstd: Tensor, g: T
     n, c, groups = len(x), x.shape[1], layer.num_groups
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         x, g = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (x, g))  # [B, T, C]
-        over, by_group = 1, (n, x.shape[1], groups, c // groups)
+        over, rows = 1, (n, x.shape[1], c)
+        mean = mean.repeat_interleave(c // groups, 1).unsqueeze(1)  # long rows of channels, not short ones of a group's
     else:
         x, g = (t.reshape(n, c, -1) for t in (x, g))  # [B, C, T]
-        over, by_group = 2, (n, groups, c // groups, x.shape[2])
+        over, rows = 2, (n, groups, c // groups * x.shape[2])
+        mean = mean.unsqueeze(2)
     uses: dict[Tensor, Use] = {}
     if layer.weight.requires_grad:
-        # A mean and a deviation for every group, [B, groups], against the channels of the group.
-        one_a_group = (n, 1, groups, 1) if over == 1 else (n, groups, 1, 1)
         centred = empty(tuple(x.shape), g)
-        torch.sub(x.view(by_group), mean.to(g.dtype).view(one_a_group), out=centred.view(by_group))
+        torch.sub(x.view(rows), mean.to(g.dtype), out=centred.view(rows))
         sums = centred.mul_(g).sum(over)
         sums.view(n, groups, c // groups).mul_(rstd.to(g.dtype).unsqueeze(2))
         uses[layer.weight] = Dense(sums)
