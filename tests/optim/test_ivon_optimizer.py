@@ -525,6 +525,29 @@ def test_weights_are_restored_exactly_whatever_happens_inside(
     assert equal(weights(model), before)
 
 
+def test_weights_are_restored_where_the_parameters_are_whatever_memory_they_were_given() -> None:
+    """The room that holds the mean meanwhile is kept between blocks; parameters may be moved between them, and inside."""
+    model = make_model()
+    optimizer = make(model)
+    train(model, optimizer, 1)
+    with torch.inference_mode(), optimizer.sampled_params():  # a prediction makes the room that training writes to
+        model(X)
+    before = weights(model)
+    with optimizer.sampled_params(train=True):
+        for p in model.parameters():
+            p.data = p.data.clone()
+    assert equal(weights(model), before)
+    model.double()
+    before = weights(model)
+    with optimizer.sampled_params():
+        assert not equal(weights(model), before)
+    assert equal(weights(model), before)
+    next(model.parameters()).requires_grad_(False)  # one less to keep
+    with optimizer.sampled_params():
+        assert not equal(weights(model)[1:], before[1:])
+    assert equal(weights(model), before)
+
+
 def test_a_sample_that_failed_is_used_again_and_counts_once() -> None:
     model, reference_model = make_model(), make_model()
     optimizer, reference = make(model, mc_samples=2), make(reference_model, mc_samples=2)

@@ -44,3 +44,44 @@ def test_flat_and_listed_results_are_equal_to_the_last_bit(monkeypatch, numbers,
 
 def test_on_a_cpu_nothing_is_joined():
     assert TensorList(lists(1)).flat is None
+
+
+def test_what_comes_out_of_a_joined_list_is_joined_again_without_a_copy(monkeypatch):
+    monkeypatch.setattr(tensors, "joins", lambda several: True)
+    parts = (TensorList(lists(1)) * 2.0).tensors
+    again = TensorList(parts).flat
+    assert again is not None
+    assert again.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(again, torch.cat([p.flatten() for p in parts]))
+
+
+@pytest.mark.parametrize("change", ["another order", "other memory", "a gap", "another layout"])
+def test_tensors_that_are_no_longer_neighbours_are_joined_by_a_copy(monkeypatch, change):
+    monkeypatch.setattr(tensors, "joins", lambda several: True)
+    parts = (TensorList(lists(1)) * 2.0).tensors
+    assert tensors.neighbours(parts) is not None
+    if change == "another order":
+        parts[0], parts[1] = parts[1], parts[0]
+    elif change == "other memory":
+        parts[1].data = parts[1].clone()
+    elif change == "a gap":
+        del parts[1]
+    else:
+        parts[0] = parts[0].mT
+    assert tensors.neighbours(parts) is None
+    assert torch.equal(TensorList(parts).flat, torch.cat([p.flatten() for p in parts]))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 5, [torch.bfloat16, torch.float64, *[torch.float32] * 3]])
+def test_copies_are_rounded_once_and_share_no_memory_with_the_list(monkeypatch, joins, dtypes):
+    monkeypatch.setattr(tensors, "joins", lambda several: joins and len({t.dtype for t in several}) == 1)
+    given = [t.double() / 3.0 for t in lists(1)]
+    copies = TensorList(given).copied(dtypes).tensors
+    for t, copy, dtype in zip(given, copies, dtypes, strict=True):
+        assert copy.dtype == dtype
+        assert torch.equal(copy, t.to(dtype))
+    before = [t.clone() for t in given]
+    for copy in copies:
+        copy.zero_()
+    assert all(torch.equal(t, b) for t, b in zip(given, before, strict=True))

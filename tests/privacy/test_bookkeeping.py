@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpivon import PrivacyError
 from dpivon.models.standardised import StandardisedConv2d
-from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum
+from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum, row_norms
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import Dense, Outer, Rows, register_rule, uses
 
@@ -606,6 +606,26 @@ def test_many_small_parameters_side_by_side_are_clipped_as_they_are_one_by_one()
     apart = book(model, x, weight, PerLayerClipping((1e9,) * len(joined)))
     for a, b in zip(joined, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("examples", [0, 1, 63, 64, 65, 128, 130])
+@pytest.mark.parametrize("positions", [0, 1, 3])
+def test_sums_and_norms_of_any_number_of_examples(examples, positions):
+    """Blocks of 64 examples and the rest, and blocks of 256 coordinates and the rest, are left out where there are none."""
+    torch.manual_seed(examples)
+    a, g, c = torch.randn(examples, positions, 32), torch.randn(examples, positions, 8), torch.rand(examples)
+    each = torch.einsum("btd,btp->bpd", a.double(), g.double())
+    exact = torch.einsum("b,bpd->pd", c.double(), each)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    outer = Outer(a, g, torch.Size((8, 32)))
+    torch.testing.assert_close(outer.weighted_sum(c), exact, **tolerance)
+    torch.testing.assert_close(Outer(a, g, torch.Size((32, 8)), True).weighted_sum(c), exact.mT, **tolerance)
+    for width in (31, 256):  # less than a block, one block; a block and the rest below
+        some = each.flatten(1)[:, :width].float()
+        torch.testing.assert_close(row_norms(some), some.double().norm(dim=1), rtol=1e-6, atol=0)
+    more = torch.cat([each.flatten(1), each[:, 0]], 1).float()
+    torch.testing.assert_close(row_norms(more), more.double().norm(dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(Dense(each.float()).weighted_sum(c), exact, **tolerance)
 
 
 def test_bf16_operands_are_added_up_in_fp32_and_weighted_in_parts():

@@ -97,6 +97,17 @@ def test_a_seed_alone_would_leave_32_secret_bits():
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("std", [0.37, 1e-3, 123.456])
+def test_noise_is_the_generators_standard_normal_times_its_width(dtype, std):
+    """To the bit, for tensors of any size: a resumed run draws what the interrupted one drew, whichever way it is drawn."""
+    source, reference = (torch.Generator().manual_seed(4) for _ in range(2))
+    for size in (1, 2, 15, 16, 17, 33, 1000):
+        drawn_here = TorchNoise(source).normal(torch.empty(size, dtype=dtype), std)
+        assert torch.equal(drawn_here, torch.randn(size, dtype=dtype, generator=reference) * std)
+    assert torch.equal(source.get_state(), reference.get_state())
+
+
 def test_the_whole_state_comes_from_the_operating_system(monkeypatch):
     states = [renewed(torch.Generator()).get_state()[24 : 24 + 624 * 8].view(torch.int64) for _ in range(2)]
     assert int((states[0] == states[1]).sum()) == 0

@@ -22,7 +22,7 @@ from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
 from dpivon.optim.releases import noise_variance
 from dpivon.optim.rule import debias
-from dpivon.optim.tensors import TensorList
+from dpivon.optim.tensors import TensorList, room_for
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
 from dpivon.posterior import Posterior
 from dpivon.release import Release
@@ -105,6 +105,7 @@ class IVON(Optimizer):
         self._samples = ThetaSamples()
         self._average: GradientAverage | None = None
         self._warned_unsampled = False
+        self._aside: list[Tensor] = []  # room for m while the parameters are perturbed
         super().__init__(
             params,
             {
@@ -143,12 +144,11 @@ class IVON(Optimizer):
             perturbation = self._samples.next(lambda: self._draw(train=True))
         else:
             perturbation = self._draw()
-        params = list(perturbation)
-        here = [local(p.detach()) for p in params]
-        saved = [p.clone() for p in here]
+        here = [local(p) for p in perturbation]
+        saved = self._set_aside(here)
         self._inside = "train" if train else "predict"
         try:
-            self._perturb(params, perturbation)
+            self._perturb(saved, here, perturbation)
             yield
         except BaseException:
             if train:
@@ -158,6 +158,19 @@ class IVON(Optimizer):
             self._inside = None
             with torch.no_grad():
                 torch._foreach_copy_(here, saved)
+
+    @torch.no_grad()
+    def _set_aside(self, here: list[Tensor]) -> list[Tensor]:
+        """Copies of these tensors, in memory that is kept for the next time."""
+        fits = len(self._aside) == len(here) and all(
+            kept.shape == t.shape and kept.dtype == t.dtype and kept.device == t.device
+            for kept, t in zip(self._aside, here, strict=True)
+        )
+        if not fits:
+            with torch.inference_mode(False):  # a prediction may make what training will write to
+                self._aside = room_for(here, [t.dtype for t in here])
+        torch._foreach_copy_(self._aside, here)
+        return self._aside
 
     @torch.no_grad()
     def _draw(self, train: bool = False) -> Perturbation:
@@ -188,9 +201,9 @@ class IVON(Optimizer):
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
 
     @torch.no_grad()
-    def _perturb(self, params: list[Tensor], perturbation: Perturbation) -> None:
-        means = TensorList([self._mean(p) for p in params])
-        (means + TensorList([perturbation[p] for p in params])).copy_to([local(p) for p in params])
+    def _perturb(self, saved: list[Tensor], here: list[Tensor], perturbation: Perturbation) -> None:
+        means = TensorList([full_mean(m, self.state[p]) for p, m in zip(perturbation, saved, strict=True)])
+        (means + TensorList(list(perturbation.values()))).copy_to(here)
 
     # ---- the step
 
@@ -494,4 +507,4 @@ class IVON(Optimizer):
         own = ("mc_samples", "_curvature", "generator", "_private", "_in_closure", "_warned_unsampled")
         state = super().__getstate__() | {key: self.__dict__[key] for key in own}
         # A sample that is pending belongs to gradients that are not part of the copy.
-        return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None}
+        return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None, "_aside": []}

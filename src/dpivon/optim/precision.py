@@ -25,9 +25,10 @@ def full_dtype(p: Tensor) -> torch.dtype:
 def full_mean(p: Tensor, state: dict[str, Any]) -> Tensor:
     """m in full precision; where the caller has written other weights into p since, those are the mean."""
     master = state.get("mean")
+    p = p.detach() if torch.is_grad_enabled() else p  # else nothing computed from it records a graph
     if master is None:
-        return p.detach()
-    return torch.where(master.to(p.dtype) == p.detach(), master, p.detach().to(master.dtype))
+        return p
+    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
 def follow(p: Tensor, state: dict[str, Any]) -> None:

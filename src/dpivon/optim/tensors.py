@@ -21,11 +21,34 @@ def joins(tensors: Sequence[Tensor]) -> bool:
     return all(t.is_cuda and t.dtype == tensors[0].dtype and t.device == tensors[0].device for t in tensors)
 
 
+def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The flat tensor that these are consecutive views of, as the results of joined lists are; None if they are not.
+
+    Asked anew every time: a parameter or a state may have been given other memory since.
+    """
+    first = tensors[0]
+    memory, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    for t in tensors:
+        if t.untyped_storage().data_ptr() != memory or t.storage_offset() != at or not t.is_contiguous():
+            return None
+        at += t.numel()
+    return first.as_strided((at - first.storage_offset(),), (1,))
+
+
+def room_for(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Memory for tensors of these shapes and dtypes: one piece of it where dtype and device allow."""
+    if len(set(dtypes)) != 1 or len({t.device for t in tensors}) != 1:
+        return [torch.empty(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(tensors, dtypes, strict=True)]
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtypes[0], device=tensors[0].device)
+    return TensorList._of(flat, [t.shape for t in tensors]).tensors
+
+
 class TensorList:
     """An immutable list of tensors with elementwise arithmetic.
 
     The other operand is a scalar, a list of scalars (one a tensor), or another list of the same length. On a GPU the list
-    is joined into one flat tensor when it is first computed with, and what comes out are views of flat results.
+    is joined into one flat tensor when it is first computed with, and what comes out are views of flat results. Such views
+    are joined again without a copy.
     """
 
     __slots__ = ("_flat", "_shapes", "_tensors")
@@ -46,14 +69,18 @@ class TensorList:
         if self._tensors is None:
             assert self._flat is not None
             parts = self._flat.split([shape.numel() for shape in self._shapes])
-            self._tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+            self._tensors = [
+                part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)
+            ]
         return self._tensors
 
     @property
     def flat(self) -> Tensor | None:
         """All elements as one tensor, where that is how the list computes."""
         if self._flat is None and self._tensors and joins(self._tensors):
-            self._flat = torch.cat([t.reshape(-1) for t in self._tensors])
+            self._flat = neighbours(self._tensors)
+            if self._flat is None:
+                self._flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in self._tensors])
         return self._flat
 
     def __len__(self) -> int:
@@ -127,6 +154,15 @@ class TensorList:
         if max is not None:
             out = out._map(torch.clamp_max, torch._foreach_clamp_max, max)
         return out
+
+    def copied(self, dtypes: Sequence[torch.dtype]) -> TensorList:
+        """New tensors with these values, rounded to these dtypes; neighbours in memory where there is only one dtype."""
+        flat, alike = self.flat, len(set(dtypes)) == 1
+        if flat is not None and alike:
+            return TensorList._of(flat.to(dtypes[0], copy=True), self._shapes)
+        room = room_for(self.tensors, dtypes)
+        self.copy_to(room)
+        return TensorList(room)
 
     def copy_to(self, targets: Sequence[Tensor]) -> None:
         """Write every tensor into its target, in place, casting where the dtypes differ."""

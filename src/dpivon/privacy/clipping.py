@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import bad, check_number
-from dpivon.privacy.precision import capturing
+from dpivon.privacy.precision import capturing, readable, wide
 
 EPS_NUM = 1e-6
 _BLOCK = 256  # coordinates whose squares are added in fp32; a row of 10⁷ added so would be wrong by up to a percent
@@ -111,16 +111,25 @@ def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], paramet
 @torch.no_grad()
 def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
     """Σ_i ḡ_i for every parameter, from per-example gradients of shape (B, *parameter)."""
-    rows = [_at_least_fp32(g.flatten(1)) for g in grad_samples]
+    rows = [wide(g.flatten(1)) for g in grad_samples]
     norms = torch.stack([row_norms(g).to(rows[0].device) for g in rows])
     factors = clipping.factors(norms)
-    bad_examples = (factors == 0.0).any(dim=0) if factors.numel() else factors.new_zeros(0, dtype=torch.bool)
-    if bad_examples.any():  # 0 · NaN is NaN: take the rows out before anything multiplies them
-        rows = [g.masked_fill(bad_examples.to(g.device).unsqueeze(1), 0.0) for g in rows]
-    return [
-        weighted_sum(factor, g).reshape(sample.shape[1:])
-        for factor, g, sample in zip(factors, rows, grad_samples, strict=True)
-    ]
+    struck = struck_examples(factors)
+    sums = []
+    for factor, g, sample in zip(factors, rows, grad_samples, strict=True):
+        g = g if struck is None else g.masked_fill(struck.to(g.device).unsqueeze(1), 0.0)
+        sums.append(weighted_sum(factor, g).reshape(sample.shape[1:]))
+    return sums
+
+
+def struck_examples(factors: Tensor) -> Tensor | None:
+    """Which examples contribute nothing; None if it was seen that there are none.
+
+    0 · NaN is NaN: their gradients are to be taken out before anything multiplies them. Where nobody looks that is done
+    whether there are any or not, and changes nothing if not.
+    """
+    struck = (factors == 0.0).any(dim=0)
+    return None if readable(struck) and not bool(struck.any()) else struck
 
 
 def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
@@ -136,29 +145,26 @@ def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
         terms = torch.nn.functional.pad(terms, (0, 0, 0, spare)).unflatten(0, (-1, EXAMPLES_AT_ONCE))
         return terms.sum(1).sum(0, dtype=torch.float64)
     whole = len(rows) - len(rows) % EXAMPLES_AT_ONCE
-    rest = (c[whole:] @ rows[whole:]).double()
     if not whole:
-        return rest
-    parts = c[:whole].view(-1, 1, EXAMPLES_AT_ONCE) @ rows[:whole].unflatten(0, (-1, EXAMPLES_AT_ONCE))
-    return parts.sum((0, 1), dtype=torch.float64) + rest
+        return (c @ rows).double()
+    parts = torch.bmm(c[:whole].view(-1, 1, EXAMPLES_AT_ONCE), rows[:whole].unflatten(0, (-1, EXAMPLES_AT_ONCE)))
+    total = parts.sum((0, 1), dtype=torch.float64)
+    return total if whole == len(rows) else total + (c[whole:] @ rows[whole:]).double()
 
 
 def row_norms(g: Tensor) -> Tensor:
     """‖g_i‖ for every row: squares added in fp32 over short blocks, the blocks in double."""
     whole = g.shape[1] - g.shape[1] % _BLOCK
-    blocks = (
-        torch.linalg.vector_norm(g[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2) if whole else g.new_zeros(len(g), 1)
-    )
-    rest = torch.linalg.vector_norm(g[:, whole:], dim=1)
-    return torch.hypot(torch.linalg.vector_norm(blocks.double(), dim=1), rest.double())
+    if not whole:
+        return torch.linalg.vector_norm(g, dim=1).double()
+    rest = None if whole == g.shape[1] else torch.linalg.vector_norm(g[:, whole:], dim=1).double()
+    blocks = (g if rest is None else g[:, :whole]).unflatten(1, (-1, _BLOCK))
+    norms = torch.linalg.vector_norm(torch.linalg.vector_norm(blocks, dim=2), dim=1, dtype=torch.float64)
+    return norms if rest is None else torch.hypot(norms, rest)
 
 
 def _factor(norm: Tensor, bound: float | Tensor) -> Tensor:
     """min(1, C / (‖g‖ + ε_num)); 0 where the norm is not finite, or so large that the factor would lose its digits in fp32."""
     factor = (bound / (norm + EPS_NUM)).clamp(max=1.0)
-    usable = torch.isfinite(norm) & (factor >= torch.finfo(torch.float32).tiny)
+    usable = factor >= torch.finfo(torch.float32).tiny  # not so if the norm is not finite: its factor is 0 or NaN
     return torch.where(usable, factor, torch.zeros_like(factor))
-
-
-def _at_least_fp32(g: Tensor) -> Tensor:
-    return g if g.dtype in (torch.float32, torch.float64) else g.float()

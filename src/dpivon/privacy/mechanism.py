@@ -32,8 +32,8 @@ def release(
     charge(spec)
     sums = TensorList([total.double() for total in clipped_sums.values()])
     noises = TensorList([noise.normal(total, spec.noise_std) for total in sums])
-    released = (noises + sums) / spec.divisor
-    return as_release({p: g.to(full_dtype(p)) for p, g in zip(clipped_sums, released, strict=True)}, spec)
+    released = ((noises + sums) / spec.divisor).copied([full_dtype(p) for p in clipped_sums])
+    return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
 
 
 def as_release(gradients: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release:

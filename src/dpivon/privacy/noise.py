@@ -44,6 +44,8 @@ class TorchNoise:
         if std == 0.0:
             return torch.zeros_like(like)
         generator = self._on(like.device)
+        if like.dtype == torch.float64:  # the same numbers in one operation; in fp32 they may differ in the last bit
+            return torch.normal(0.0, std, like.shape, dtype=like.dtype, device=like.device, generator=generator)
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator).mul_(std)
 
     def refresh(self) -> None:

@@ -19,6 +19,7 @@ from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import HasPosterior, LearnsFromReleases
+from dpivon.optim.tensors import TensorList
 from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.gradients.base import GradientSource
@@ -314,7 +315,11 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             if p.summed_grad is not None:
                 _check_processed_flag(p.summed_grad)
         # All or nothing: after an error half-way, a retry would count the batch twice in some of the parameters.
-        new = [s if p.summed_grad is None else p.summed_grad + s for p, s in zip(self.params, sums, strict=True)]
+        held = [p.summed_grad for p in self.params]
+        if any(h is None for h in held):
+            new = [s if h is None else h + s for h, s in zip(held, sums, strict=True)]
+        else:
+            new = (TensorList(held) + TensorList(sums)).tensors
         for p, total in zip(self.params, new, strict=True):
             p.summed_grad = total
 
@@ -337,9 +342,10 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
         for group in self.original_optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None  # also of a parameter that was frozen after backward
-        for p in self.params:
+        released = TensorList([_shaped(made.gradients[p], local(p)) for p in self.params])
+        for p, g in zip(self.params, released.copied([p.dtype for p in self.params]), strict=True):
             _mark_as_processed(p.summed_grad)
-            p.grad = like_parameter(made.gradients[p].view_as(local(p)).to(p.dtype, copy=True), p)
+            p.grad = like_parameter(g, p)
         for hook in self.step_hooks:
             hook(self)
         return True
@@ -491,6 +497,10 @@ class DPOptimizer(OpacusDPOptimizer):  # type: ignore[misc]
             "pickle of a private optimizer: two processes would add the same noise and charge apart. "
             "Save optimizer.state_dict() instead."
         )
+
+
+def _shaped(g: Tensor, p: Tensor) -> Tensor:
+    return g if g.shape == p.shape else g.view_as(p)
 
 
 def _refuse_unreleased_step(inner: Optimizer, args: Any, kwargs: Any) -> None:

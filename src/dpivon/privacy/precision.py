@@ -26,13 +26,19 @@ def full_precision() -> Iterator[None]:
 
 def wide(t: Tensor) -> Tensor:
     """In fp32 or better."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+    return t.to(wide_dtype(t))
+
+
+def wide_dtype(t: Tensor) -> torch.dtype:
+    """The dtype of ``wide(t)``."""
+    return t.dtype if t.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for stacks of matrices, added up and returned in fp32 or better; the operands themselves may be bf16."""
     if a.dtype != torch.bfloat16:
-        return a @ b
+        # What @ comes to for two stacks, without its views.
+        return torch.bmm(a, b) if a.dim() == b.dim() == 3 and len(a) == len(b) else a @ b
     if not a.is_cuda:
         return a.float() @ b.float()
     result: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
@@ -47,7 +53,7 @@ def weighted_product(a: Tensor, g: Tensor, *, parts: int = 3) -> Tensor:
     one position, and so nothing to cancel.
     """
     if a.dtype != torch.bfloat16:
-        return a.mT @ g
+        return product(a.mT, g)
     part = g.to(torch.bfloat16)
     total = product(a.mT, part)
     for _ in range(parts - 1):
@@ -55,6 +61,11 @@ def weighted_product(a: Tensor, g: Tensor, *, parts: int = 3) -> Tensor:
         part = g.to(torch.bfloat16)
         total += product(a.mT, part)
     return total
+
+
+def readable(t: Tensor) -> bool:
+    """Whether to look at values of t, and do less if they allow it. On a GPU that waits for all work under way."""
+    return not t.is_cuda and not capturing()
 
 
 def capturing() -> bool:

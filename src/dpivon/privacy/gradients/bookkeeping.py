@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.optim.metric import Factors
-from dpivon.privacy.clipping import Clipping
+from dpivon.privacy.clipping import Clipping, struck_examples
 from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHooks
 from dpivon.privacy.layers.fallback import opacus_rule
 from dpivon.privacy.layers.memory import Pool, settle_allocator
@@ -250,7 +250,7 @@ class BookKeeper:
             )
         self._scale = scale
         with self._pool.active(), views_of_examples(self.augmentations):
-            found = uses(g.detach())
+            found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
             use = settled(use.grouped(self.augmentations)) if self.augmentations > 1 else use
             self._uses[p].append(use)
@@ -284,21 +284,16 @@ class BookKeeper:
             torch.stack([torch.zeros_like(known) if n is None else n for n in norms]).clamp_(min=0.0).sqrt_() * scale
         )
         factors = clipping.factors(table)
-        struck = (factors == 0.0).any(dim=0)
-        if capturing():  # then sums over materialised gradients pass over struck rows by themselves
-            blocks = [
-                (members, use if use is None or isinstance(use, Dense) else use.without(struck))
-                for members, use in blocks
-            ]
-        elif bool(struck.any()):
-            blocks = [(members, use and use.without(struck)) for members, use in blocks]
+        struck = struck_examples(factors)
         sums: dict[Tensor, Tensor] = {}
         for (members, use), c in zip(blocks, factors * scale, strict=True):
             if use is None:
                 found = {p: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in members}
             else:
-                parts = use.weighted_sum(c).flatten().split([p.numel() for p in members])
-                found = {p: part.view(p.shape) for p, part in zip(members, parts, strict=True)}
+                # While recording, sums over materialised gradients pass over struck rows by themselves.
+                if struck is not None and not (capturing() and isinstance(use, Dense)):
+                    use = use.without(struck)
+                found = _split(use.weighted_sum(c), members)
             sums |= found if self._scatter is None else {p: self._scatter(p, total) for p, total in found.items()}
         self._pool.take_back()
         return [sums[p] for p in params]
@@ -384,6 +379,15 @@ def _blocks(
         return [([p], uses.get(p)) for p in params]
     together = torch.cat([uses[p].materialise().flatten(1) for p in small], 1)
     return [(small, Dense(together)), *(([p], uses.get(p)) for p in params if all(p is not s for s in small))]
+
+
+def _split(total: Tensor, members: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """The sum of parameters that were put side by side, each contiguous in its own shape."""
+    parts = [total] if len(members) == 1 else total.split([p.numel() for p in members])
+    return {
+        p: part if part.shape == p.shape and part.is_contiguous() else part.reshape(p.shape).contiguous()
+        for p, part in zip(members, parts, strict=True)
+    }
 
 
 class _Seed(torch.autograd.Function):

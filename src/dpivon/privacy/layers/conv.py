@@ -17,7 +17,7 @@ from dpivon.privacy.layers.convolved import convolved, takes
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
 from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense, rows_of_an_example
-from dpivon.privacy.precision import product, wide
+from dpivon.privacy.precision import product, wide_dtype
 
 _PATCHES = 2**20  # elements of unfolded input that are made at a time on a CPU
 
@@ -38,7 +38,7 @@ def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, 
             gradients = product(out.flatten(0, 1), a.flatten(0, 1).mT)
             uses[layer.weight] = Dense(gradients.reshape(n, *layer.weight.shape))
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(g.sum(2, dtype=wide(g[:0]).dtype))
+        uses[layer.bias] = Dense(g.sum(2, dtype=wide_dtype(g)))
     return uses
 
 
@@ -51,7 +51,8 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
         else:
             uses[layer.weight] = _unfolded(layer, x, g)
     if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(_positions(g).sum(1, dtype=wide(g[:0]).dtype))
+        out = _positions(g)
+        uses[layer.bias] = Dense(out.sum(1, dtype=wide_dtype(out)))
     return uses
 
 
@@ -80,9 +81,12 @@ def _gradients(out: Tensor, view: Tensor, d: int) -> Tensor:
     if not _in_cache(out):
         return product(out.mT, view.reshape(len(view), -1, d))
     gradients = empty((len(view), out.shape[2], d), out)
-    each = view[0].numel() if len(view) else 1
-    rows = max(1, min(len(view), _PATCHES // each))
+    rows = max(1, min(len(view), _PATCHES // max(1, view.shape[1:].numel())))
     patches = empty((rows, *view.shape[1:]), view)
+    if rows == len(view):
+        torch.bmm(out.mT, patches.copy_(view).view(rows, -1, d), out=gradients)
+        free(patches)
+        return gradients
     for i in range(0, len(view), rows):
         part = view[i : i + rows]
         made = patches[: len(part)].copy_(part).view(len(part), -1, d)

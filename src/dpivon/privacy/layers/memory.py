@@ -30,7 +30,7 @@ class Pool:
         buffer = min(fitting, key=Tensor.numel) if fitting else torch.empty(size, dtype=dtype)
         self._free = [t for t in self._free if t is not buffer]
         self._lent.append(buffer)
-        return buffer[:size].view(shape)
+        return (buffer if buffer.numel() == size else buffer[:size]).view(shape)
 
     def give_back(self, t: Tensor) -> None:
         """One lent tensor is no longer needed."""

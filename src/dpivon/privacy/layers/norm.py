@@ -37,18 +37,22 @@ def group_norm(layer: nn.GroupNorm, observe: Observe, x: Tensor) -> Tensor:
 
 
 def _group_uses(layer: nn.GroupNorm, x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
-    # By group, [B, groups]; one for every channel of it.
-    mean, rstd = (t.to(g.dtype).repeat_interleave(x.shape[1] // layer.num_groups, 1) for t in (mean, rstd))
+    n, c, groups = len(x), x.shape[1], layer.num_groups
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        x, g = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (x, g))
-        over, shape = 1, (len(x), 1, -1)
+        x, g = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (x, g))  # [B, T, C]
+        over, rows = 1, (n, x.shape[1], c)
+        mean = mean.repeat_interleave(c // groups, 1).unsqueeze(1)  # long rows of channels, not short ones of a group's
     else:
-        x, g = (t.reshape(*t.shape[:2], -1) for t in (x, g))
-        over, shape = 2, (len(x), -1, 1)
+        x, g = (t.reshape(n, c, -1) for t in (x, g))  # [B, C, T]
+        over, rows = 2, (n, groups, c // groups * x.shape[2])
+        mean = mean.unsqueeze(2)
     uses: dict[Tensor, Use] = {}
     if layer.weight.requires_grad:
-        centred = torch.sub(x, mean.view(shape), out=empty(tuple(x.shape), g))
-        uses[layer.weight] = Dense(centred.mul_(g).sum(over).mul_(rstd))
+        centred = empty(tuple(x.shape), g)
+        torch.sub(x.view(rows), mean.to(g.dtype), out=centred.view(rows))
+        sums = centred.mul_(g).sum(over)
+        sums.view(n, groups, c // groups).mul_(rstd.to(g.dtype).unsqueeze(2))
+        uses[layer.weight] = Dense(sums)
         free(centred)
     if layer.bias.requires_grad:
         uses[layer.bias] = Dense(g.sum(over))

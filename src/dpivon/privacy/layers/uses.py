@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
-from dpivon.privacy.precision import capturing, product, weighted_product, wide
+from dpivon.privacy.precision import capturing, product, weighted_product, wide, wide_dtype
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 128 * 2**20
@@ -90,7 +90,9 @@ class Dense:
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         total = weighted_sum(c, self.g.flatten(1))
-        return total.reshape(self.g.shape[1:]) if self.order is None else self.order.restore(total)
+        if self.order is not None:
+            return self.order.restore(total)
+        return total if self.g.dim() == 2 else total.reshape(self.g.shape[1:])
 
     def materialise(self) -> Tensor:
         return self.g if self.order is None else self.order.restore(self.g.flatten(1))
@@ -134,7 +136,7 @@ class Outer:
 
     def _ghost_norm(self) -> Tensor:
         b, t, _ = self.a.shape
-        out = torch.empty(b, dtype=wide(self.a[:0]).dtype, device=self.a.device)
+        out = torch.empty(b, dtype=wide_dtype(self.a), device=self.a.device)
         rows = max(1, memory_cap(self.a) // (8 * t * t))
         for i in range(0, b, rows):
             a, g = self.a[i : i + rows], self.g[i : i + rows]
@@ -153,18 +155,22 @@ class Outer:
         return torch.cat([product(self.g[i].mT, self.a[i]).square().sum((1, 2)) for i in chunks])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        n, whole = EXAMPLES_AT_ONCE, len(self.a) - len(self.a) % EXAMPLES_AT_ONCE
-        g = wide(self.g)
+        a, g = self.a, wide(self.g)
         g = g * c.to(g).view(-1, 1, 1)
         # As in weighted_sum: fp32 products over a few examples at a time, added up in double.
-        parts = [(self.a[:whole].unflatten(0, (-1, n)), g[:whole].unflatten(0, (-1, n)))] if whole else []
-        if whole < len(g):
-            parts.append((self.a[whole:].unsqueeze(0), g[whole:].unsqueeze(0)))
-        total = torch.zeros(self.shape.numel(), dtype=torch.float64, device=g.device)
-        for left, right in ((a.flatten(1, 2), g.flatten(1, 2)) for a, g in parts):
-            sums = weighted_product(left, right, parts=2 if self.a.shape[1] == 1 else 3)  # [d, p]
-            total += (sums if self.transposed else sums.mT).sum(0, dtype=torch.float64).flatten()
+        whole = len(a) - len(a) % EXAMPLES_AT_ONCE
+        if whole in (0, len(a)):
+            total = self._products(a, g)
+        else:
+            total = self._products(a[:whole], g[:whole]) + self._products(a[whole:], g[whole:])
         return total.reshape(self.shape) if self.order is None else self.order.restore(total)
+
+    def _products(self, a: Tensor, g: Tensor) -> Tensor:
+        """Σ G ⊗ A over examples that are whole blocks of as many as are added in fp32, or fewer than one."""
+        blocks, t = max(1, len(a) // EXAMPLES_AT_ONCE), a.shape[1]
+        left, right = (x.reshape(blocks, len(a) // blocks * t, x.shape[2]) for x in (a, g))
+        sums = weighted_product(left, right, parts=2 if t == 1 else 3)  # [blocks, d, p]
+        return (sums if self.transposed else sums.mT).sum(0, dtype=torch.float64).flatten()
 
     def materialise(self) -> Tensor:
         g = (product(self.a.mT, self.g) if self.transposed else product(self.g.mT, self.a)).flatten(1)

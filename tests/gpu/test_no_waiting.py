@@ -1,0 +1,61 @@
+"""A step of the user's own loop on a GPU never waits for the device. Skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
+
+import dpivon
+from dpivon.models import PaperCNN
+from dpivon.privacy.noise import TorchNoise
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_no_operation_of_a_step_waits_for_the_device(spoiled):
+    torch.manual_seed(0)
+    model = PaperCNN().to(DEVICE)
+    x, y = torch.randn(96, 3, 32, 32, device=DEVICE), torch.randint(10, (96,), device=DEVICE)
+    if spoiled:
+        x[1] = torch.nan
+    parameters = list(model.parameters())
+    model, optimizer, _ = dpivon.PrivacyEngine().make_private(
+        module=model,
+        optimizer=dpivon.IVON(parameters, lr=0.1, ess=1000),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=96),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+
+    def step():
+        optimizer.zero_grad()
+        with optimizer.sampled_params(train=True):
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(bool(torch.isfinite(p).all()) for p in parameters)
+
+
+@pytest.mark.parametrize("size", [1, 17, 1000])
+def test_noise_is_the_generators_standard_normal_times_its_width(size):
+    source, reference = (torch.Generator(DEVICE).manual_seed(4) for _ in range(2))
+    like = torch.empty(size, dtype=torch.float64, device=DEVICE)
+    for _ in range(2):
+        drawn = TorchNoise(source).normal(like, 0.37)
+        expected = torch.randn(size, dtype=torch.float64, device=DEVICE, generator=reference) * 0.37
+        assert torch.equal(drawn, expected)
