@@ -2,6 +2,7 @@
 
 python -m benchmarks.profile                 # one book-keeping step of the paper's CNN on the CPU, b = 256
 python -m benchmarks.profile --stacked 90:512    # GPU kernels of a stacked step
+python -m benchmarks.profile --model wrn:256     # GPU kernels of captured steps of a model of `benchmarks.step`, private or not
 """
 
 from __future__ import annotations
@@ -63,33 +64,87 @@ def cpu(contender, steps=8):
 
 def gpu(runs, batch, steps=8):
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.stacked import data
     from dpivon.stacked import PaperNetwork, Run, Stack
 
     all_runs = [Run("dp-ivon-gradsq", i, 1.0, 10.0, 0.1, batch) for i in range(runs)]
     stack = Stack(all_runs, PaperNetwork(), *data(), dtype=torch.bfloat16, block=steps)
-    for _ in stack.train(steps):
-        pass
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+
+    def block():
         for _ in stack.train(steps):
             pass
+
+    block()
+    report(f"{runs} runs, b = {batch}", kernels(block, steps))
+
+
+#: What a kernel is for, by what its name holds; the first that fits.
+PARTS = (
+    (
+        "norms and sums (our kernels)",
+        ("gradient_statistics", "combine_statistics", "gradient_sums", "weight_norms", "weight_sums"),
+    ),
+    ("convolutions (cuDNN)", ("cudnn", "fprop", "dgrad", "wgrad", "convolve", "implicit")),
+    ("attention", ("flash", "fmha", "attention", "sdpa")),
+    ("layout changes", ("nchwtonhwc", "nhwctonchw", "convert_layout")),
+    ("products of matrices", ("gemm", "cutlass", "nvjet", "triton_tem", "splitk", "bmm")),
+    ("compiled reductions", ("triton_red", "triton_per")),
+    ("compiled elementwise", ("triton_poi", "triton_for")),
+    ("noise and sampling", ("philox", "normal", "random", "poisson")),
+    ("copies", ("memcpy", "memset", "copy")),
+)
+
+
+def kernels(function, steps):
+    """(name, ms a step, launches a step) of what the device did while the function ran, the longest first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        function()
         torch.cuda.synchronize()
     events = sorted(recorded.key_averages(), key=lambda e: -e.device_time_total)
-    print(
-        f"{runs} runs, b = {batch}: {sum(e.device_time_total for e in events) / steps / 1e3:.1f} ms a step in kernels"
-    )
-    for e in events[:30]:
-        print(f"{e.device_time_total / steps / 1e3:8.3f} ms {e.count / steps:6.1f} x {e.key[:90]}")
+    return [(e.key, e.device_time_total / steps / 1e3, e.count / steps) for e in events if e.device_time_total]
+
+
+def part(name):
+    low = name.lower()
+    return next((label for label, words in PARTS if any(word in low for word in words)), "other")
+
+
+def report(title, found, most=30):
+    print(f"{title}: {sum(ms for _, ms, _ in found):.2f} ms a step in {sum(n for *_, n in found):.0f} kernels")
+    parts = Counter()
+    for name, ms, _ in found:
+        parts[part(name)] += ms
+    for name, ms in parts.most_common():
+        print(f"{ms:8.3f} ms  {name}")
+    for name, ms, count in found[:most]:
+        print(f"{ms:8.3f} ms {count:6.1f} x {name[:110]}")
+
+
+def captured(model, batch):
+    from benchmarks.step import make_step
+
+    for contender in ("plain-bf16-compiled-captured", "plain-bf16-cl-compiled-captured", "ours-captured"):
+        step = make_step(contender, model, batch, "cuda")
+        for _ in range(3):
+            step()
+        report(f"{contender}, {model}, b = {batch}", kernels(step, getattr(step, "count", 1)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", default="ours-cl-64")
     parser.add_argument("--stacked", metavar="K:b")
+    parser.add_argument("--model", metavar="MODEL:b")
     chosen = parser.parse_args()
-    if chosen.stacked:
+    if chosen.model:
+        model, batch = chosen.model.split(":")
+        captured(model, int(batch))
+    elif chosen.stacked:
         gpu(*map(int, chosen.stacked.split(":")))
     else:
         cpu(chosen.contender)

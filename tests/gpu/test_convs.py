@@ -132,7 +132,7 @@ def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype, tol
     assert program.step.channels_last
     got = program.clipped_sums(theta, batch, bound)
     assert float((got - expected).norm() / expected.norm()) < tolerance
-    traced = program._trace(0.5, theta[0], images, labels, batch.places[0])
+    traced = program._trace(0.5, False, theta[0], images, labels, batch.places[0])
     kernels = [n for n in traced.graph.nodes if n.target is torch.ops.dpivon.conv_sums.default]
     convolutions = [m for m in program.step.model.modules() if isinstance(m, nn.Conv2d)]
     assert len(kernels) == len(convolutions)
@@ -207,7 +207,7 @@ def test_the_switch_turns_the_kernels_off(data):
     theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(data[0][:8], data[1][:8], 8, 8)
     with conv_ops.kernels(on=False):
         program = network.gradients(1, 8, DEVICE, torch.float32)
-        traced = program._trace(0.5, theta[0], batch.inputs, batch.labels, batch.places[0])
+        traced = program._trace(0.5, False, theta[0], batch.inputs, batch.labels, batch.places[0])
     assert not program.step.channels_last
     assert all("dpivon" not in str(node.target) for node in traced.graph.nodes)
     assert program.clipped_sums(theta, batch, bound).isfinite().all()
