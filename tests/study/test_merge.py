@@ -28,6 +28,8 @@ def machines(tmp_path):
         ids = {r["id"] for r in mine}
         table.write(folder / "runs.csv", mine)
         table.write(folder / "diagnostics.csv", [d for d in diagnostics if d["id"] in ids], table.DIAGNOSTIC_COLUMNS)
+        (folder / "ledgers" / f"id-{name}").mkdir(parents=True)
+        (folder / "ledgers" / f"id-{name}" / "ledger.jsonl").write_text(name)
         folders.append(folder)
     return folders
 
@@ -40,8 +42,17 @@ def test_every_run_once_with_the_larger_epsilon(machines, tmp_path):
     assert {r["batch_size"]: r["epsilon"] for r in found} == {128: 10.0, 256: 12.0, 512: 12.0}
     diagnostics = table.read(out / "diagnostics.csv")
     assert len(diagnostics) == 3 * sum(r["method"] == IVON for r in found)
+    assert {p.parent.name: p.read_text() for p in out.glob("ledgers/*/*")} == {"id-a": "a", "id-b": "b"}
     assert list(merge(out, machines).values()) == [0, 0]
     assert len(table.read(out / "runs.csv")) == 90
+    assert sorted(p.name for p in (out / "ledgers").iterdir()) == ["id-a", "id-b"]
+
+
+def test_a_ledger_that_was_half_copied_is_copied_again(machines, tmp_path):
+    (tmp_path / "all" / "ledgers" / ".id-a").mkdir(parents=True)
+    (tmp_path / "all" / "ledgers" / ".id-a" / "ledger.jsonl").write_text("ha")
+    merge(tmp_path / "all", machines)
+    assert [p.read_text() for p in (tmp_path / "all").glob("ledgers/*id-a/*")] == ["a"]
 
 
 def test_another_plan_is_refused_before_anything_changes(machines, tmp_path):

@@ -13,6 +13,7 @@ from dpivon.cli import app
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
+from dpivon.study.ablations import draw_ablations
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.report import write_report
 from dpivon.study.tuning import candidates, epsilon_with_tuning, pick
@@ -157,12 +158,17 @@ def test_variants_are_compared_not_averaged(results):
     other = [r | {"options": '{"ess": 500.0}', "id": "x" + r["id"], "mc_nll": r["mc_nll"] - 0.25} for r in ivon]
     table.write(results / "runs.csv", ivon + other)
     written = [p.name for p in write_report(results)]
-    assert written == ["summary.csv", "ablations.md"]
+    assert written == ["ablations.png", "summary.csv", "ablations.md"]
     page = (results / "ablations.md").read_text()
     lines = [x for x in page.splitlines() if x.startswith("| DP-IVON-Gradsq, ess = 500, lr 0.1 |")]
     assert len(lines) == 4  # two σ, two C
     assert all(x.split(" | ")[5].endswith("(-0.25)") and x.split(" | ")[1].endswith("(+0)") for x in lines)
     assert len(table.read(results / "summary.csv")) == 8
+    figure = draw_ablations(ivon + other)
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["DP-IVON-Gradsq, ess = 500"]
+    nll = [x for dots in figure.axes[1].containers for x in dots[0].get_xdata()]
+    assert len(nll) == 4
+    assert nll == pytest.approx([-0.25] * len(nll))
     refused = invoke("study", "figures", results)
     assert refused.exit_code == 2
     assert "several variants" in refused.stderr

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
+from dpivon.methods import METHODS
+from dpivon.study.ablation_figure import Variant, ablation_figure
 from dpivon.study.cells import Cells, Value
-from dpivon.study.figures import IVON, TITLES
+from dpivon.study.figures import IVON
 from dpivon.study.made import made
 from dpivon.study.plan import Plan, shown
 from dpivon.study.table import Row
@@ -22,7 +25,6 @@ _COLUMNS = {
     "h_median": "median h",
     "std_median": "median σ_v",
 }
-Variant = tuple[str, str, float]  # method, options, lr
 
 
 def variants(rows: Sequence[Row]) -> list[Variant]:
@@ -36,11 +38,25 @@ def is_ablation(rows: Sequence[Row]) -> bool:
     return len({method for method, _, _ in found}) < len(found)
 
 
-def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str:
-    """A table a cell of the grid: a line a variant, the difference from the plain method beside each score."""
+def by_variant(rows: Sequence[Row]) -> tuple[dict[Variant, Cells], Variant]:
+    """The cells of every variant, and the one that the others are held against."""
     found = variants(rows)
     base = next((v for v in found if v[0] == IVON and v[1] == ""), found[0])
-    cells = {v: Cells([r for r in rows if (r["method"], r["options"], r["lr"]) == v]) for v in found}
+    return {v: Cells([r for r in rows if (r["method"], r["options"], r["lr"]) == v]) for v in found}, base
+
+
+def draw_ablations(rows: Sequence[Row]) -> Any:
+    cells, base = by_variant(rows)
+    one_rate = len({lr for _, _, lr in cells}) == 1
+    return ablation_figure(
+        cells, base, {v: describe(v).removesuffix(f", lr {v[2]:g}" if one_rate else "") for v in cells}
+    )
+
+
+def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str:
+    """A table a cell of the grid: a line a variant, the difference from the plain method beside each score."""
+    cells, base = by_variant(rows)
+    found = list(cells)
     grid = sorted({(r["batch_size"], r["noise_multiplier"], r["max_grad_norm"]) for r in rows})
     lines = [
         f"# {title}",
@@ -48,6 +64,8 @@ def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str
         "Written by `dpivon study report` from `runs.csv`. " + made(rows, plan),
         "",
         f"Mean ± standard deviation over seeds, and in brackets the difference from {describe(base)}.",
+        "",
+        "![Every variant's differences](figures/ablations.png)",
         "",
     ]
     for b, sigma, c in grid:
@@ -70,7 +88,7 @@ def describe(variant: Variant) -> str:
     """A variant in words: its method, what of it was changed, and its learning rate."""
     method, options, lr = variant
     changes = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
-    return f"{TITLES.get(method, method)}{', ' + changes if changes else ''}, lr {lr:g}"
+    return f"{METHODS[method].title if method in METHODS else method}{', ' + changes if changes else ''}, lr {lr:g}"
 
 
 def _shown(value: Value | None, reference: Value | None) -> str:

@@ -26,6 +26,8 @@ from dpivon.study import table
 from dpivon.study.beyond import BEYOND
 from dpivon.study.plan import Plan, PlannedRun, read_plan
 
+LEDGERS = "ledgers"
+
 
 @dataclass(frozen=True)
 class Results:
@@ -93,7 +95,7 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
 def retire(folder: Path, out: Path) -> None:
     """A stack is finished: its ledger, which says what its ε came from, is kept; the rest goes."""
     if (folder / LEDGER).exists():
-        kept = out / "ledgers" / read(folder / LEDGER).id
+        kept = out / LEDGERS / read(folder / LEDGER).id
         kept.mkdir(parents=True, exist_ok=True)
         if (folder / "runs.json").exists():
             shutil.copy(folder / "runs.json", kept / "runs.json")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.study import table
+from dpivon.study.folder import LEDGERS
 from dpivon.study.plan import read_plan
 
 #: Tables of several rows a run.
@@ -18,7 +19,8 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     """Add to ``out`` the runs that it lacks; how many came from each folder.
 
     A run that two machines finished keeps the row it has: both are the same run, and ε is the larger of the two, for
-    what was charged on either machine.
+    what was charged on either machine. Every ledger comes along, first of all: a row whose ε nothing vouches for would be worse
+    than a ledger without its rows.
     """
     for folder in others:  # all before any: a wrong folder changes nothing
         if not (folder / "study.json").exists():
@@ -33,6 +35,8 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     for folder in others:
         if not (out / "study.json").exists():
             shutil.copy(folder / "study.json", out / "study.json")
+        for ledger in sorted((folder / LEDGERS).glob("*/")):
+            _copy_whole(ledger, out / LEDGERS / ledger.name)
         plan = read_plan(out / "study.json")
         mine = {row["id"]: row for row in table.read(out / plan.table)}
         theirs = table.read(folder / plan.table)
@@ -49,3 +53,13 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         table.add(out / plan.table, [*(r for r in theirs if r["id"] in new), *dearer])
         added[folder] = len(new)
     return added
+
+
+def _copy_whole(source: Path, to: Path) -> None:
+    """Copy a ledger's folder, unless it is there: a ledger has an id of its own, so the same name is the same ledger."""
+    if to.exists():
+        return
+    part = to.with_name(f".{to.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    part.rename(to)

@@ -8,14 +8,14 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
-from dpivon.study.ablations import ablations_page, is_ablation
+from dpivon.study.ablations import ablations_page, draw_ablations, is_ablation
 from dpivon.study.beyond import BEYOND
 from dpivon.study.beyond_figures import draw_beyond
 from dpivon.study.beyond_page import beyond_page
 from dpivon.study.cells import Cells
 from dpivon.study.check import check_page
 from dpivon.study.claims_page import claims_page
-from dpivon.study.figures import draw_figures
+from dpivon.study.figures import draw_figures, save
 from dpivon.study.hooks import HOOKS
 from dpivon.study.plan import read_plan
 from dpivon.study.table import SCORES, Row
@@ -54,8 +54,9 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
     """Rebuild all that follows from the tables.
 
     A grid gives figures, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md``; a study of variants gives
-    ``summary.csv`` and ``ablations.md``, since its cells hold several kinds of run. One that looked beyond the test set
-    gives its own figures and ``beyond.md`` in place of the paper's, whose claims are about another grid.
+    ``summary.csv``, ``ablations.md`` and its figure, since its cells hold several kinds of run; one that also ran in the
+    ordinary loop gives ``summary.csv`` and ``check.md``, and one that looked beyond the test set its own figures and
+    ``beyond.md``: the paper's claims are about another grid.
     """
     rows, diagnostics = load(out)
     fill_pld(out, rows)
@@ -67,6 +68,10 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
     if is_ablation(rows):
         page = out / "ablations.md"
         page.write_text(ablations_page(rows, title=title, plan=plan), encoding="utf-8")
+        return [*save(draw_ablations(rows), out / "figures" / "ablations"), summary, page]
+    if hooks := table.read(out / HOOKS):
+        page = out / "check.md"
+        page.write_text(check_page(rows, hooks), encoding="utf-8")
         return [summary, page]
     beyond = table.read(out / BEYOND)
     figures = figures_of(out, rows, diagnostics)
@@ -78,10 +83,6 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
         text = claims_page(rows, diagnostics, title=title, plan=plan, figures=figures)
     page.write_text(text, encoding="utf-8")
     written = [*figures, summary, page]
-    if others := table.read(out / HOOKS):
-        page = out / "check.md"
-        page.write_text(check_page(rows, others), encoding="utf-8")
-        written.append(page)
     if tuned:
         page = out / "tuning.md"
         page.write_text(_tuning_page(rows, tuned), encoding="utf-8")
