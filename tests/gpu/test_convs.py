@@ -115,12 +115,10 @@ def batch_of(images, labels, drawn, most):
     return Batch(images, labels, torch.zeros(len(labels), dtype=torch.int32, device=DEVICE), start, places, rows)
 
 
-@pytest.mark.parametrize(
-    ("build", "dtype", "tolerance"),
-    [(small_wide, torch.float32, 1e-4), (WideResNet, torch.bfloat16, 1e-1)],
-)
-def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype, tolerance):
-    """With a non-finite example, and spare rows. In bf16 forward and backward round differently, and norms with them."""
+@pytest.mark.parametrize(("build", "dtype"), [(small_wide, torch.float32), (WideResNet, torch.bfloat16)])
+def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype):
+    """With a non-finite example, and spare rows. In bf16 forward and backward round, and norms with them: there the program is to
+    be as near to the loop in fp32 as the one without kernels, which has the same operands."""
     torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     images, labels = data[0][:48].clone(), data[1][:48]
     images[7] = float("nan")
@@ -128,10 +126,12 @@ def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype, tol
     theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(images, labels, 41, 44)
     with conv_ops.kernels(on=False):
         expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
+        unfolded = network.gradients(1, 48, DEVICE, dtype).clipped_sums(theta, batch, bound)
     program = network.gradients(1, 48, DEVICE, dtype)
     assert program.step.channels_last
     got = program.clipped_sums(theta, batch, bound)
-    assert float((got - expected).norm() / expected.norm()) < tolerance
+    error, usual = (float((sums - expected).norm() / expected.norm()) for sums in (got, unfolded))
+    assert error < (1e-4 if dtype == torch.float32 else 1.5 * usual)
     traced = program._trace(0.5, False, theta[0], images, labels, batch.places[0])
     kernels = [n for n in traced.graph.nodes if n.target is torch.ops.dpivon.conv_sums.default]
     convolutions = [m for m in program.step.model.modules() if isinstance(m, nn.Conv2d)]

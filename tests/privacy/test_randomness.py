@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -309,3 +310,14 @@ def test_how_coarse_the_noise_of_stacks_is():
     assert float(noise.abs().max()) < 6.77
     pairs = noise.view(-1, 2).norm(dim=1)
     assert float(pairs.min()) > 3.4e-4
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "same"),
+    [("cuda", "cuda:0", True), ("cuda:1", "cuda:1", True), ("cuda:1", "cuda:0", False), ("cpu", "cpu", True), ("cpu", "cuda:0", False)],
+)  # fmt: skip
+def test_a_generator_serves_its_own_kind_of_device(monkeypatch, own, asked, same):
+    """torch says "cuda" of a generator that was made without a number."""
+    given, child = SimpleNamespace(device=torch.device(own)), SimpleNamespace()
+    monkeypatch.setattr("dpivon.privacy.noise.own_generator", lambda parent, device: child)
+    assert TorchNoise(given)._on(torch.device(asked)) is (given if same else child)

@@ -12,6 +12,7 @@ from dpivon.study import table
 from dpivon.study.beyond_cells import AVERAGE, MEAN, BeyondCells, Predictor
 from dpivon.study.beyond_claims import BeyondClaims
 from dpivon.study.beyond_figures import coverage_figure, draw_beyond, foreign_figure, severity_figure
+from dpivon.study.beyond_page import beyond_page
 from dpivon.study.plan import PlannedRun
 
 IVON = "dp-ivon-gradsq"
@@ -181,3 +182,13 @@ def test_a_study_without_foreign_pictures_or_selection_draws_what_it_has(tmp_pat
     ]
     found = {c.number: c.verdict for c in BeyondClaims(BeyondCells(rows, some)).all()}
     assert {n for n, v in found.items() if v == "not tested"} == {"B8", "B9", "B10", "B11"}
+
+
+def test_a_study_without_shift_says_nothing_of_it():
+    rows, beyond = made()
+    some = [r for r in beyond if r["kind"] != "shift"]
+    found = {c.number: c.verdict for c in BeyondClaims(BeyondCells(rows, some)).all()}
+    assert {n for n, v in found.items() if v == "not tested"} == {"B1", "B2", "B3", "B4", "B5", "B6", "B7"}
+    page = beyond_page(rows, some, title="t", plan=None, figures=[])
+    assert "severity 0" not in page
+    assert page.count("| | accuracy | NLL | ECE | AUROC") == 2

@@ -60,7 +60,8 @@ class TorchNoise:
 
     def _on(self, device: torch.device) -> torch.Generator:
         """The generator for a device: a child of ours if ours lives elsewhere."""
-        if self.generator.device == device:
+        own = self.generator.device
+        if own.type == device.type and own.index in (None, device.index):  # a plain "cuda" serves every GPU
             return self.generator
         if device not in self._elsewhere:
             self._elsewhere[device] = own_generator(self.generator, device)

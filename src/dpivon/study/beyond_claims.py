@@ -23,13 +23,14 @@ class BeyondClaims:
     def all(self) -> list[Claim]:
         cells = self.cells
         worst = max(cells.severities, default=0)
+        level = f"severity {worst}" if worst else "the greatest severity"
 
         def shifted(measure: str) -> _Score:
             return lambda p, s: cells.shift(p, s, measure)
 
         def lost(p: Predictor, s: Setting) -> Value | None:
             before, after = cells.clean(p, s, "accuracy"), cells.shift(p, s, "accuracy", worst)
-            if before is None or after is None:
+            if before is None or after is None or not worst:
                 return None
             return Value(before.mean - after.mean, math.hypot(before.std, after.std), before.n)
 
@@ -46,7 +47,7 @@ class BeyondClaims:
                 "DP-IVON-Gradsq, averaged, has a lower NLL under shift than DP-SGD and DP-Adam",
                 self._against(shifted("nll"), lower=True),
             ),
-            Claim("B5", f"ECE at severity {worst} is higher than on clean pictures", self._severity(worst)),
+            Claim("B5", f"ECE at {level} is higher than on clean pictures", self._severity(worst)),
             Claim(
                 "B6",
                 "ECE under shift is higher at the smallest ε than at the largest",
@@ -54,7 +55,7 @@ class BeyondClaims:
             ),
             Claim(
                 "B7",
-                f"more accuracy is lost from clean pictures to severity {worst} at the smallest ε than at the largest",
+                f"more accuracy is lost from clean pictures to {level} at the smallest ε than at the largest",
                 self._privacy(lost, lower=False),
             ),
             Claim(

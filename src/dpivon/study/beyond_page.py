@@ -96,23 +96,22 @@ def _name(p: Predictor) -> str:
 
 
 def _table(cells: BeyondCells, s: Setting) -> list[str]:
-    head = ["accuracy", "NLL", "ECE", "accuracy, shift", "NLL, shift", "ECE, shift"]
-    head += (
-        [f"AUROC {f}" for f in cells.foreign]
-        + [f"FPR95 {f}" for f in cells.foreign]
-        + ["AURC", "accuracy at 80 %", "at 90 %"]
-    )
+    """A line a predictor, a column a score that the study has."""
+    scores, everyone = (("accuracy", "accuracy"), ("nll", "NLL"), ("ece", "ECE")), cells.predictors
+    foreign = (("auroc_entropy", "AUROC"), ("fpr95_entropy", "FPR95"))
+    selective = (("aurc", "AURC"), ("accuracy_at_80", "accuracy at 80 %"), ("accuracy_at_90", "at 90 %"))
+    columns = [(words, [cells.clean(p, s, m) for p in everyone]) for m, words in scores]
+    columns += [(f"{words}, shift", [cells.shift(p, s, m) for p in everyone]) for m, words in scores]
+    columns += [(f"{w} {f}", [cells.ood(p, s, f, m) for p in everyone]) for m, w in foreign for f in cells.foreign]
+    columns += [(words, [cells.clean(p, s, m) for p in everyone]) for m, words in selective]
+    found = {words: values for words, values in columns if any(v is not None for v in values)}
     lines = [f"## {cells.label(s)}", ""]
     lines += [
         f"b = {s.batch_size}, σ = {s.noise_multiplier:g}, C = {s.max_grad_norm:g}, ε = {s.epsilon:.4g} by RDP.",
         "",
     ]
-    lines += ["| | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
-    for p in cells.predictors:
-        values = [cells.clean(p, s, m) for m in ("accuracy", "nll", "ece")]
-        values += [cells.shift(p, s, m) for m in ("accuracy", "nll", "ece")]
-        values += [cells.ood(p, s, f, f"{m}_entropy") for m in ("auroc", "fpr95") for f in cells.foreign]
-        values += [cells.clean(p, s, m) for m in ("aurc", "accuracy_at_80", "accuracy_at_90")]
+    lines += ["| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+    for p, *values in zip(everyone, *found.values(), strict=True):
         if any(v is not None for v in values):
             lines.append(f"| {_name(p)} | " + " | ".join("" if v is None else str(v) for v in values) + " |")
     return lines
