@@ -117,8 +117,8 @@ def batch_of(images, labels, drawn, most):
 
 @pytest.mark.parametrize(("build", "dtype"), [(small_wide, torch.float32), (WideResNet, torch.bfloat16)])
 def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype):
-    """With a non-finite example, and spare rows. In bf16 forward and backward round, and norms with them: there the program is to
-    be as near to the loop in fp32 as the one without kernels, which has the same operands."""
+    """With a non-finite example, and spare rows. In bf16 forward and backward round, and norms with them: there the program is
+    to be as near to the loop in fp32 as the one without kernels, which has the same operands."""
     torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     images, labels = data[0][:48].clone(), data[1][:48]
     images[7] = float("nan")

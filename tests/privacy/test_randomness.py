@@ -314,7 +314,10 @@ def test_how_coarse_the_noise_of_stacks_is():
 
 @pytest.mark.parametrize(
     ("own", "asked", "same"),
-    [("cuda", "cuda:0", True), ("cuda:1", "cuda:1", True), ("cuda:1", "cuda:0", False), ("cpu", "cpu", True), ("cpu", "cuda:0", False)],
+    [
+        ("cuda", "cuda:0", True), ("cuda:1", "cuda:1", True), ("cuda:1", "cuda:0", False),
+        ("cpu", "cpu", True), ("cpu", "cuda:0", False),
+    ],
 )  # fmt: skip
 def test_a_generator_serves_its_own_kind_of_device(monkeypatch, own, asked, same):
     """torch says "cuda" of a generator that was made without a number."""
