@@ -81,13 +81,13 @@ def gpu(runs, batch, steps=8):
 
 #: What a kernel is for, by what its name holds; the first that fits.
 PARTS = (
+    ("layout changes", ("nchwtonhwc", "nhwctonchw", "convert_layout")),
     (
         "norms and sums (our kernels)",
         ("gradient_statistics", "combine_statistics", "gradient_sums", "weight_norms", "weight_sums"),
     ),
     ("convolutions (cuDNN)", ("cudnn", "fprop", "dgrad", "wgrad", "convolve", "implicit")),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
-    ("layout changes", ("nchwtonhwc", "nhwctonchw", "convert_layout")),
     ("products of matrices", ("gemm", "cutlass", "nvjet", "triton_tem", "splitk", "bmm")),
     ("compiled reductions", ("triton_red", "triton_per")),
     ("compiled elementwise", ("triton_poi", "triton_for")),
