@@ -74,8 +74,14 @@ def test_cost_is_only_judged_where_stacks_held_one_method():
     for row in slow:
         row["seconds"] = 20.0 if row["method"] == IVON else 10.0
     assert verdicts(slow)["D1"] == NOT_SUPPORTED
-    mixed, _ = rows(stack_methods=3)
+    mixed, diagnostics = rows(stack_methods=3)
     assert verdicts(mixed)["D1"] == UNTESTED
+    alone = [r | {"stack_methods": 1, "stack_size": 1, "seconds": 10.0, "steps": 50} for r in mixed]
+    (cost,) = [c for c in Claims(mixed, diagnostics, averaged=False, timed=alone).all() if c.number == "D1"]
+    assert cost.verdict == SUPPORTED
+    assert {(c.where, c.numbers) for c in cost.comparisons} == {
+        (f"b = {b}, one by one", "200 against 200 ms a step") for b in (128, 256, 512)
+    }
 
 
 def test_verdicts_count_comparisons():

@@ -174,6 +174,26 @@ def test_variants_are_compared_not_averaged(results):
     assert "several variants" in refused.stderr
 
 
+def test_what_lies_beside_a_study_goes_with_it(results, tmp_path):
+    """The tuning that chose its rates, and the same methods in the ordinary loop; unless others are given."""
+    alone = [r | {"stack_methods": 1, "stack_size": 1} for r in table.read(results / "runs.csv")]
+    beside = results.with_name(f"{results.name}-check")
+    beside.mkdir()
+    mixed = [r | {"stack_methods": 3} for r in alone]
+    table.write(results / "runs.csv", mixed)
+    write_report(results)
+    assert "| not tested | not tested |" in (results / "claims.md").read_text()
+    table.write(beside / "hooks.csv", alone)
+    write_report(results)
+    assert "one by one" in (results / "claims.md").read_text()
+    with pytest.raises(ArgumentError, match="holds no tuning"):
+        write_report(results, tuning=beside)
+    chosen = results.with_name(f"{results.name}-tuning")
+    chosen.mkdir()
+    table.write(chosen / "tuning.csv", tuned(lambda method, lr, sigma: lr))
+    assert [p.name for p in write_report(results)][-1] == "tuning.md"
+
+
 def test_plan_of_an_empty_study_is_refused():
     with pytest.raises(ArgumentError, match="nothing to run"):
         Plan("a", "digits", "small", "final", 1, 1e-5, 1, 0, ())

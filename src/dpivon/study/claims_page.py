@@ -14,11 +14,17 @@ from dpivon.study.table import Row
 
 
 def claims_page(
-    rows: Sequence[Row], diagnostics: Sequence[Row], *, title: str, plan: Plan | None, figures: Sequence[Path] = ()
+    rows: Sequence[Row],
+    diagnostics: Sequence[Row],
+    *,
+    title: str,
+    plan: Plan | None,
+    figures: Sequence[Path] = (),
+    timed: Sequence[Row] = (),
 ) -> str:
     """A table of verdicts, then every claim with its numbers."""
-    averaged = {c.number: c for c in Claims(rows, diagnostics, averaged=True).all()}
-    plain = {c.number: c for c in Claims(rows, diagnostics, averaged=False).all()}
+    averaged = {c.number: c for c in Claims(rows, diagnostics, averaged=True, timed=timed).all()}
+    plain = {c.number: c for c in Claims(rows, diagnostics, averaged=False, timed=timed).all()}
     cells = Cells(rows)
     lines = [f"# {title}: the paper's claims against the table", ""]
     if plan and plan.dataset != "cifar10":

@@ -156,15 +156,21 @@ def figures(out: _Out) -> None:
 @study.command()
 def report(
     out: _Out,
-    tuning: Annotated[Path | None, typer.Option(help="Results of the tuning study.")] = None,
+    tuning: Annotated[
+        Path | None, typer.Option(help="Results of the tuning study.", show_default="OUT-tuning, if it is there")
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="Results that `hooks` has timed too.", show_default="OUT-check, if it is there"),
+    ] = None,
 ) -> None:
     """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the claims or beyond.md.
 
-    Example: dpivon study report results/paper --tuning results/paper-tuning
+    Example: dpivon study report results/paper
     """
     from dpivon.study.report import write_report
 
-    for path in write_report(out, tuning):
+    for path in write_report(out, tuning, check):
         typer.echo(path)
 
 

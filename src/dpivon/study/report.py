@@ -50,17 +50,20 @@ def fill_pld(out: Path, rows: list[Row]) -> None:
         table.write(out / "runs.csv", rows)
 
 
-def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
+def write_report(out: Path, tuning: Path | None = None, check: Path | None = None) -> list[Path]:
     """Rebuild all that follows from the tables.
 
     A grid gives figures, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md``; a study of variants gives
     ``summary.csv``, ``ablations.md`` and its figure, since its cells hold several kinds of run; one that also ran in the
     ordinary loop gives ``summary.csv`` and ``check.md``, and one that looked beyond the test set its own figures and
     ``beyond.md``: the paper's claims are about another grid.
+
+    ``tuning`` and ``check`` are the folders of the study that chose the rates and of the one that ran in the ordinary loop;
+    without them, OUT-tuning and OUT-check beside OUT, if they are there.
     """
     rows, diagnostics = load(out)
     fill_pld(out, rows)
-    tuned = table.read(tuning / "tuning.csv") if tuning else table.read(out / "tuning.csv")
+    tuned = _beside(out, tuning, "tuning", "tuning.csv")
     plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
     title = plan.name if plan else out.name
     summary = out / "summary.csv"
@@ -80,7 +83,8 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
         text = beyond_page(rows, beyond, title=title, plan=plan, figures=figures)
     else:
         page = out / "claims.md"
-        text = claims_page(rows, diagnostics, title=title, plan=plan, figures=figures)
+        timed = _beside(out, check, "check", HOOKS)
+        text = claims_page(rows, diagnostics, title=title, plan=plan, figures=figures, timed=timed)
     page.write_text(text, encoding="utf-8")
     written = [*figures, summary, page]
     if tuned:
@@ -88,6 +92,16 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
         page.write_text(_tuning_page(rows, tuned), encoding="utf-8")
         written.append(page)
     return written
+
+
+def _beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
+    """A table of the study that goes with OUT: of the folder that was given, of OUT itself, or of its neighbour."""
+    if given is not None:
+        rows = table.read(given / name)
+        if not rows:
+            raise bad(kind, str(given), f"holds no {name}", f"Give the folder of the {kind} study, or leave it out")
+        return rows
+    return table.read(out / name) or table.read(out.resolve().with_name(f"{out.resolve().name}-{kind}") / name)
 
 
 def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:

@@ -1,0 +1,32 @@
+"""What is committed under results/ follows from the tables there: pages and summaries to the letter, figures by their names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dpivon.study.report import write_report
+
+RESULTS = Path(__file__).parents[2] / "results"
+STUDIES = sorted(p.parent.name for p in RESULTS.glob("*/runs.csv"))
+
+
+def test_the_papers_experiment_is_whole():
+    assert {"paper", "paper-ablations", "paper-check", "quick"} <= set(STUDIES)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_pages_follow_from_their_tables(name, tmp_path):
+    for folder in RESULTS.glob(f"{name}*"):
+        if folder.name in (name, f"{name}-tuning", f"{name}-check"):
+            shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("ledgers"))
+    made = {p: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.suffix in (".md", ".csv")}
+    written = write_report(tmp_path / name)
+    assert all(p in made for p in written if p.suffix != ".png"), (
+        "`dpivon study report` makes a page that is not committed"
+    )
+    assert set((tmp_path / name / "figures").glob("*.png")) == {p for p in written if p.suffix == ".png"}
+    for path, before in made.items():
+        assert path.read_bytes() == before, f"{path.name} is not what `dpivon study report results/{name}` makes"
