@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every table of results/benchmarks that needs a GPU, with nothing else running on it: about eight minutes on an H200.
+# Every table of results/benchmarks that needs a GPU, with nothing else running on it: about ten minutes on an H200.
 #   sh benchmarks/gpu.sh [FOLDER]         PYTHON=python3 by default; what is already in FOLDER is not measured again
 set -u
 folder=${1:-results/benchmarks}
@@ -24,6 +24,11 @@ step step-cnn-512-h200 cnn 512
 step step-cnn-128-h200 cnn 128
 # shellcheck disable=SC2086  # a list of words
 step step-wrn-h200 wrn 256 --only $plain opacus-hooks opacus-ghost ours-bf16 ours-captured
+# The same with kernels for its convolutions, which are off by default.
+export DPIVON_CONV_KERNELS=1
+# shellcheck disable=SC2086
+step step-wrn-kernels-h200 wrn 256 --only $plain ours-bf16 ours-captured
+unset DPIVON_CONV_KERNELS
 # shellcheck disable=SC2086
 step step-text-h200 text 512 --only $plain ours-bf16 ours-captured
 # shellcheck disable=SC2086
