@@ -102,7 +102,7 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
     kept = []
     monkeypatch.setattr(runner, "clear", lambda device: None)
     results = Work.results
-    monkeypatch.setattr(Work, "results", lambda self: (kept.append((self.stack, self.runs)), results(self))[1])
+    monkeypatch.setattr(Work, "results", lambda self, *a: (kept.append((self.stack, self.runs)), results(self, *a))[1])
     run_study(PLAN, tmp_path, FAST)
     data = load_data(PLAN, tmp_path, CPU)
     found, made = rows_of(tmp_path), conditions(PLAN, data, tmp_path)

@@ -58,7 +58,7 @@ class Progress:
         self._last = now
         rate = (self.done - self._at_start) / max(now - self._start, 1e-9)
         eta = _clock((self.total - self.done) / rate) if rate else "?"
-        words = f"{where()} · {rate:,.0f}/s · {eta} left"
+        words = f"{where()} · {rate:,.0f}/s" + (f" · {eta} left" if self.done < self.total else "")
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=words)
         else:

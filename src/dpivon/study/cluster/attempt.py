@@ -95,7 +95,9 @@ def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> Results | None:
         data, made = cargo.unpack(device)
         work = Work(task.plan, task.runs, folder, data, made, task.settings, device, line, task.title, custody)
         with closing(work.kept):
-            return work.results() if work.train(line.stop) else None
+            if not work.train(line.stop):
+                return None
+            return work.results(line.stop if work.trained else lambda: False)
 
 
 @contextmanager
