@@ -3,10 +3,10 @@
 So a mistake in a kernel or a compiler costs time, never a result. A way is given all the rows and pictures it is tried on, as
 it will be in use, and looked at in a few places. What is compared is probabilities, as half the sum of their differences:
 
-    mean over pictures and rows of ½ Σ_c |p_c − q_c|   ≤   5e-3, and 3 % of what two neighbouring pictures differ by
+    mean over pictures and rows of ½ Σ_c |p_c − q_c|   ≤   2e-3, and 2 % of what two neighbouring pictures differ by
 
-The second matters for a network that says nearly the same of every picture, so that a wrong picture would hardly show. TF32
-alone makes about 5e-4: products are rounded to ten bits, in another order each way.
+The second matters for a network that says nearly the same of every picture, so that a wrong picture would hardly show. TF32,
+whichever way it rounds to ten bits, stays below a quarter of both: the tests emulate it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
 from dpivon.study.passes.way import Passes
 
-TOLERANCE, SHARE = 5e-3, 0.03
+TOLERANCE, SHARE = 2e-3, 0.02
 PICTURES, ROWS = 64, 3  # that are looked at
 WORTH_IT = 2_000_000  # passes: fewer are made before anything is compiled
 SWITCH = "DPIVON_EVALUATION"  # "eager" in the environment keeps everything else out
