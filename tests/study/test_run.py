@@ -208,6 +208,19 @@ def test_an_evaluation_that_is_stopped_is_repeated_and_the_training_is_not(
     compare(tmp_path, pair, exact=True)
 
 
+def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "predicted", full)
+        with pytest.raises(DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"):
+            run_study(PLAN, tmp_path, PAIR)
+    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
+    assert run_study(PLAN, tmp_path, PAIR).finished == 2
+    compare(tmp_path, pair, exact=True)
+
+
 def test_every_run_that_is_evaluated_is_shown(pair, tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(Progress, "advance", lambda self, examples, where: shown.append((examples, where())))

@@ -26,7 +26,7 @@ from dpivon.study.beyond import Condition, beyond_rows
 from dpivon.study.datasets import StudyData, build_network
 from dpivon.study.evaluate import drawn, gaussian, predicted, scores_of
 from dpivon.study.folder import Results, open_stack
-from dpivon.study.passes import EagerPasses, Passes, chosen, eager_will_do
+from dpivon.study.passes import SWITCH, EagerPasses, Passes, chosen, eager_will_do
 from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, sample_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
 from dpivon.study.tempered import tempered_scores
@@ -146,6 +146,10 @@ class Work:
     def results(self, stop: Callable[[], bool] = lambda: False) -> Results | None:
         """Evaluate: a row a run, and what the plan's ``evaluate`` asks for. None where ``stop`` says so between two runs:
         nothing is lost but the time, since the stack was saved when it was trained."""
+        with evaluating(self.folder):
+            return self._evaluated(stop)
+
+    def _evaluated(self, stop: Callable[[], bool]) -> Results | None:
         last = {d["id"]: d for d in self.diagnostics}
         pictures = [self.data.eval_images, *([self.data.images] if self.plan.temperature_noise else [])]
         passes = self._passes(sum(map(len, [*pictures, *(condition.pictures for condition in self.made)])))
@@ -274,6 +278,18 @@ def fitting(runs: Sequence[PlannedRun], folder: Path) -> Iterator[None]:
             f"{len(runs)} runs of b={runs[0].batch_size} do not fit on the GPU at once. "
             f"Delete {folder}, which keeps them together (and at most {read(folder / LEDGER).releases} releases "
             "of each, which you then must count yourself), and give a smaller --stack."
+        ) from None
+
+
+@contextmanager
+def evaluating(folder: Path) -> Iterator[None]:
+    """An evaluation that is too large for the GPU is no reason to train again."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ArgumentError(
+            f"{folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. Give the same "
+            f"command when more of the GPU is free, or with {SWITCH}=eager in the environment."
         ) from None
 
 

@@ -4,8 +4,8 @@ eager.py is the obvious way, and the only one on a CPU. kernels.py and compiled.
 the eager one on pictures and rows of the stack at hand, and takes the first that agrees.
 """
 
-from dpivon.study.passes.choice import chosen, eager_will_do
+from dpivon.study.passes.choice import SWITCH, chosen, eager_will_do
 from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.way import Passes
 
-__all__ = ["EagerPasses", "Passes", "chosen", "eager_will_do"]
+__all__ = ["SWITCH", "EagerPasses", "Passes", "chosen", "eager_will_do"]
