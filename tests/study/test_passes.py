@@ -11,7 +11,7 @@ from dpivon.models import MLP, CompactCNN
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.evaluate import drawn, entropy, predicted, seen
-from dpivon.study.passes import EagerPasses, eager_will_do
+from dpivon.study.passes import EagerPasses, compiled, eager_will_do
 from dpivon.study.passes.choice import SWITCH, apart, fast_ways, first_that_agrees
 from dpivon.study.passes.compiled import CompiledPasses
 from dpivon.study.passes.kernels import KernelPasses
@@ -84,6 +84,22 @@ def test_a_model_with_memory_of_its_own_says_the_same(name, channels_last):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert [bool(torch.isfinite(got).all()) for got in found] == [True, True, False, True, True]
     assert all(torch.equal(a, b) for a, b in zip(rows, before, strict=True) if torch.isfinite(b).all())
+
+
+def test_one_program_serves_all_rows_and_all_pictures(monkeypatch):
+    """Traced as on a GPU, and then run as it is: other rows, another number of pictures and NaN compile nothing anew."""
+    traced = lambda model, device: torch.compile(model, dynamic=False, backend="aot_eager")  # noqa: E731
+    monkeypatch.setattr(compiled, "compiled", traced)
+    network, rows, x = case("compact")
+    rows[1] = torch.full_like(rows[1], torch.nan)
+    way = CompiledPasses(network, CPU, channels_last=True, pictures=16)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for pictures in (x, x[:5]):
+        expected = EagerPasses(network, CPU).logits(rows, pictures)
+        for got, logits in zip(way.logits(rows, pictures), expected, strict=True):
+            torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_sets_that_are_joined_come_apart_again():

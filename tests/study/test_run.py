@@ -214,7 +214,9 @@ def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(work, "predicted", full)
-        with pytest.raises(DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"):
+        with pytest.raises(
+            DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"
+        ):
             run_study(PLAN, tmp_path, PAIR)
     monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
     assert run_study(PLAN, tmp_path, PAIR).finished == 2

@@ -288,8 +288,8 @@ def evaluating(folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise ArgumentError(
-            f"{folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. Give the same "
-            f"command when more of the GPU is free, or with {SWITCH}=eager in the environment."
+            f"{folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. Give the "
+            f"same command when more of the GPU is free, or with {SWITCH}=eager in the environment."
         ) from None
 
 

@@ -26,7 +26,7 @@ from dpivon.study.passes.way import Passes
 
 TOLERANCE, SHARE = 2e-3, 0.02
 PICTURES, ROWS = 64, 3  # that are looked at
-WORTH_IT = 2_000_000  # passes: fewer are made before anything is compiled
+WORTH_IT = 5_000_000  # passes: fewer are made before anything is compiled
 SWITCH = "DPIVON_EVALUATION"  # "eager" in the environment keeps everything else out
 
 
@@ -35,7 +35,6 @@ def eager_will_do(device: torch.device, passes: int) -> bool:
     return device.type != "cuda" or passes < WORTH_IT or _switched_off()
 
 
-@torch.no_grad()
 def chosen(network: Network, rows: Sequence[Tensor], pictures: Tensor, say: Callable[[str], None]) -> Passes:
     """A way for this network on a GPU; ``say`` hears of every one that was tried in vain."""
     eager = EagerPasses(network, pictures.device)
@@ -66,6 +65,7 @@ def first_that_agrees(
     return eager
 
 
+@torch.no_grad()
 def apart(way: Passes, eager: Passes, rows: Sequence[Tensor], pictures: Tensor) -> tuple[float, float]:
     """How far two ways are apart where they are looked at, and how far they may be."""
     places, some = _spread(len(rows), ROWS).tolist(), _spread(len(pictures), PICTURES).to(pictures.device)
