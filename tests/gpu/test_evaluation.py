@@ -33,9 +33,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")  # the compile
 
 
 @pytest.fixture(autouse=True)
-def without_gradients():
+def as_in_a_study():
+    """Without gradients, and with convolutions in torch's default precision, which other tests change."""
+    before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "tf32"
     with torch.no_grad():
         yield
+    torch.backends.cudnn.conv.fp32_precision = before
     torch.compiler.reset()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from dpivon.errors import ArgumentError
 from dpivon.models import MLP, CompactCNN
 from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.precision import full_precision
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.evaluate import drawn, entropy, predicted, seen
 from dpivon.study.passes import EagerPasses, compiled, eager_will_do
@@ -231,3 +232,5 @@ def test_ways_in_their_order(monkeypatch):
     }.items():
         network, rows, _ = case(name)
         assert [make().name for make in fast_ways(network, rows[0])] == expected
+    with full_precision():
+        assert "kernels" not in [make().name for make in fast_ways(PaperNetwork(SMALL), PaperNetwork(SMALL).initial(0))]
