@@ -1,6 +1,7 @@
 """Forward passes a second in evaluation: torch's own operations against the fast ways, on the same rows and pictures.
 
     python -m benchmarks.evaluation --device cuda --json evaluation.json      # 33 rows of parameters and 2,000 pictures
+    python -m benchmarks.evaluation --device cuda --tiles                     # other tiles for the kernels, block by block
     python -m benchmarks.evaluation --rows 3 --pictures 128 --only paper      # on a CPU there is the eager way alone
 
 Every way is timed after a first call that compiles, and held to the eager one as a study holds it: "off" is the mean of half
@@ -83,6 +84,34 @@ def shown(row, eager):
     return f"{title} {speed}, off by {row['off']:.1e} of {row['allowed']:.1e}"
 
 
+@torch.no_grad()
+def tiles(device, rows, pictures, rounds):
+    """Passes a second of the paper's kernels with other tiles in one block at a time; all must say the same."""
+    from dpivon.privacy.kernels import forward  # needs Triton
+
+    network = PaperNetwork()
+    theta = torch.stack([network.initial(i) for i in range(rows)]).to(device)
+    x = torch.randn(pictures, 3, 32, 32, device=device, generator=torch.Generator(device).manual_seed(0))
+    program, first, found = forward.Forward(network.layout, device), None, []
+    for block, (side, *_) in enumerate(network.layout.convs):
+        used = forward.TUNING["forward_fp32"][block]
+        others = [{"BM": bm, "num_warps": warps} for bm in (64, 128, 256) if bm <= side**2 for warps in (4, 8)]
+        for options in [used, *(o for o in others if o != used)]:
+            forward.TUNING["forward_fp32"][block] = options
+            row = {"block": block, "used": options is used} | options
+            try:
+                said = program.logits(theta, x)
+                first = said if first is None else first
+                seconds, _ = best(lambda: program.logits(theta, x), device, rounds)
+                row |= {"passes_per_s": rows * pictures / seconds, "off": float((said - first).abs().max())}
+            except Exception as error:  # a tile that does not fit this chip
+                row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+            found.append(row)
+            print(row, flush=True)
+        forward.TUNING["forward_fp32"][block] = used
+    return found
+
+
 def scoring(pictures):
     """Milliseconds of a set's scores on the host, beside its forward passes."""
     probs, labels = torch.randn(pictures, 10).softmax(-1), torch.randint(0, 10, (pictures,))
@@ -96,6 +125,7 @@ def main():
     parser.add_argument("--pictures", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -106,7 +136,8 @@ def main():
         "scores_ms": scoring(args.pictures),
     }
     print(f"{facts['hardware']}, torch {facts['torch']}: {args.rows} rows, {args.pictures} pictures")
-    rows = [row for name in args.only for row in measure(name, device, args.rows, args.pictures, args.rounds)]
+    sizes = device, args.rows, args.pictures, args.rounds
+    rows = tiles(*sizes) if args.tiles else [row for name in args.only for row in measure(name, *sizes)]
     print(f"scores of {args.pictures} pictures on the host: {facts['scores_ms']:.2f} ms")
     if args.json:
         with open(args.json, "w") as file:
