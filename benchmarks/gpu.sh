@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every table of results/benchmarks that needs a GPU, with nothing else running on it: about ten minutes on an H200.
+# Every table of results/benchmarks that needs a GPU, with nothing else running on it: about ten minutes on an H200, an estimate.
 #   sh benchmarks/gpu.sh [FOLDER]         PYTHON=python3 by default; what is already in FOLDER is not measured again
 set -u
 folder=${1:-results/benchmarks}
@@ -35,3 +35,4 @@ step step-text-h200 text 512 --only $plain ours-bf16 ours-captured
 step step-vit-h200 vit 256 --only $plain ours-bf16 ours-captured
 measure stacked-h200 benchmarks.stacked --steps 64
 measure scaling-h200 benchmarks.scaling --device cuda
+measure evaluation-h200 benchmarks.evaluation --device cuda

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts import run
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton, which comes with torch for GPUs", allow_module_level=True)
-
-HERE = Path(__file__).parent
-
-
-def run(script, **variables):
-    command = [sys.executable, str(HERE / script)]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.slow

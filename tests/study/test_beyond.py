@@ -18,12 +18,15 @@ from dpivon import metrics
 from dpivon.data import Images
 from dpivon.errors import ArgumentError
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study import beyond, runner, table
+from dpivon.study import beyond, runner, table, work
 from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores, selective_scores
 from dpivon.study.datasets import load_data
 from dpivon.study.evaluate import Predicted, predicted
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.merge import merge
+from dpivon.study.passes import EagerPasses
+from dpivon.study.passes.choice import first_that_agrees
+from dpivon.study.passes.compiled import CompiledPasses
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings
@@ -102,7 +105,7 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
     kept = []
     monkeypatch.setattr(runner, "clear", lambda device: None)
     results = Work.results
-    monkeypatch.setattr(Work, "results", lambda self: (kept.append((self.stack, self.runs)), results(self))[1])
+    monkeypatch.setattr(Work, "results", lambda self, *a: (kept.append((self.stack, self.runs)), results(self, *a))[1])
     run_study(PLAN, tmp_path, FAST)
     data = load_data(PLAN, tmp_path, CPU)
     found, made = rows_of(tmp_path), conditions(PLAN, data, tmp_path)
@@ -131,6 +134,39 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
                     assert row["auroc_entropy"] is None
     clean = found[PLAN.runs[0].id, "mean", "clean", 0]
     assert clean["accuracy"] != found[PLAN.runs[0].id, "mean", "contrast", 5]["accuracy"]
+
+
+def test_a_study_takes_the_way_that_was_tried_on_a_run_of_its_own(whole, tmp_path, monkeypatch):
+    """As on a GPU, with a model that would be compiled there: tried on the run with width, and one of the others is lost."""
+    tried = []
+
+    def chosen(network, rows, pictures, say):
+        tried.append((len(rows), all(bool(torch.isfinite(row).all()) for row in rows)))
+        ways = iter([lambda: CompiledPasses(network, CPU, channels_last=True, pictures=64)])
+        return first_that_agrees(ways, EagerPasses(network, CPU), rows, pictures, pytest.fail)
+
+    monkeypatch.setattr(work, "eager_will_do", lambda device, passes: False)
+    monkeypatch.setattr(work, "chosen", chosen)
+    train = Work.train
+    monkeypatch.setattr(Work, "train", lambda self, stop: train(self, stop) and lost(self))
+
+    def lost(self):
+        place = self.stack.runs.index(next(r for r in self.stack.runs if r.method == "dp-sgd"))
+        part = next(p for p in self.stack.parts if p.rows.start <= place < p.rows.stop)
+        part.state["mean"][place - part.rows.start] = torch.nan
+        return True
+
+    run_study(PLAN, tmp_path, replace(FAST, stack=3))
+    assert tried == [(1 + PLAN.mc_samples, True)]
+    found, expected = rows_of(tmp_path), rows_of(whole)
+    assert found.keys() == expected.keys()
+    for key, row in found.items():
+        for name, value in row.items():
+            if isinstance(value, float) and name != "severity":
+                if key[0].startswith("dp-sgd"):
+                    assert math.isnan(value), (key, name)
+                else:  # of a hundred pictures, trained beside others
+                    assert value == pytest.approx(expected[key][name], abs=0.03), (key, name)
 
 
 def test_all_pictures_clean_are_the_row_in_the_other_table(tmp_path):

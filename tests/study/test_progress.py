@@ -37,6 +37,23 @@ def test_plain_lines_have_share_throughput_and_time_left(clock, capsys):
     assert line == " 50.0 % · stack 1 of 2, ε 0.5 · 500/s · 0:00:20 left\n"
 
 
+def test_an_evaluation_is_shown_and_promises_no_end(clock, capsys):
+    """All examples are trained on, by this process or by an earlier one; what is left is not counted in examples."""
+    for done in (0.0, 10_000.0):
+        with Progress(10_000.0, done) as progress:
+            clock.now += 10.0
+            progress.skip(0.0)
+            progress.advance(10_000.0 - done, lambda: "trained")
+            clock.now += 15.0
+            progress.advance(0.0, lambda: "evaluating run 2 of 9")
+    assert capsys.readouterr().err.splitlines() == [
+        "100.0 % · trained · 1,000/s",
+        "100.0 % · evaluating run 2 of 9 · 400/s",
+        "100.0 % · trained",
+        "100.0 % · evaluating run 2 of 9",
+    ]
+
+
 def test_quiet_says_nothing(clock, capsys):
     with Progress(10.0, 0.0, quiet=True) as progress:
         clock.now = 100.0

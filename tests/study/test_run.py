@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from dpivon import budget, temperature_cost
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
-from dpivon.study import table
+from dpivon.study import runner, table, work
 from dpivon.study.__main__ import main
+from dpivon.study.evaluate import predicted
 from dpivon.study.folder import group
 from dpivon.study.plan import Plan, PlannedRun, noise_seed
+from dpivon.study.progress import Progress
 from dpivon.study.runner import run_study
-from dpivon.study.settings import Settings
+from dpivon.study.settings import Outcome, Settings
 from dpivon.study.status import status_lines
 from dpivon.study.watch import points
 
@@ -153,6 +156,103 @@ def test_an_interrupt_stops_at_a_block_and_costs_nothing(undisturbed, tmp_path, 
     assert calls == [4, 8]
     assert run_study(PLAN, tmp_path, FAST).finished == 3
     compare(tmp_path, undisturbed, exact=True)
+
+
+PAIR = replace(FAST, stack=2, only="-b64-")  # one stack of two runs
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pair")
+    assert run_study(PLAN, out, PAIR).finished == 2
+    return out
+
+
+def ask_to_stop():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt():
+    ask_to_stop()
+    ask_to_stop()  # at once
+
+
+def crash():
+    raise RuntimeError("the machine died")
+
+
+@pytest.mark.parametrize(
+    ("happens", "raised"), [(ask_to_stop, None), (interrupt, KeyboardInterrupt), (crash, RuntimeError)]
+)
+def test_an_evaluation_that_is_stopped_is_repeated_and_the_training_is_not(
+    pair, tmp_path, monkeypatch, happens, raised
+):
+    calls = []
+
+    def disturbed(*args, **kwargs):
+        calls.append(1)
+        happens()
+        return predicted(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "predicted", disturbed)
+        if raised is None:
+            assert run_study(PLAN, tmp_path, PAIR) == Outcome(0, 3, signal.SIGINT)
+        else:
+            with pytest.raises(raised):
+                run_study(PLAN, tmp_path, PAIR)
+    assert len(calls) == 1  # the second run was not begun
+    assert "24 releases charged" in "\n".join(status_lines(tmp_path))
+    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
+    assert run_study(PLAN, tmp_path, PAIR).finished == 2
+    compare(tmp_path, pair, exact=True)
+
+
+def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "predicted", full)
+        with pytest.raises(
+            DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"
+        ):
+            run_study(PLAN, tmp_path, PAIR)
+    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
+    assert run_study(PLAN, tmp_path, PAIR).finished == 2
+    compare(tmp_path, pair, exact=True)
+
+
+def test_every_run_that_is_evaluated_is_shown(pair, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Progress, "advance", lambda self, examples, where: shown.append((examples, where())))
+    monkeypatch.setattr(Progress, "say", lambda self, line: shown.append(line))
+    run_study(PLAN, tmp_path, PAIR)
+    title = "tiny 1/1: 2×b64"
+    assert shown[-3:] == [
+        f"{title}: evaluating with torch's own operations",
+        (0.0, f"{title} · evaluating run 1 of 2"),
+        (0.0, f"{title} · evaluating run 2 of 2"),
+    ]
+
+
+def test_time_may_run_out_in_an_evaluation_but_whoever_only_evaluates_gets_to_the_end(pair, tmp_path, monkeypatch):
+    """An hour passes with every run that is evaluated, and half of one is allowed."""
+    passed, calls = [0.0], []
+
+    def slow(*args, **kwargs):
+        calls.append(1)
+        passed[0] += 3600
+        return predicted(*args, **kwargs)
+
+    monkeypatch.setattr(work, "predicted", slow)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    hasty = replace(PAIR, minutes=30)
+    assert run_study(PLAN, tmp_path, hasty).finished == 0
+    assert len(calls) == 1
+    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
+    assert run_study(PLAN, tmp_path, hasty).finished == 2
+    compare(tmp_path, pair, exact=True)
 
 
 @pytest.mark.parametrize("at", [1, 3, 6, 9, 12])

@@ -14,6 +14,7 @@ from dpivon.posterior import Posterior
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 from dpivon.study import evaluate
 from dpivon.study.evaluate import predicted, scores
+from dpivon.study.passes import eager
 from dpivon.study.watch import Watch, points
 
 RUNS = [
@@ -113,7 +114,7 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
         torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
         gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
         torch.testing.assert_close(whole["average"][j].information.float(), gain, rtol=1e-3, atol=1e-6)
-    monkeypatch.setitem(evaluate._CHUNK, "cpu", 4)
+    monkeypatch.setattr(eager, "AT_ONCE", 4)
     pieces = predicted(stack.network, mean, std, [x], samples=5, seed=3)
     torch.testing.assert_close(pieces["average"][0].probs, whole["average"][0].probs)
 

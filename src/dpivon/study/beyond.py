@@ -22,6 +22,7 @@ from dpivon.stacked import Stack
 from dpivon.study.datasets import StudyData
 from dpivon.study.evaluate import Predicted, entropy, gaussian, label_scores, predicted
 from dpivon.study.evaluation import HELD_OUT, Evaluation
+from dpivon.study.passes import Passes
 from dpivon.study.plan import Plan
 from dpivon.study.table import COVERAGES, OOD_SCORES, SELECTIVE, Row
 
@@ -74,11 +75,19 @@ def _fashion(root: Path, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def beyond_rows(
-    stack: Stack, i: int, name: str, made: Sequence[Condition], wanted: Evaluation, *, samples: int, seed: int
+    stack: Stack,
+    i: int,
+    name: str,
+    made: Sequence[Condition],
+    wanted: Evaluation,
+    *,
+    samples: int,
+    seed: int,
+    passes: Passes | None = None,
 ) -> list[Row]:
-    """Rows of run i, whose id is ``name``; ``samples`` and ``seed`` as in :func:`dpivon.study.evaluate.scores`."""
+    """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.evaluate.predicted`."""
     pictures = [condition.pictures for condition in made]
-    found = predicted(stack.network, *gaussian(stack, i), pictures, samples=samples, seed=seed)
+    found = predicted(stack.network, *gaussian(stack, i), pictures, samples=samples, seed=seed, passes=passes)
     out: list[Row] = []
     for way, answers in found.items():
         ordinary = answers[0]

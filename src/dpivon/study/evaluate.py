@@ -1,29 +1,31 @@
-"""Scores of a stack's runs on the device: for the mean, and averaged over posterior samples.
+"""Scores of a stack's runs: for the mean, and averaged over posterior samples.
 
-In fp32, whatever the runs were trained in; on a GPU torch takes convolutions in TF32 unless it is told otherwise.
+Forward passes are made where the runs are, in fp32 whatever they were trained in; on a GPU convolutions are in TF32, which is
+torch's way unless it is told otherwise. What they say comes back once a run: a score reads values off many times, and a GPU
+would wait each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpivon import metrics
 from dpivon.data import MEAN, STD
 from dpivon.stacked import Network, Stack
+from dpivon.study.passes import EagerPasses, Passes
 from dpivon.study.table import SCORES
 
 BINS = 15
-_CHUNK = {"cpu": 64}  # pictures a forward pass: what stays in a core's cache
-_LARGE = 5000  # on a GPU: enough to fill it, and launches cost nothing beside it
 
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """Probabilities [N, classes] and, where several draws of θ were averaged, the mutual information [N] of label and θ."""
+    """Probabilities [N, classes] and, where several draws of θ were averaged, the mutual information [N] of label and θ.
+    Both on the host."""
 
     probs: Tensor
     information: Tensor | None = None
@@ -60,44 +62,52 @@ def scores_of(found: Mapping[str, Sequence[Predicted]], labels: Tensor, samples:
 
 @torch.no_grad()
 def predicted(
-    network: Network, mean: Tensor, std: Tensor, sets: Sequence[Tensor], *, samples: int, seed: int
+    network: Network,
+    mean: Tensor,
+    std: Tensor,
+    sets: Sequence[Tensor],
+    *,
+    samples: int,
+    seed: int,
+    passes: Passes | None = None,
 ) -> dict[str, list[Predicted]]:
     """What a run says of several sets of pictures: at its "mean", and as the "average" of draws if it has a posterior.
 
-    All sets see the same draws. There is one model, into which every draw is put; pictures are normalised once for all draws.
+    All sets see the same draws. ``passes`` is a way to make them (:mod:`dpivon.study.passes`); by default the eager one.
     """
-    rows = [mean]
-    if bool((std > 0).any()):
-        generator = torch.Generator(mean.device).manual_seed(seed)
-        draws = (torch.randn(mean.shape, generator=generator, device=mean.device) for _ in range(samples))
-        rows += [mean + std * eps for eps in draws]
-    model = network.model(mean).eval()
-    said = [_Said(network, model, rows, images) for images in sets]
-    out = {"mean": [Predicted(s.mean) for s in said]}
-    if len(rows) > 1:
-        out["average"] = [s.average() for s in said]
+    rows, way = drawn(mean, std, samples=samples, seed=seed), passes or EagerPasses(network, mean.device)
+    parts = [_said(way, rows, pictures) for pictures in _blocks(sets, way)]
+    first, total, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+    sizes, draws = [len(pictures) for pictures in sets], len(rows) - 1
+    out = {"mean": [Predicted(probs) for probs in first.cpu().split(sizes)]}
+    if draws:
+        probs = total / draws
+        information = (entropy(probs) - entropies / draws).clamp_min(0)
+        pairs = zip(probs.cpu().split(sizes), information.cpu().split(sizes), strict=True)
+        out["average"] = [Predicted(p, i) for p, i in pairs]
     return out
 
 
-class _Said:
-    """What a model says of a set of pictures with each of several rows of parameters: the first, and the sum of the others."""
+def drawn(mean: Tensor, std: Tensor, *, samples: int, seed: int) -> list[Tensor]:
+    """Rows of parameters: the mean, and so many draws if there is a posterior."""
+    if not bool((std > 0).any()):
+        return [mean]
+    generator = torch.Generator(mean.device).manual_seed(seed)
+    draws = (torch.randn(mean.shape, generator=generator, device=mean.device) for _ in range(samples))
+    return [mean, *(mean + std * eps for eps in draws)]
 
-    def __init__(self, network: Network, model: nn.Module, rows: Sequence[Tensor], images: Tensor) -> None:
-        self.draws = len(rows) - 1
-        means, totals, entropies = [], [], []
-        for part in images.split(_CHUNK.get(images.device.type, _LARGE)):
-            pictures = _laid_out(seen(part))
-            first, *others = (network.load(row, model)(pictures).softmax(-1) for row in rows)
-            means.append(first)
-            totals.append(sum(others, torch.zeros_like(first)))
-            entropies.append(
-                sum((entropy(probs) for probs in others), first.new_zeros(len(first), dtype=torch.float64))
-            )
-        self.mean, self.total, self.entropy = (torch.cat(parts) for parts in (means, totals, entropies))
 
-    def average(self) -> Predicted:
-        probs = self.total / self.draws
-        return Predicted(probs, (entropy(probs) - self.entropy / self.draws).clamp_min(0))
+def _blocks(sets: Sequence[Tensor], way: Passes) -> Iterator[Tensor]:
+    """Pictures that are looked at together, as a network sees them: of one set, or of whichever if the way takes that."""
+    joined = [torch.cat([seen(pictures) for pictures in sets])] if way.joins else sets
+    return (seen(part) for pictures in joined for part in pictures.split(way.at_once))
+
+
+def _said(way: Passes, rows: Sequence[Tensor], pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities at the first row, and sums over the others of probabilities and of their entropies."""
+    first, *others = (logits.softmax(-1) for logits in way.logits(rows, pictures))
+    none = first.new_zeros(len(first), dtype=torch.float64)
+    return first, sum(others, torch.zeros_like(first)), sum((entropy(probs) for probs in others), none)
 
 
 def entropy(probs: Tensor) -> Tensor:
@@ -110,17 +120,11 @@ def seen(pictures: Tensor) -> Tensor:
     return pictures.float().div(255).sub(MEAN).div(STD) if pictures.dtype == torch.uint8 else pictures
 
 
-def _laid_out(pictures: Tensor) -> Tensor:
-    """Channels last on a CPU, whose convolutions and norms are about twice as fast so; a GPU's norms want them first."""
-    if pictures.is_cuda or pictures.dim() != 4:
-        return pictures
-    return pictures.contiguous(memory_format=torch.channels_last)
-
-
 def label_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
     """accuracy, nll, ece and brier; NaN of what is not finite."""
     if not bool(torch.isfinite(probs).all()):
         return dict.fromkeys(SCORES, float("nan"))
+    labels = labels.to(probs.device)
     return {
         "accuracy": float((probs.argmax(-1) == labels).double().mean()),  # torchmetrics' is not on a bare machine
         "nll": metrics.nll(probs, labels),

@@ -57,8 +57,9 @@ class Progress:
             return
         self._last = now
         rate = (self.done - self._at_start) / max(now - self._start, 1e-9)
-        eta = _clock((self.total - self.done) / rate) if rate else "?"
-        words = f"{where()} · {rate:,.0f}/s · {eta} left"
+        words = where() + (f" · {rate:,.0f}/s" if rate else "")
+        if self.done < self.total:  # or all that is left is to be evaluated
+            words += f" · {_clock((self.total - self.done) / rate) if rate else '?'} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=words)
         else:

@@ -36,8 +36,11 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         made = conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
         stacks = group(plan, out, settings.stack or (MOST if device.type == "cuda" else 1), settings.only)
 
+        def asked() -> bool:
+            return bool(stopped())
+
         def stop() -> bool:
-            return bool(stopped()) or time.monotonic() > deadline
+            return asked() or time.monotonic() > deadline
 
         with progress_of(plan, stacks, data.size, settings) as progress:
             for number, (folder, runs) in enumerate(stacks, 1):
@@ -49,7 +52,10 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                     with closing(work.kept):
                         if not work.train(stop):
                             break
-                        record(out, plan, work.results())
+                        results = work.results(stop if work.trained else asked)
+                        if results is None:
+                            break
+                        record(out, plan, results)
                 retire(folder, out)
                 del work
                 clear(device)

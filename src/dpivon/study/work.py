@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +24,9 @@ from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
 from dpivon.study.beyond import Condition, beyond_rows
 from dpivon.study.datasets import StudyData, build_network
-from dpivon.study.evaluate import gaussian, predicted, scores_of
+from dpivon.study.evaluate import drawn, gaussian, predicted, scores_of
 from dpivon.study.folder import Results, open_stack
+from dpivon.study.passes import SWITCH, EagerPasses, Passes, chosen, eager_will_do
 from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, sample_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
 from dpivon.study.tempered import tempered_scores
@@ -96,7 +98,7 @@ class Work:
         self.diagnostics: list[dict[str, Any]] = extra.get("diagnostics", [])
         self.watch = Watch(self.stack)
         self._blocks = 1  # the first interval is short; then its length follows the clock
-        self._advanced = self.stack.steps_done
+        self._advanced = self._restored = self.stack.steps_done
         progress.skip(self._advanced * sum(run.batch_size for run in runs))
 
     def train(self, stop: Callable[[], bool]) -> bool:
@@ -130,32 +132,61 @@ class Work:
             self._blocks = max(1, min(round(wanted), 4 * self._blocks))
         return True
 
+    @property
+    def trained(self) -> bool:
+        """Whether steps were made here. Who only evaluates should go on to the end: stopped again and again, it never would."""
+        return self.stack.steps_done > self._restored
+
     def save(self) -> None:
         extra = {"seconds": self.seconds, "diagnostics": self.diagnostics}
         checkpoint = self.kept.save(extra)
         self.kept.settle()  # after the checkpoint: a crash in between charges more, not less
         self.custody.saved(checkpoint, self.stack.mechanism.charged)
 
-    def results(self) -> Results:
-        """Evaluate: a row a run, and what the plan's ``evaluate`` asks for."""
-        self.progress.say(f"{self.title}: evaluating")
+    def results(self, stop: Callable[[], bool] = lambda: False) -> Results | None:
+        """Evaluate: a row a run, and what the plan's ``evaluate`` asks for. None where ``stop`` says so between two runs:
+        nothing is lost but the time, since the stack was saved when it was trained."""
+        with evaluating(self.folder):
+            return self._evaluated(stop)
+
+    def _evaluated(self, stop: Callable[[], bool]) -> Results | None:
         last = {d["id"]: d for d in self.diagnostics}
         pictures = [self.data.eval_images, *([self.data.images] if self.plan.temperature_noise else [])]
+        passes = self._passes(sum(map(len, [*pictures, *(condition.pictures for condition in self.made)])))
+        self.progress.say(f"{self.title}: evaluating with {passes.name}")
         rows, beyond, said = [], [], []
         for i, run in enumerate(self.runs):
+            if stop():
+                return None
+            self.progress.advance(0.0, partial(self._evaluating, i))
             draws = {"samples": self.plan.mc_samples, "seed": sample_seed(self.plan, run)}
             mean, std = gaussian(self.stack, i)
-            answers = predicted(self.stack.network, mean, std, pictures, **draws)
+            answers = predicted(self.stack.network, mean, std, pictures, passes=passes, **draws)
             found = scores_of(answers, self.data.eval_labels, self.plan.mc_samples)
             said.append([answer.probs for answer in answers.get("average", answers["mean"])])
             if self.plan.evaluate is not None:
-                beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, **draws)
+                beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, passes=passes, **draws)
             seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
             rows.append(self._facts(i, run) | seen | found)
         if self.plan.temperature_noise:
             self._temper(rows, said)
         kept = {run.id: self._posterior(i) for i, run in enumerate(self.runs)} if self.settings.keep else {}
         return Results(rows, self.diagnostics, beyond, kept)
+
+    def _passes(self, pictures: int) -> Passes:
+        """How to make the forward passes of all runs, so many pictures each: tried on a run that is finite and has width, if
+        there is one."""
+        mean, std = self.stack.average, self.stack.std
+        wide = (std > 0).any(1).tolist()
+        if eager_will_do(self.device, pictures * (len(wide) + sum(wide) * self.plan.mc_samples)):
+            return EagerPasses(self.stack.network, self.device)
+        finite = (torch.isfinite(mean) & torch.isfinite(std)).all(1).tolist()
+        best = max(range(len(mean)), key=lambda i: (finite[i], wide[i]))
+        rows = drawn(mean[best], std[best], samples=self.plan.mc_samples, seed=0)
+        return chosen(self.stack.network, rows, self.data.eval_images, self.progress.say)
+
+    def _evaluating(self, i: int) -> str:
+        return f"{self.title} · evaluating run {i + 1} of {len(self.runs)}"
 
     def _temper(self, rows: list[dict[str, Any]], said: Sequence[Sequence[Tensor]]) -> None:
         """Last, since it is a release: what was scored before cost what it says."""
@@ -247,6 +278,18 @@ def fitting(runs: Sequence[PlannedRun], folder: Path) -> Iterator[None]:
             f"{len(runs)} runs of b={runs[0].batch_size} do not fit on the GPU at once. "
             f"Delete {folder}, which keeps them together (and at most {read(folder / LEDGER).releases} releases "
             "of each, which you then must count yourself), and give a smaller --stack."
+        ) from None
+
+
+@contextmanager
+def evaluating(folder: Path) -> Iterator[None]:
+    """An evaluation that is too large for the GPU is no reason to train again."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ArgumentError(
+            f"{folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. Give the "
+            f"same command when more of the GPU is free, or with {SWITCH}=eager in the environment."
         ) from None
 
 

@@ -3,7 +3,7 @@
     ẑ = (z − μ_group) / √(var_group + ε),   n = γ ẑ + β,   y = maxpool(relu(n))
 
 Tensors are NHWC and may be bf16; statistics, per-example gradients of γ and β, and everything summed are fp32. Forward leaves
-behind which of the four pixels won and its z, so that backward needs to go through all of z only once.
+behind which of the four pixels won and its z, so that backward needs to go through all of z only once; unless nobody will ask.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _contest(best, which, z_best, z, j: tl.constexpr, scale, shift):
 @triton.jit
 def norm_pool_forward(
     Z, GAMMA, BETA, MODEL, Y, WHICH, ZBEST, MEAN, RSTD, eps,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """One example; BP, the pooled positions handled at a time, divides H·W/4."""
+    """One example; BP, the pooled positions handled at a time, divides H·W/4. Without KEEP it writes Y alone."""
     POOLED: tl.constexpr = H * W // 4
     tl.static_assert(POOLED % BP == 0)
     n = tl.program_id(0).to(tl.int64)
@@ -60,8 +60,9 @@ def norm_pool_forward(
     mean = _by_group(tl.sum(total, axis=0), C, CG) / count
     var = tl.maximum(_by_group(tl.sum(squares, axis=0), C, CG) / count - mean * mean, 0.0)
     rstd = 1.0 / tl.sqrt(var + eps)
-    tl.store(MEAN + n * C + c, mean)
-    tl.store(RSTD + n * C + c, rstd)
+    if KEEP:
+        tl.store(MEAN + n * C + c, mean)
+        tl.store(RSTD + n * C + c, rstd)
     scale = tl.load(GAMMA + k * C + c).to(tl.float32) * rstd
     shift = tl.load(BETA + k * C + c).to(tl.float32) - mean * scale
     for start in range(0, POOLED, BP):
@@ -74,8 +75,9 @@ def norm_pool_forward(
             best, which, z_best = _contest(best, which, z_best, z, j, scale, shift)
         at = n * (POOLED * C) + p[:, None] * C + c[None, :]
         tl.store(Y + at, best.to(Y.dtype.element_ty))
-        tl.store(WHICH + at, which.to(tl.int8))
-        tl.store(ZBEST + at, z_best)
+        if KEEP:
+            tl.store(WHICH + at, which.to(tl.int8))
+            tl.store(ZBEST + at, z_best)
 
 
 @triton.jit

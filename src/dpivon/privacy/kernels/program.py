@@ -12,7 +12,6 @@ values only.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpivon.privacy.clipping import EPS_NUM
@@ -20,12 +19,12 @@ from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
 from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.kernels.forward import Blocks, head_logits, parameters, tuned
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.precision import product
 
-#: Block sizes, taps at a time and warps of each kernel by block of the network, tuned on an H200.
+#: Block sizes, taps at a time and warps of each kernel of the backward pass by block of the network, tuned on an H200.
 TUNING: dict[str, list[dict[str, int]]] = {
-    "forward": [{"BM": 256, "num_warps": 2}, {"BM": 128, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
     "input": [{}, {"BM": 256, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
     "norms": [
         {"BT": 128, "TAPS": 1, "num_warps": 2},
@@ -37,7 +36,6 @@ TUNING: dict[str, list[dict[str, int]]] = {
         {"BT": 128, "TAPS": 3, "num_warps": 4},
         {"BT": 64, "TAPS": 3, "num_warps": 8},
     ],
-    "pool_forward": [{"BP": 64, "num_warps": 4}, {"BP": 16, "num_warps": 2}, {"BP": 4, "num_warps": 1}],
     "pool_backward": [{"BP": 32, "num_warps": 1}, {"BP": 16, "num_warps": 1}, {"BP": 8, "num_warps": 1}],
 }
 
@@ -53,13 +51,9 @@ class Program:
             return torch.empty(*shape, device=device, dtype=dtype)
 
         n, f = capacity, torch.float32
-        self.z = [new(n, s * s, d) for s, _, d in layout.convs]
+        self.blocks = Blocks(layout, n, device, dtype, keep=True)
         self.dz = [new(n, s * s, d) for s, _, d in layout.convs]
-        self.y = [new(n, s * s // 4, d) for s, _, d in layout.convs]
         self.dy = [new(n, s * s // 4, d) for s, _, d in layout.convs]
-        self.z_best = [new(n, s * s // 4, d) for s, _, d in layout.convs]
-        self.which = [new(n, s * s // 4, d, dtype=torch.int8) for s, _, d in layout.convs]
-        self.stats = [(new(n, d, dtype=f), new(n, d, dtype=f)) for *_, d in layout.convs]
         self.small = [new(n, 3, d, dtype=f) for *_, d in layout.convs]  # γ, β, bias
         self.squared = new(2 * len(layout.convs), n, dtype=f)
         # Parts of a run's batch that are summed side by side: enough of them to fill the chip with few runs.
@@ -77,7 +71,7 @@ class Program:
         """Σ_i ḡ_i for every run, [K, P] in fp64."""
         assert metric is None, "the kernels know no metric, and a stack refuses one"
         w = self._weights(self.layout, theta, self.dtype)
-        linear, squared, dy = self._head(self.layout, w, self._features(w, batch), batch)
+        linear, squared, dy = self._head(self.layout, w, self.blocks.features(w, batch.inputs, batch.model), batch)
         self.dy[-1].view(self.capacity, -1).copy_(dy)
         self._backward(w, batch)
         factors, by_row = self._factors(squared, self.squared, batch.places, bound)
@@ -89,47 +83,32 @@ class Program:
             biases.append(bias)
         return self._assemble(self.partial, self.small, by_row, batch.places, products, biases)
 
-    def _features(self, w: dict[str, Tensor], batch: Batch) -> Tensor:
-        """The convolutional blocks: [capacity, flat]."""
-        x = batch.inputs
-        for i, (s, c, d) in enumerate(self.layout.convs):
-            options = _tuned("forward", i, s * s)
-            tiles = s * s // options["BM"]
-            conv_kernels.conv_forward[(self.capacity * tiles,)](
-                x, w[f"w{i}"], w[f"b{i}"], batch.model, self.z[i], s, s, c, d, SIGN=1, HAS_BIAS=True, **options
-            )
-            mean, rstd = self.stats[i]
-            norm_kernels.norm_pool_forward[(self.capacity,)](
-                self.z[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, self.y[i], self.which[i], self.z_best[i], mean, rstd,
-                1e-5, s, s, d, d // self.layout.groups, **_tuned("pool_forward", i, s * s // 4),
-            )  # fmt: skip
-            x = self.y[i]
-        return x.view(self.capacity, -1)
-
     def _backward(self, w: dict[str, Tensor], batch: Batch) -> None:
+        blocks = self.blocks
         for i in reversed(range(len(self.layout.convs))):
             s, c, d = self.layout.convs[i]
-            mean, rstd = self.stats[i]
+            mean, rstd = blocks.stats[i]
+            options = tuned(TUNING["pool_backward"][i], s * s // 4)
             norm_kernels.norm_pool_backward[(self.capacity,)](
-                self.z[i], self.dy[i], self.which[i], self.z_best[i], w[f"gain{i}"], batch.model, mean, rstd, self.dz[i],
-                self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **_tuned("pool_backward", i, s * s // 4),
+                blocks.z[i], self.dy[i], blocks.which[i], blocks.z_best[i], w[f"gain{i}"], batch.model, mean, rstd, self.dz[i],
+                self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **options,
             )  # fmt: skip
-            x = self.y[i - 1] if i else batch.inputs
+            x = blocks.y[i - 1] if i else batch.inputs
             conv_kernels.weight_norms[(self.capacity,)](
-                x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **_tuned("norms", i, s * s)
+                x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **tuned(TUNING["norms"][i], s * s)
             )
             if i:
-                options = _tuned("input", i, s * s)
+                options = tuned(TUNING["input"][i], s * s)
                 tiles = s * s // options["BM"]
                 conv_kernels.conv_forward[(self.capacity * tiles,)](
-                    self.dz[i], w[f"turned{i}"], w[f"b{i}"], batch.model, self.dy[i - 1], s, s, d, c,
+                    self.dz[i], w[f"turned{i}"], w[f"b{i}"], batch.model, None, self.dy[i - 1], s, s, d, c,
                     SIGN=-1, HAS_BIAS=False, **options,
                 )  # fmt: skip
 
     def _conv_sums(self, batch: Batch, by_row: Tensor) -> None:
         for i, (s, c, d) in enumerate(self.layout.convs):
-            x = self.y[i - 1] if i else batch.inputs
-            options = _tuned("sums", i, s * s)
+            x = self.blocks.y[i - 1] if i else batch.inputs
+            options = tuned(TUNING["sums"][i], s * s)
             parts = 1 if c == 3 else 9 // options["TAPS"]
             conv_kernels.weight_sums[(self.runs, parts, self.chunks)](
                 x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d, CHUNKS=self.chunks, **options
@@ -140,8 +119,8 @@ class Program:
 
 
 def weights(layout: Layout, theta: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights in the kernels' precision, each parameter's K copies together; and turned, for the input's gradient."""
-    out = {name: v.to(dtype).contiguous() for name, v in layout.views(theta).items()}
+    """The parameters; and the weights turned, for the input's gradient."""
+    out = parameters(layout, theta, dtype)
     for i in range(1, len(layout.convs)):
         out[f"turned{i}"] = out[f"w{i}"].transpose(2, 3).contiguous()
     return out
@@ -157,8 +136,8 @@ def head(
     places = batch.places.clamp(max=rows - 1)
     a = torch.where(real, features[places], 0.0)
     labels = batch.labels[places]
-    h = F.relu(torch.baddbmm(w[f"b{n}"].unsqueeze(1), a, w[f"w{n}"]))
-    logits = torch.baddbmm(w[f"b{n + 1}"].unsqueeze(1), h, w[f"w{n + 1}"]).float()
+    h, logits = head_logits(layout, w, a)
+    logits = logits.float()
     target = labels.unsqueeze(2) == torch.arange(layout.classes, device=labels.device)
     known = target.any(2, keepdim=True)  # a label that is no class: the example contributes zero
     g_out = torch.where(known, torch.softmax(logits, -1) - target.float(), 0.0).to(a.dtype)
@@ -207,11 +186,6 @@ def assemble(
     for (high, low), bias in zip(products, biases, strict=True):
         parts += [(high.double() + low.double()).flatten(1), bias]
     return torch.cat(parts, 1)
-
-
-def _tuned(kernel: str, block: int, positions: int) -> dict[str, int]:
-    """The tuning of a kernel, with its block no larger than the image."""
-    return {key: min(v, positions) if key in ("BM", "BT", "BP") else v for key, v in TUNING[kernel][block].items()}
 
 
 def _taps(channels: int) -> tuple[int, int]:

@@ -95,7 +95,9 @@ def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> Results | None:
         data, made = cargo.unpack(device)
         work = Work(task.plan, task.runs, folder, data, made, task.settings, device, line, task.title, custody)
         with closing(work.kept):
-            return work.results() if work.train(line.stop) else None
+            if not work.train(line.stop):
+                return None
+            return work.results(line.stop if work.trained else line.listen)
 
 
 @contextmanager
@@ -162,6 +164,11 @@ class _Line:
             self.hear(_ray().get(self._answer))
             self._answer = None
         return self._stop
+
+    def listen(self) -> bool:
+        """For who goes on to the end: reports keep going out, and whatever the answer, it is no."""
+        self.stop()
+        return False
 
     def skip(self, examples: float) -> None:
         self._restored += examples

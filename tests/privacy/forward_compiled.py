@@ -1,0 +1,47 @@
+"""The forward kernels of the paper's network compiled for a Hopper GPU, on a machine without one: `python forward_compiled.py`.
+
+Training's in bf16 and evaluation's in fp32, with the tiles that are used: they must come out with tensor cores, without a
+register spilled to memory, and so small that several programs fit on a processor. It is run by test_forward_kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from hopper import SHORT, made
+
+from dpivon.privacy.kernels import conv, norm_pool
+from dpivon.privacy.kernels.forward import TUNING, tuned
+from dpivon.privacy.kernels.layout import Layout
+
+LAYOUT = Layout()
+
+
+def main() -> None:
+    for dtype, kernel, keep in ((torch.bfloat16, "forward", True), (torch.float32, "forward_fp32", False)):
+        for i, (side, into, out) in enumerate(LAYOUT.convs):
+            options = tuned(TUNING[kernel][i], side * side)
+            shape = {"H": side, "W": side, "CIN": into, "COUT": out, "BM": options["BM"]}
+            kept = {} if not keep and i == 0 else {"PICTURE": None}
+            found = check(conv.conv_forward, dtype, shape | kept | {"SIGN": 1, "HAS_BIAS": True}, options)
+            assert "mma" in found.ptx
+            options = tuned(TUNING["pool_forward"][i], side * side // 4)
+            shape = {"H": side, "W": side, "C": out, "CG": out // LAYOUT.groups, "BP": options["BP"], "KEEP": keep}
+            unkept = {} if keep else dict.fromkeys(("WHICH", "ZBEST", "MEAN", "RSTD"))
+            check(norm_pool.norm_pool_forward, dtype, shape | unkept, options)
+
+
+def check(kernel, dtype, constants, options):
+    types = dict.fromkeys(kernel.arg_names, f"*{SHORT[dtype]}")
+    types |= {"MODEL": "*i32", "PICTURE": "*i32", "WHICH": "*i8", "MEAN": "*fp32", "RSTD": "*fp32", "eps": "fp32"}
+    aligned = [name for name in kernel.arg_names if name not in constants and name != "eps"]
+    found = made(kernel, types, constants, aligned, warps=options["num_warps"])
+    what = f"{kernel.__name__} {SHORT[dtype]} {options}: {found.registers} registers"
+    print(f"{what}, {found.shared} bytes shared, {found.spilled} bytes spilled", flush=True)
+    assert found.spilled == 0
+    assert 4 * found.shared <= 228 * 1024
+    assert 2 * 32 * options["num_warps"] * found.registers <= 65536
+    return found
+
+
+if __name__ == "__main__":
+    main()
