@@ -17,6 +17,7 @@ from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.ghost import GhostCriterion
 from dpivon.privacy.gradients.per_example import PerExampleGradients
 from dpivon.privacy.layers.uses import Dense
+from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.optimizer import DPOptimizer
 
 
@@ -154,13 +155,13 @@ def stale_parts() -> dict[str, Patch | str]:
 
     def abandon(original: Any) -> Any:
         def keep(self: Any) -> None:
-            self._micro_batch_is_last = None
-            self._step_skip_queue.clear()
-            self._forget_pending_passes()
+            self._batch.is_last = None
+            self._batch.flags.clear()
+            self._passes.forget(self.original_optimizer)
 
         return keep
 
-    unasked = attr(DPOptimizer, "_check_micro_batch_is_new", lambda original: lambda self: None)
+    unasked = attr(LogicalBatch, "check_new", lambda original: lambda self, *, drawn: None)
     patch = both(attr(DPOptimizer, "abandon_virtual_batch", abandon), unasked)
     return everywhere(patch, "parts of a batch are summed in one call; nothing of them outlives it")
 

@@ -37,6 +37,7 @@ class Run:
             else torch.optim.Adam(self.net.parameters(), lr=0.05)
         )
         self.engine = PrivacyEngine(secure_mode=options.pop("secure_mode", False))
+        self.views = options.pop("augmentations", 1)
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=self.net,
             optimizer=inner,
@@ -49,6 +50,8 @@ class Run:
             noise_multiplier=options.pop("sigma", 1.0),
             max_grad_norm=1.0,
             metric=options.pop("metric", None),
+            augmentations=self.views,
+            grad_sample_mode=options.pop("grad_sample_mode", None),
         )
         self.micro, self.ivon = micro, method == "ivon"
         self.kept = Checkpoints(
@@ -58,6 +61,7 @@ class Run:
         self.optimizer.attach_step_hook(lambda o: self.released.append(_flat(o.last_release.gradients.values())))
 
     def step(self, x: Tensor, y: Tensor) -> None:
+        x, y = (t.repeat_interleave(self.views, 0) for t in (x, y))
         self.optimizer.zero_grad()
         if self.ivon:
             with self.optimizer.sampled_params(train=True):

@@ -259,6 +259,39 @@ def test_resuming_something_else_is_refused(tmp_path):
     run.close()
 
 
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_a_run_goes_on_with_the_augmentations_it_was_begun_with(tmp_path, mode):
+    options = {"grad_sample_mode": mode}
+    first = Run(tmp_path, "adam", augmentations=2, **options).train(stop_at=2)
+    first.kept.save()
+    first.close()
+    for views in (1, 3):
+        run = Run(tmp_path, "adam", augmentations=views, **options)
+        with pytest.raises(ArgumentError, match=rf"augmentations={views}: but the run in .* was begun with 2"):
+            run.kept.restore()
+        run.close()
+    whole = Run(tmp_path / "whole", "adam", augmentations=2, **options).train()
+    assert torch.equal(Run(tmp_path, "adam", augmentations=2, **options).train().weights, whole.weights)
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_a_checkpoint_from_before_augmentations_were_written_down_goes_on(tmp_path, monkeypatch, views):
+    with monkeypatch.context() as patch:
+        now = Checkpoints._fingerprint
+        patch.setattr(
+            Checkpoints, "_fingerprint", lambda self: {k: v for k, v in now(self).items() if k != "augmentations"}
+        )
+        first = Run(tmp_path, "adam", augmentations=views).train(stop_at=2)
+        first.kept.save()
+        first.close()
+    assert "augmentations" not in first.kept._files.read()["config"]
+    whole = Run(tmp_path / "whole", "adam", augmentations=views).train()
+    second = Run(tmp_path, "adam", augmentations=views).train()
+    assert torch.equal(second.weights, whole.weights)
+    second.kept.save()
+    assert second.kept._files.read()["config"]["augmentations"] == views
+
+
 def test_a_scheduler_goes_on_where_it_was(tmp_path):
     def scheduled(folder):
         run = Run.__new__(Run)

@@ -78,6 +78,24 @@ def test_copied_model_and_optimizer_train_on(mode):
     assert len(run.engine.accountant) == 1
 
 
+def test_a_copy_watches_its_own_passes_and_not_the_originals():
+    run = make("hooks", optimizer=ivon(mc_samples=2), capture=False)
+    model, optimizer = copy.deepcopy((run.model, run.optimizer))
+    x, y = data()
+
+    def two_passes(model: nn.Module, optimizer: Any, second: Tensor) -> None:
+        for inputs in (x, second):
+            with optimizer.sampled_params(train=True):
+                F.cross_entropy(model(inputs), y).backward()
+
+    next(iter(run.loader))
+    two_passes(run.model, run.optimizer, x)  # which the copy's passes over other rows do not disturb
+    with pytest.raises(PrivacyError, match="different batches"):
+        two_passes(model, optimizer, x.flip(0))
+    two_passes(model, optimizer, x)  # as if the others had never been
+    run.optimizer.step()
+
+
 def test_pickling_a_private_optimizer_is_refused(mode):
     with pytest.raises(PrivacyError, match="state_dict"):
         pickle.dumps(make(mode).optimizer)

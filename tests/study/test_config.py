@@ -17,7 +17,7 @@ from dpivon.study import table
 from dpivon.study import tuning as tuned
 from dpivon.study.config import resolve, rounded_up
 from dpivon.study.evaluation import Evaluation
-from dpivon.study.plan import PlannedRun, changed, noise_seed, read_plan, steps_of
+from dpivon.study.plan import PlannedRun, changed, first_seed, noise_seed, read_plan, sample_seed, steps_of
 
 DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as results/ have it
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -326,6 +326,54 @@ def test_a_plan_with_views_comes_back_and_one_without_says_nothing_of_them(resol
     nothing = resolved(GOOD + "augment: {views: 1}\n")
     assert nothing.augment is None
     assert nothing.digest == plain.digest
+
+
+def test_plans_of_one_name_and_seed_share_noise_only_where_their_runs_are_the_same():
+    paper = resolve(STUDIES / "paper.yaml")
+    run, views = paper.runs[0], Augmentation(4, flip=True)
+    others = [
+        paper,
+        *(replace(paper, dataset=name) for name in ("digits", "fashion-mnist")),
+        *(replace(paper, network=name) for name in ("small", "compact")),
+        *(replace(paper, classes=some) for some in ((0, 1), (0, 2), (1, 0), tuple(range(10)))),
+        replace(paper, dataset="digits", network="small"),
+        replace(paper, epochs=151),
+        replace(paper, split="tuning"),
+        replace(paper, seed=1),
+        replace(paper, name="paper-2"),
+        replace(paper, augment=views),
+        replace(paper, augment=views, network="compact"),
+    ]
+    assert len({noise_seed(plan, run) for plan in others}) == len(others)
+    same = [replace(paper, delta=1e-6), replace(paper, mc_samples=3), replace(paper, temperature_noise=20.0)]
+    assert {noise_seed(plan, run) for plan in same} == {noise_seed(paper, run)}  # what comes after training
+
+
+@pytest.mark.parametrize(
+    ("folder", "seed"),
+    [
+        ("paper", 4651430630612416712),
+        ("paper-tuning", 7153838104943615553),
+        ("paper-ablations", 1297295963018791715),
+        ("paper-check", 3566076731622109620),
+        ("beyond", 1668366569244183779),
+        ("beyond-tuning", 9179853526137022194),
+    ],
+)
+def test_results_of_the_papers_experiment_keep_their_noise(folder, seed):
+    plan = read_plan(STUDIES.parent / "results" / folder / "study.json")
+    assert noise_seed(plan, plan.runs[0]) == seed
+
+
+def test_a_repetition_begins_and_predicts_alike_in_every_plan_of_one_seed():
+    """It is the unit of a comparison, also over several studies."""
+    paper = resolve(STUDIES / "paper.yaml")
+    other = replace(paper, name="b", split="tuning", epochs=3, runs=paper.runs[::-1])
+    for seed_of in (first_seed, sample_seed):
+        known = {r.seed: seed_of(paper, r) for r in paper.runs}
+        assert len(set(known.values())) == len(known) > 1  # no two repetitions
+        assert all(seed_of(plan, r) == known[r.seed] for plan in (paper, other) for r in plan.runs)
+        assert not set(known.values()) & {seed_of(replace(paper, seed=1), r) for r in paper.runs}
 
 
 @pytest.mark.parametrize(

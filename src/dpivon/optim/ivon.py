@@ -6,29 +6,26 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpivon.errors import DpivonError, PrivacyError, bad, check_number, check_whole
+from dpivon.errors import DpivonError, PrivacyError, bad, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
-from dpivon.optim.hyper import check_hyper
-from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std, variance
+from dpivon.optim.ivon_rule import variance
+from dpivon.optim.ivon_state import begun, check_group
+from dpivon.optim.ivon_step import evidence_of_average, evidence_of_gradients, update
 from dpivon.optim.names import parameter_names
-from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
+from dpivon.optim.precision import full_mean, restore
 from dpivon.optim.releases import noise_variance
-from dpivon.optim.rule import debias
-from dpivon.optim.tensors import TensorList, room_for
-from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples
+from dpivon.optim.tensors import TensorList
+from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, draw, set_aside
 from dpivon.posterior import Posterior
 from dpivon.release import Release
 from dpivon.shards import local, whole
-
-_MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
 
 class IVON(Optimizer):
@@ -145,7 +142,7 @@ class IVON(Optimizer):
         else:
             perturbation = self._draw()
         here = [local(p) for p in perturbation]
-        saved = self._set_aside(here)
+        saved = self._aside = set_aside(here, self._aside)
         self._inside = "train" if train else "predict"
         try:
             self._perturb(saved, here, perturbation)
@@ -160,42 +157,14 @@ class IVON(Optimizer):
                 torch._foreach_copy_(here, saved)
 
     @torch.no_grad()
-    def _set_aside(self, here: list[Tensor]) -> list[Tensor]:
-        """Copies of these tensors, in memory that is kept for the next time."""
-        fits = len(self._aside) == len(here) and all(
-            kept.shape == t.shape and kept.dtype == t.dtype and kept.device == t.device
-            for kept, t in zip(self._aside, here, strict=True)
-        )
-        if not fits:
-            with torch.inference_mode(False):  # a prediction may make what training will write to
-                self._aside = room_for(here, [t.dtype for t in here])
-        torch._foreach_copy_(self._aside, here)
-        return self._aside
-
-    @torch.no_grad()
     def _draw(self, train: bool = False) -> Perturbation:
-        """ε = σ ⊙ N(0, I), with σ² = 1 / (N_ess (h + δ)); annealed in training."""
         perturbation: Perturbation = {}
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.requires_grad]
-            if not params:
-                continue
-            hess = TensorList([self._state(p, group)["hess"] for p in params])
-            noise = TensorList([self._standard_normal(h) for h in hess])
-            sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
-            if train and (anneal := group.get("anneal", 0.0)):
-                self._check_anneal(anneal)
-                sigma = sigma * annealed(anneal, [self.state[p]["step"] + 1 for p in params])
-            perturbation.update(zip(params, noise * sigma, strict=True))
+            if params := [p for p in group["params"] if p.requires_grad]:
+                states = [self._state(p, group) for p in params]
+                anneal_for = self.curvature if train else None
+                perturbation |= draw(params, states, group, self._standard_normal, anneal_for=anneal_for)
         return perturbation
-
-    def _check_anneal(self, anneal: float) -> None:
-        if self.curvature.needs_sample:
-            name = self.curvature.name
-            fix = "Use 'gradsq-corrected' or another estimator that reads gradients alone"
-            raise bad(
-                "anneal", anneal, f"the estimator {name!r} reads curvature off the sample, at its whole width", fix
-            )
 
     def _standard_normal(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
@@ -258,87 +227,20 @@ class IVON(Optimizer):
                 "curvature is left as it is. Take gradients inside `with optimizer.sampled_params(train=True):`.",
                 stacklevel=4,
             )
-        evidence = curvatures.remembered(
-            estimator, replace(evidence, t=[state["step"] for state in states], memory=self._memory(states))
-        )
-        lr, beta1, weight_decay = group["lr"], group["beta1"], group["weight_decay"]
-        new = ivon_update(
-            IVONState(
-                mean=TensorList([self._mean(p) for p in params]),
-                momentum=TensorList([state["momentum"] for state in states]),
-                hess=evidence.hess,
-            ),
-            evidence.g,
-            # With β₂ = 1 the curvature stays as it is, even where a target N_ess·g² would overflow.
-            None if group["beta2"] == 1.0 else curvatures.estimate(estimator, evidence),
-            lr=lr * (group["hess_init"] + weight_decay) if group["rescale_lr"] else lr,
-            beta1=beta1,
-            beta2=group["beta2"],
-            weight_decay=weight_decay,
-            debias=debias(beta1, [state["step"] for state in states]) if group["debias"] else 1.0,
-            clip_radius=group["clip_radius"],
-        )
-        new.mean.copy_to([local(p) for p in params])
-        for state, mean, momentum, hess in zip(states, new.mean, new.momentum, new.hess, strict=True):
-            state["momentum"], state["hess"] = momentum, hess
-            if "mean" in state:
-                state["mean"] = mean
-        for name, values in evidence.memory.items():
-            for state, value in zip(states, values, strict=True):
-                state[_MEMORY + name] = value
-
-    def _memory(self, states: list[dict[str, Any]]) -> dict[str, TensorList]:
-        names = curvatures.memory_of(self.curvature)
-        return {name: TensorList([state[_MEMORY + name] for state in states]) for name in names}
+        update(params, states, group, evidence, estimator)
 
     def _evidence(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> Evidence[TensorList]:
         hess = TensorList([self._state(p, group)["hess"] for p in params])
-        dtypes = [h.dtype for h in hess]
-        average, epsilons = self._average, self._samples.perturbations
-        if release is None and average is not None:  # several θ-samples, averaged as they came
-            g, g_squared, g_perturbation = (
-                TensorList([total[p] for p in params]) / average.count
-                for total in (average.g, average.g_squared, average.g_perturbation)
-            )
-            return self._pack(group, hess, g, g_squared, g_perturbation, 0.0, None)
-        raw = release.gradients if release is not None else {p: p.grad for p in params}
-        g = TensorList([dense(raw[p]).to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
-        # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
-        asked = self.curvature.needs_sample and bool(epsilons)
-        sampled = asked and all(p in epsilon for epsilon in epsilons for p in params)
-        shift = (
-            [sum((epsilon[p] for epsilon in epsilons[1:]), start=epsilons[0][p]) for p in params] if sampled else None
-        )
-        return self._pack(
-            group,
+        if release is None and self._average is not None:
+            return evidence_of_average(self._average, params, hess, group)
+        return evidence_of_gradients(
+            release.gradients if release is not None else {p: p.grad for p in params},
+            params,
             hess,
-            g,
-            g.square(),
-            None if shift is None else g * TensorList(shift),
-            noise_variance(release, params, dtypes, self),
-            None if release is None else release.batch_size,
-        )
-
-    @staticmethod
-    def _pack(
-        group: dict[str, Any],
-        hess: TensorList,
-        g: TensorList,
-        g_squared: TensorList,
-        g_perturbation: TensorList | None,
-        noise_variance: Any,
-        batch_size: float | None,
-    ) -> Evidence[TensorList]:
-        return Evidence(
-            g=g,
-            g_squared=g_squared,
-            g_perturbation=g_perturbation,
-            noise_variance=noise_variance,
-            hess=hess,
-            ess=group["ess"],
-            weight_decay=group["weight_decay"],
-            batch_size=batch_size,
-            decay=group["curvature_decay"],
+            group,
+            epsilons=self._samples.perturbations if self.curvature.needs_sample else (),
+            noise_variance=noise_variance(release, params, [h.dtype for h in hess], self),
+            batch_size=None if release is None else release.batch_size,
         )
 
     # ---- gradients of several θ-samples, without privacy
@@ -348,23 +250,17 @@ class IVON(Optimizer):
         """Before p.grad is used for the next θ-sample, add what it holds for the last one to the average."""
         if self._private or not self._samples.used:
             return
-        folded = self._average.count if self._average is not None else 0
-        if folded == self._samples.used:
+        average = self._average or GradientAverage()
+        if average.count == self._samples.used:
             return
-        trained = [
-            (p, group) for group in self.param_groups for p in group["params"] if p.requires_grad and p.grad is not None
-        ]
-        if any(getattr(p, "grad_sample", None) is not None for p, _ in trained):
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.grad is not None]
+        if any(getattr(p, "grad_sample", None) is not None for p in trained):
             raise PrivacyError(
                 f"mc_samples={self.mc_samples}: per-example gradients are being collected but this IVON is not under "
                 "dpivon.PrivacyEngine, so it would learn from raw gradients. Use dpivon.PrivacyEngine().make_private."
             )
-        if self._average is None:
-            self._average = GradientAverage()
-        gradients = [(p, dense(p.grad).to(self._state(p, group)["hess"].dtype)) for p, group in trained]
-        self._average.add(gradients, self._samples.perturbations[self._samples.used - 1])
-        for p, _ in trained:
-            p.grad = None
+        average.take(trained, self._samples.perturbations[self._samples.used - 1])
+        self._average = average
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._inside is None and not self._private:
@@ -451,43 +347,14 @@ class IVON(Optimizer):
     # ---- state
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[p]
-        here = local(p)
-        if not state:
-            dtype = full_dtype(p)
-            state["step"] = 0
-            state["momentum"] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
-            state["hess"] = torch.full_like(here, group["hess_init"], dtype=dtype, requires_grad=False)
-        for name in curvatures.memory_of(self.curvature):
-            if _MEMORY + name not in state:
-                if state["step"]:
-                    raise DpivonError(
-                        f"curvature={self.curvature.name!r}: the state has no {name!r} of its first {state['step']} steps; "
-                        "it was made with another estimator. Go on with that one, or begin anew."
-                    )
-                state[_MEMORY + name] = torch.zeros_like(here, dtype=full_dtype(p), requires_grad=False)
-        follow(here, state)
-        return state
+        return begun(self.state[p], p, group, self.curvature)
 
     def _mean(self, p: Tensor) -> Tensor:
         return full_mean(local(p), self.state[p])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for key in ("debias", "rescale_lr"):
-            group[key] = bool(group[key])
-        group["lr"] = check_number("lr", group["lr"], "Use a non-negative step size such as 0.1", at_least=0.0)
-        group["ess"] = check_number("ess", group["ess"], "Use the number of training examples", above=0.0)
-        group["hess_init"] = check_number("hess_init", group["hess_init"], "Use about 1", above=0.0)
-        group["beta1"] = check_number("beta1", group["beta1"], "Use about 0.9", at_least=0.0, at_most=1.0)
-        group["beta2"] = check_number("beta2", group["beta2"], "Use about 0.99999", at_least=0.0, at_most=1.0)
-        group["weight_decay"] = check_number("weight_decay", group["weight_decay"], "Use about 1e-4", at_least=0.0)
-        for key in ("curvature_decay", "anneal"):
-            group[key] = check_hyper(key, group[key])
-        group["clip_radius"] = check_number(
-            "clip_radius", group["clip_radius"], "Use inf for no bound", above=0.0, finite=False
-        )
+        check_group(self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
         if self._inside is not None:

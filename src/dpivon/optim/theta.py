@@ -1,4 +1,4 @@
-"""The θ-samples of the step under way, and the gradients taken at them.
+"""The θ-samples of the step under way: how they are drawn, which comes next, and the gradients taken at them.
 
 A step may use several samples θ_k = m + ε_k. Without privacy their gradients are averaged here as they come; under
 privacy the boundary averages them before clipping, and only the perturbations ε_k are kept on this side.
@@ -6,12 +6,62 @@ privacy the boundary averages them before clipping, and only the perturbations �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from dpivon.errors import bad
+from dpivon.optim.curvature import CurvatureEstimator
+from dpivon.optim.ivon_rule import annealed, std
+from dpivon.optim.precision import dense, full_dtype
+from dpivon.optim.tensors import TensorList, room_for
+
 Perturbation = dict[Tensor, Tensor]
+
+
+def draw(
+    params: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    normal: Callable[[Tensor], Tensor],
+    *,
+    anneal_for: CurvatureEstimator | None,
+) -> Perturbation:
+    """ε = σ ⊙ N(0, I) for the parameters of a group, with σ² = 1 / (N_ess (h + δ)).
+
+    In training it is annealed, unless ``anneal_for``, the estimator in use, reads curvature off the sample.
+    """
+    hess = TensorList([state["hess"] for state in states])
+    noise = TensorList([normal(h) for h in hess])
+    sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+    if anneal_for is not None and (anneal := group.get("anneal", 0.0)):
+        _check_anneal(anneal, anneal_for)
+        sigma = sigma * annealed(anneal, [state["step"] + 1 for state in states])
+    return dict(zip(params, noise * sigma, strict=True))
+
+
+def _check_anneal(anneal: float, estimator: CurvatureEstimator) -> None:
+    if estimator.needs_sample:
+        problem = f"the estimator {estimator.name!r} reads curvature off the sample, at its whole width"
+        fix = "Use 'gradsq-corrected' or another estimator that reads gradients alone"
+        raise bad("anneal", anneal, problem, fix)
+
+
+@torch.no_grad()
+def set_aside(tensors: list[Tensor], room: list[Tensor]) -> list[Tensor]:
+    """Copies of these tensors, in ``room`` if they fit there, as they do from the second time on."""
+    fits = len(room) == len(tensors) and all(
+        kept.shape == t.shape and kept.dtype == t.dtype and kept.device == t.device
+        for kept, t in zip(room, tensors, strict=True)
+    )
+    if not fits:
+        with torch.inference_mode(False):  # a prediction may make what training will write to
+            room = room_for(tensors, [t.dtype for t in tensors])
+    torch._foreach_copy_(room, tensors)
+    return room
 
 
 @dataclass
@@ -52,12 +102,15 @@ class GradientAverage:
     g_squared: dict[Tensor, Tensor] = field(default_factory=dict)
     g_perturbation: dict[Tensor, Tensor] = field(default_factory=dict)
 
-    def add(self, gradients: Iterable[tuple[Tensor, Tensor]], perturbation: Perturbation) -> None:
+    def take(self, params: Sequence[Tensor], perturbation: Perturbation) -> None:
+        """Add what ``p.grad`` holds for one sample, and empty it for the next."""
+        gradients = [dense(p.grad).to(full_dtype(p)) for p in params]
         self.count += 1
-        for p, g in gradients:
+        for p, g in zip(params, gradients, strict=True):
             for total, value in (
                 (self.g, g),
                 (self.g_squared, g.square()),
                 (self.g_perturbation, g * perturbation[p]),
             ):
                 total[p] = total[p] + value if p in total else value.clone()
+            p.grad = None

@@ -290,7 +290,7 @@ class Checkpoints:
                     "it was cut short or replaced by an older copy. Put back the newest."
                 )
         ours = self._fingerprint()
-        for name, value in state["config"].items():
+        for name, value in state["config"].items():  # what was not written down when it was begun is not compared
             if ours.get(name) != value:
                 raise bad(name, ours.get(name), f"but the run in {self.folder} was begun with {value!r}", fix)
         if self._data_digest(bytes(state["key"].tolist())) != state["data"]:
@@ -313,6 +313,7 @@ class Checkpoints:
             "expected_batch_size": spec.expected_batch_size,
             "loss_reduction": spec.loss_reduction,
             "metric": None if optimizer.metric is None else asdict(optimizer.metric),
+            "augmentations": optimizer.source.augmentations,
             "accountant": self._engine.accountant.mechanism(),
             "config": json.loads(json.dumps(self._config)),
         }

@@ -20,6 +20,7 @@ DATASETS = ("cifar10", "fashion-mnist", "digits")
 NETWORKS = ("paper", "small", "compact")
 SPLITS = ("final", "tuning")
 CLASSES = 10  # of each of the data sets
+_PAPER = ("cifar10", "paper", ())  # data set, network and classes of the paper's experiment
 _FIX = "Write the plan with `dpivon study resolve`"
 
 
@@ -157,23 +158,30 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
     """63 bits for the noise, batches and posterior samples of one run.
 
     They follow from the plan, so that anyone can repeat a run; whoever knows them can subtract the noise. A study
-    belongs on public data.
+    belongs on public data. They read whatever makes a run another run, so that no two runs that count as independent share
+    noise, be they of different plans. δ, prediction samples, evaluation and temperature come after training and change no run.
     """
     text = f"{plan.name}|{plan.split}|{plan.epochs}|{plan.seed}|{run.id}"
-    if plan.augment is not None:  # left out otherwise: plans from before it existed keep their noise
+    # What the paper's experiment has, and no views, is left out: its plans keep the noise that their results were made with.
+    if (plan.dataset, plan.network, plan.classes) != _PAPER:
+        text += f"|{plan.dataset}|{plan.network}|{plan.classes}"
+    if plan.augment is not None:
         text += f"|{plan.augment}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def sample_seed(plan: Plan, run: PlannedRun) -> int:
-    """Of the posterior samples that predict: the same for every method of one repetition."""
+    """Of the posterior samples that predict: the same for every method and setting of one repetition, in every plan of one
+    seed. As with first weights, repetitions are what is counted, and runs within one may share."""
     return plan.seed * 1_000_003 + run.seed
 
 
 def first_seed(plan: Plan, run: PlannedRun) -> int:
     """Of a run's first weights: the same for every method and setting of one repetition, so that repetitions are pairs.
 
-    First weights owe nothing to the data. Noise and batches are never shared: whoever sees two runs could subtract them.
+    Of every plan of one seed, too: a comparison over several studies pairs their runs, and its unit is the repetition, so that
+    nothing that is shared within one counts twice. First weights owe nothing to the data. Noise and batches are never shared:
+    whoever sees two runs could subtract them.
     """
     text = f"first weights|{plan.seed}|{run.seed}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -14,6 +14,8 @@ from dpivon.privacy.clipping import Clipping
 class GradientSource(Protocol):
     """Turns what backward left behind into Σ_i ḡ_i, once."""
 
+    augmentations: int  # consecutive rows of a batch that are one example
+
     def clipped_sums(
         self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
     ) -> list[Tensor]:

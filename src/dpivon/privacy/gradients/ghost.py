@@ -26,6 +26,8 @@ from dpivon.privacy.precision import full_precision
 class GhostGradients:
     """The source side: after :meth:`GhostLoss.backward`, ``p.grad`` holds the clipped sum."""
 
+    augmentations = 1
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.ready = False

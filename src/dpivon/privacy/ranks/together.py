@@ -20,6 +20,18 @@ Decision = tuple[str, str]
 NEW, AGAIN, DROP = "new", "again", "drop"
 
 
+class Journal(Protocol):
+    """Who decides, after a resume, what a release is: a new one, or one that was made before the crash."""
+
+    def decide(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
+        """What this sum is to become. One rank decides for all."""
+        ...
+
+    def charge_for(self, decision: Decision) -> Callable[[NoiseSpec], None] | None:
+        """How to charge what was decided; None to drop it unreleased."""
+        ...
+
+
 class Together(Protocol):
     """How clipped sums become one release."""
 
