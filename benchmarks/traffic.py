@@ -4,10 +4,10 @@
     python -m benchmarks.traffic --model vit --batch 256 --kernels --largest 20
 
 The program that a GPU compiles is traced with tensors that hold nothing, at its true size, beside a plain step of the batch.
-Chains of elementwise operations are taken as the compiler takes them: computed where they are read, stored only where a product, a
-result or too many operands ask for it; reductions that walk the same tensor share the walk. So the bytes are those of a good
-compiler, and the milliseconds are a floor: bytes at 4.0 TB/s or operations at 600 TFLOP/s (60 in fp32), whichever is longer,
-kernel by kernel. Launches cost nothing here. θ, noise and update are not in the count.
+Chains of elementwise operations are taken as the compiler takes them: computed where they are read, stored only where a
+product, a result or too many operands ask for it; reductions that walk the same tensor share the walk. So the bytes are those
+of a good compiler, and the milliseconds are a floor: bytes at 4.0 TB/s or operations at 600 TFLOP/s (60 in fp32), whichever
+is longer, kernel by kernel. Launches cost nothing here. θ, noise and update are not in the count.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ def _flops(node):
 
 
 def _rate(node):
-    operands = [n for n in node.all_input_nodes if _dtype(n).is_floating_point]
-    narrow = all(_dtype(n) == torch.bfloat16 or _source_dtype(n) == torch.bfloat16 for n in operands[-2:])
+    operands = [n for n in node.all_input_nodes if len(_tensors(n)[0].shape) > 1]  # not biases, not clip factors
+    narrow = all(_source_dtype(n) == torch.bfloat16 for n in operands)
     return PRODUCTS if narrow else FP32_PRODUCTS
 
 
