@@ -32,13 +32,14 @@ VIEWS = {
     "select", "split", "split_with_sizes", "unbind", "getitem", "detach", "alias", "as_strided", "unflatten", "chunk",
     "lift_fresh_copy",
 }  # fmt: skip
+#: What ends a chain of elementwise operations, in the same kernel.
 REDUCTIONS = {
     "sum", "mean", "amax", "amin", "any", "var_mean", "var", "prod", "linalg_vector_norm", "native_layer_norm",
-    "_softmax",
+    "_softmax", "index_add", "index_put", "index_put_", "_unsafe_masked_index_put_accumulate", "scatter_add",
 }  # fmt: skip
+#: What reads its operands from memory.
 EXTERN = {
-    "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "index_add", "index_put", "index_put_",
-    "embedding_dense_backward", "scatter_add", "sort", "conv_statistics", "conv_sums",
+    "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sort", "conv_statistics", "conv_sums",
 }  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad
 from dpivon.privacy.layers.linear import linear
+from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import Observe, register_forward
-from dpivon.privacy.layers.uses import Dense, Outer, Use, outer_or_dense
+from dpivon.privacy.layers.uses import Dense, Outer, Use
 from dpivon.privacy.precision import wide
 
 
@@ -68,7 +69,7 @@ def _project(
     free_bias = None if bias is None else bias.detach()
     e = layer.embed_dim
     if query is key and key is value:
-        packed = observe(F.linear(query, weight, free_bias), lambda g: _uses(layer, query.detach(), g, outer_or_dense))
+        packed = observe(F.linear(query, weight, free_bias), lambda g: _uses(layer, query.detach(), g, projected))
         q, k, v = packed.chunk(3, dim=-1)
         return q, k, v
     outs = []
