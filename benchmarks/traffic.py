@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -61,6 +61,7 @@ def labelled():
     """The library's own parts, watched while they are traced."""
     from dpivon.privacy.gradients.bookkeeping import BookKeeper
     from dpivon.privacy.layers.convolved import Convolved
+    from dpivon.privacy.layers.pulled_back import PulledBack
     from dpivon.privacy.layers.uses import Dense, Outer, Rows
 
     stack = ExitStack()
@@ -79,7 +80,7 @@ def labelled():
         return "gradients of examples " + " ".join("x".join(map(str, s)) for s in shapes)
 
     watch(BookKeeper, "_record", newest)
-    for kind in (Dense, Outer, Rows, Convolved):
+    for kind in (Dense, Outer, Rows, Convolved, PulledBack):
         watch(kind, "squared_norm", lambda use: f"norms, {type(use).__name__} {_size(use)}")
         watch(kind, "weighted_sum", lambda use: f"sums, {type(use).__name__} {_size(use)}")
     watch(BookKeeper, "clipped_sums", lambda keeper: "clip factors, masks")
@@ -87,7 +88,8 @@ def labelled():
 
 
 def _size(use):
-    return "x".join(str(n) for n in (use.shape if hasattr(use, "shape") else use.g.shape[1:]))
+    known = [t.shape for t in (use, getattr(use, "weight", None)) if hasattr(t, "shape")]
+    return "x".join(str(n) for n in (known[0] if known else use.g.shape[1:]))
 
 
 def private_trace(model, batch, kernels=False):
@@ -95,6 +97,7 @@ def private_trace(model, batch, kernels=False):
     from dpivon.privacy.kernels import conv_ops
     from dpivon.privacy.kernels.padded import PaddedGradients
     from dpivon.privacy.layers import uses
+    from dpivon.privacy.layers.memory import Pool
     from dpivon.privacy.stack import _room
     from dpivon.stacked import AnyNetwork
 
@@ -103,6 +106,7 @@ def private_trace(model, batch, kernels=False):
     network = AnyNetwork(lambda: build(model))
     with ExitStack() as stack:
         stack.enter_context(patch.object(uses, "MEMORY_CAP", uses.MEMORY_CAP_CUDA))
+        stack.enter_context(patch.object(Pool, "active", lambda pool: nullcontext()))  # a GPU has none
         stack.enter_context(patch.object(conv_ops, "device_takes", lambda device: True))
         stack.enter_context(conv_ops.kernels(on=kernels))
         stack.enter_context(labelled())
@@ -132,6 +136,7 @@ def plain_trace(model, batch):
 
 
 def _traced(program, *args):
+    import torch._inductor.lowering  # which a decomposition reads without importing it
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.decomposition import select_decomp_table
 
@@ -272,12 +277,14 @@ def _flops(node):
         return 2.0 * math.prod(shapes[1]) * shapes[0][1] * math.prod(node.args[-2][:2])
     if name == "convolution":
         return 2.0 * _numel(node) * math.prod(shapes[1][1:])
+    if name == "convolution_backward":  # of the input, of the weight, or of both
+        return 2.0 * math.prod(shapes[0]) * math.prod(shapes[2][1:]) * sum(node.args[-1][:2])
     return 0.0
 
 
 def _rate(node):
     operands = [n for n in node.all_input_nodes if len(_tensors(n)[0].shape) > 1]  # not biases, not clip factors
-    narrow = all(_source_dtype(n) == torch.bfloat16 for n in operands)
+    narrow = all(_source_dtype(n) == torch.bfloat16 for n in operands[:2])
     return PRODUCTS if narrow else FP32_PRODUCTS
 
 
