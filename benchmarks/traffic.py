@@ -136,7 +136,7 @@ def plain_trace(model, batch):
 
 
 def _traced(program, *args):
-    import torch._inductor.lowering  # which a decomposition reads without importing it
+    import torch._inductor.lowering  # noqa: F401  # a decomposition reads it without importing it
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.decomposition import select_decomp_table
 
