@@ -177,3 +177,25 @@ def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypa
     values = [(n.target, n.meta.get("val")) for n in nodes if n.target is not torch.ops.dpivon.conv_sums.default]
     shapes = [(target, tuple(v.shape)) for target, v in values if isinstance(v, torch.Tensor)]
     assert not [target for target, shape in shapes if shape[:1] == (11,) and shape[1:] in made]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_example_moves_the_traced_sum_of_a_transformer_by_more_than_c(dtype):
+    """Coherent examples of which one is taken away: the very tensor that gets the noise, with every gradient materialised."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(1, 3, 20, 20, generator=generator) + 0.01 * torch.randn(130, 3, 20, 20, generator=generator)
+    labels, network, bound = torch.zeros(130, dtype=torch.int64), AnyNetwork(vision), torch.tensor([0.1])
+    theta = network.initial(0).unsqueeze(0)
+    with conv_ops.kernels(on=False):
+        program = PaddedGradients(network, torch.device("cpu"), dtype)
+
+        def total(places):
+            places = torch.cat([places, torch.full((131 - len(places),), 130)]).unsqueeze(0)
+            batch = Batch(images, labels, torch.zeros(130), torch.tensor([0, 130]), places, torch.arange(130))
+            return program.clipped_sums(theta, batch, bound)
+
+        everyone = torch.arange(130)
+        whole = total(everyone)
+        for gone in (0, 64, 129):
+            moved = float((whole - total(everyone[everyone != gone])).norm())
+            assert 0.05 < moved <= 0.1 * (1 + 1e-5), gone
