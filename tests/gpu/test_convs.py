@@ -12,11 +12,12 @@ from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, us
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
-from dpivon.models import StandardisedConv2d, WideResNet
+from dpivon.models import StandardisedConv2d, VisionTransformer, WideResNet
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.layers.convolved import Convolved
+from dpivon.privacy.layers.projected import projected
 from dpivon.stacked import AnyNetwork, Run, Stack
 
 DEVICE = torch.device("cuda")
@@ -91,6 +92,71 @@ def test_operators_say_beforehand_what_they_return():
     found = torch.ops.dpivon.conv_statistics(x, g, unit, shape, 1)
     c = torch.rand(40, device=DEVICE)
     torch.library.opcheck(torch.ops.dpivon.conv_sums, (x, g, c, found, shape, 1), test_utils=checks)
+
+
+# ---- linear layers over several positions: convolutions of one tap
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("positions", "d", "p"), [(64, 128, 512), (65, 512, 128), (65, 128, 384), (17, 16, 48)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear_layers_over_positions_have_the_norms_and_sums_of_the_definition(transposed, positions, d, p, dtype):
+    """Of the very operands; an example that holds NaN is struck; and twice the same to the bit."""
+    a, g = (torch.randn(70, positions, n, device=DEVICE).to(dtype) for n in (d, p))
+    each = g.double().mT @ a.double()
+    each = each.mT if transposed else each
+    a[2, 3, 1], g[2, 5, 7] = float("nan"), float("inf")
+    first, second = (projected(a, g, each.shape[1:], transposed) for _ in range(2))
+    assert isinstance(first, Convolved)
+    kept = torch.arange(70, device=DEVICE) != 2
+    norms = first.squared_norm().sqrt()
+    assert not torch.isfinite(norms[2])
+    torch.testing.assert_close(norms[kept], each[kept].flatten(1).norm(dim=1), rtol=2e-5, atol=0.0)
+    c = torch.rand(70, dtype=torch.float64, device=DEVICE) * kept
+    total, again = (use.without(~kept).weighted_sum(c) for use in (first, second))
+    expected = (each[kept] * c[kept].view(-1, 1, 1)).sum(0)
+    assert float((total - expected).norm()) <= 2e-5 * float((norms * c)[kept].sum())
+    assert torch.equal(total, again)
+    assert torch.equal(first.squared_norm()[kept], second.squared_norm()[kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_example_of_a_linear_layer_moves_the_sum_by_more_than_its_share(monkeypatch, dtype):
+    """Coherent gradients whose positions nearly cancel, clipped to one: rounded, weighted operands would not cancel."""
+    monkeypatch.setattr(conv_ops, "_PROGRAMS", 1)  # as many examples as ever are added up in fp32
+    a, g = (torch.randn(1, 64, n, device=DEVICE) for n in (128, 256))
+    a = (30.0 + a + 0.01 * torch.randn(513, 64, 128, device=DEVICE)).to(dtype)
+    g = (g - g.mean(1, keepdim=True) + 0.01 * torch.randn(513, 64, 256, device=DEVICE)).to(dtype)
+    shape = torch.Size((256, 128))
+    whole = projected(a, g, shape)
+    assert isinstance(whole, Convolved)
+    factors = whole.squared_norm().rsqrt()
+    total = whole.weighted_sum(factors)
+    for gone in (0, 200, 512):
+        kept = torch.arange(513, device=DEVICE) != gone
+        moved = float((total - projected(a[kept], g[kept], shape).weighted_sum(factors[kept])).norm())
+        assert 0.99 < moved <= 1 + 1e-5, gone
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
+def test_the_compiled_program_of_a_transformer_gives_the_sums_of_the_loop(data, dtype, tolerance):
+    """65 positions, a non-finite example, spare rows. In bf16 it is to be as near to the loop in fp32 as without kernels."""
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
+    images, labels = data[0][:48].clone(), data[1][:48]
+    images[7] = float("nan")
+    network, bound = AnyNetwork(lambda: VisionTransformer(depth=2)), torch.tensor([0.5], device=DEVICE)
+    theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(images, labels, 41, 44)
+    with conv_ops.kernels(on=False):
+        expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
+        materialised = network.gradients(1, 48, DEVICE, dtype).clipped_sums(theta, batch, bound)
+    program = network.gradients(1, 48, DEVICE, dtype)
+    got = program.clipped_sums(theta, batch, bound)
+    error, usual = (float((sums - expected).norm() / expected.norm()) for sums in (got, materialised))
+    assert error < (tolerance or 1.5 * usual)
+    traced = program._trace(0.5, False, theta[0], images, labels, batch.places[0])
+    targets = [str(node.target) for node in traced.graph.nodes]
+    assert sum("conv_sums" in target for target in targets) == 9  # four weights a layer, and the patches
+    assert any("attention" in target for target in targets)  # no scores in memory
 
 
 # ---- whole networks, traced, compiled and captured

@@ -239,6 +239,38 @@ def test_cross_attention_with_a_mask(bias):
     both_precisions(CrossAttention(bias=bias), torch.randn(3, 4, 8))
 
 
+class MaskedSelfAttention(nn.Module):
+    """Without weights, as an encoder calls it: the scores never lie in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -1] = x[:, -1, 0] > 0
+        return self.attention(x, x, x, padding, need_weights=False, attn_mask=mask)[0]
+
+
+def test_self_attention_without_weights():
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 8)
+    assert 0 < int((x[:, -1, 0] > 0).sum()) < 4
+    both_precisions(MaskedSelfAttention(), x)
+
+
+def test_an_example_that_is_not_finite_does_not_reach_the_others_through_attention():
+    torch.manual_seed(0)
+    model, weight = MaskedSelfAttention(), torch.randn(8192)
+    x = torch.randn(4, 5, 8)
+    x[1, 2, 3] = float("nan")
+    got = book(model, x, weight, FlatClipping(0.5), reduction="sum")
+    expected = book(model, x[[0, 2, 3]], weight, FlatClipping(0.5), reduction="sum")
+    for e, g in zip(expected, got, strict=True):
+        torch.testing.assert_close(e, g)
+
+
 def test_attention_computes_what_the_layer_computes():
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(8, 2, batch_first=True).double()

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import plain_convs
 from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
 from dpivon.models import StandardisedConv2d, WideResNet
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.conv_ops import Geometry
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.layers import uses
@@ -32,44 +31,9 @@ def switched_on():
         yield
 
 
-def each_gradient(x, g, shape, rows):
-    """[examples, taps · in, out] in double."""
-    s = Geometry.of(shape)
-    (kh, kw), (sh, sw), (top, left), (dh, dw) = s
-    below, right = (
-        (n - 1) * step + (k - 1) * d + 1 - size - before
-        for n, step, k, d, size, before in zip(
-            g.shape[2:], s.stride, s.kernel, s.dilation, x.shape[2:], s.padding, strict=True
-        )
-    )
-    patches = F.unfold(F.pad(x.double(), (left, right, top, below)), (kh, kw), (dh, dw), 0, (sh, sw))
-    each = patches.unflatten(1, (-1, kh * kw)).transpose(1, 2).flatten(1, 2) @ g.double().flatten(2).mT
-    return each.unflatten(0, (-1, rows)).sum(1)
-
-
-def plain_statistics(x, g, unit, shape, rows):
-    each = each_gradient(x, g, shape, rows)
-    if unit is None:
-        return each.square().sum(1, keepdim=True).float()
-    mean = each.mean(1, keepdim=True)
-    each = each - mean
-    return torch.stack([mean[:, 0], each.square().sum(1), (each * unit).sum(1)], 1).float()
-
-
-def plain_sums(x, g, c, found, shape, rows):
-    each = each_gradient(x, g, shape, rows)
-    each = each if found is None else each - found[:, :1]
-    terms = torch.where(c.view(-1, 1, 1) > 0, each * c.view(-1, 1, 1), 0.0)
-    tensors = [None if t is None else t.to("meta") for t in (x, g, c, found)]
-    chunks = torch.zeros(torch.ops.dpivon.conv_sums(*tensors, shape, rows).shape)
-    chunks[0] = terms.sum(0)
-    return chunks
-
-
 @pytest.fixture(scope="module", autouse=True)
 def operators():
-    torch.library.register_kernel("dpivon::conv_statistics", "cpu", plain_statistics)
-    torch.library.register_kernel("dpivon::conv_sums", "cpu", plain_sums)
+    plain_convs.register()
 
 
 @pytest.fixture(autouse=True)
@@ -184,10 +148,14 @@ def test_chunks_are_few_enough_examples_and_tiles_fit_the_weights():
     for examples in (1, 7, 256, 5000):
         for tiles in (1, 5, 72):
             assert 1 <= conv_ops.chunk_size(examples, tiles) <= 32
-    for rows, out, positions in ((27, 16, 1024), (576, 64, 1024), (2304, 256, 64), (144, 80, 25)):
+    for rows, out, positions in ((27, 16, 1024), (576, 64, 1024), (2304, 256, 64), (144, 80, 25), (128, 512, 65)):
         tile = conv_ops.tile_for(rows, out, positions, torch.bfloat16)
         assert 1 <= tile.span <= -(-rows // tile.bd)
         assert tile.bt >= 16
+    rounds = {
+        positions: conv_ops.tile_for(64, 64, positions, torch.bfloat16).bt for positions in (16, 64, 65, 197, 1024)
+    }
+    assert rounds == {16: 16, 64: 64, 65: 32, 197: 64, 1024: 64}
 
 
 # ---- the whole program, as a GPU compiles and captures it

@@ -101,12 +101,20 @@ def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
     A large tile reads less, a small one leaves room for a second program beside it, which pays where positions are few and most
     of the time goes into what follows the product.
     """
-    bt = min(64 if dtype == torch.bfloat16 else 32, _power_of_two(positions))
+    bt = _positions_at_once(positions, 64 if dtype == torch.bfloat16 else 32)
     large = dtype == torch.bfloat16 and positions > bt
     bo = min(128 if large else 64, _power_of_two(out))
     bd = min(128 if large and bo <= 64 else 64, _power_of_two(rows))
     span = -(-rows // (3 * bd))  # three parts an example: programs enough, and few reductions
     return Tile(bt, bd, bo, warps=8 if bd * bo * dtype.itemsize > 8192 else 4, stages=3, span=span)
+
+
+def _positions_at_once(positions: int, most: int) -> int:
+    """As many as fit, unless most of the last round would be idle: 65 (patches and a class token) are three of 32."""
+    if positions <= most:
+        return _power_of_two(positions)
+    rounds = {bt: -(-positions // bt) * bt for bt in (16, 32, 64) if bt <= most}
+    return max(bt for bt, padded in rounds.items() if 4 * padded <= 5 * rounds[16])
 
 
 def _power_of_two(n: int) -> int:

@@ -7,7 +7,7 @@ parameters. Used for training only; in evaluation the layer's own forward runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad
 from dpivon.privacy.layers.linear import linear
+from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import Observe, register_forward
 from dpivon.privacy.layers.uses import Dense, Outer, Use
 from dpivon.privacy.precision import wide
@@ -43,16 +44,20 @@ def attention(
     s, heads = k.shape[1], layer.num_heads
     q, k, v = (x.reshape(b, -1, heads, e // heads).transpose(1, 2) for x in (q, k, v))
     mask = _mask(layer, attn_mask, key_padding_mask, (b, heads, t, s), q)
-    scores = q @ k.mT / math.sqrt(e // heads)
-    weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-    dropped = F.dropout(weights, layer.dropout, layer.training)
-    mixed = (dropped @ v).transpose(1, 2).reshape(b, t, e)
+    weights: Tensor | None = None
+    if need_weights or (layer.dropout and layer.training):
+        scores = q @ k.mT / math.sqrt(e // heads)
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        heard = F.dropout(weights, layer.dropout, layer.training) @ v
+    else:  # as the layer itself: one kernel, and no weights in memory
+        heard = F.scaled_dot_product_attention(q, k, v, mask)
+    mixed = heard.transpose(1, 2).reshape(b, t, e)
     projection = layer.out_proj
     out = F.linear(mixed, projection.weight.detach(), None if projection.bias is None else projection.bias.detach())
     out = observe(out, lambda g: linear(projection, (mixed.detach(),), g))
     if not layer.batch_first:
         out = out.transpose(0, 1)
-    if not need_weights:
+    if not need_weights or weights is None:
         return out, None
     return out, weights.mean(1) if average_attn_weights else weights
 
@@ -64,7 +69,7 @@ def _project(
     free_bias = None if bias is None else bias.detach()
     e = layer.embed_dim
     if query is key and key is value:
-        packed = observe(F.linear(query, weight, free_bias), lambda g: _uses(layer, query.detach(), g))
+        packed = observe(F.linear(query, weight, free_bias), lambda g: _uses(layer, query.detach(), g, projected))
         q, k, v = packed.chunk(3, dim=-1)
         return q, k, v
     outs = []
@@ -73,16 +78,19 @@ def _project(
         z = F.linear(x, weight[part], None if free_bias is None else free_bias[part])
 
         def uses(g: Tensor, x: Tensor = x, i: int = i) -> Mapping[Tensor, Use]:
-            return _uses(layer, x.detach(), F.pad(g, (i * e, (2 - i) * e)))  # a third of the packed gradient
+            # A third of the packed gradient: left unmade, because the three are added up.
+            return _uses(layer, x.detach(), F.pad(g, (i * e, (2 - i) * e)), Outer)
 
         outs.append(observe(z, uses))
     return outs[0], outs[1], outs[2]
 
 
-def _uses(layer: nn.MultiheadAttention, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
+def _uses(
+    layer: nn.MultiheadAttention, x: Tensor, g: Tensor, use: Callable[[Tensor, Tensor, torch.Size], Use]
+) -> Mapping[Tensor, Use]:
     uses: dict[Tensor, Use] = {}
     if layer.in_proj_weight.requires_grad:
-        uses[layer.in_proj_weight] = Outer(x.to(g.dtype), g, layer.in_proj_weight.shape)
+        uses[layer.in_proj_weight] = use(x.to(g.dtype), g, layer.in_proj_weight.shape)
     if layer.in_proj_bias is not None and layer.in_proj_bias.requires_grad:
         uses[layer.in_proj_bias] = Dense(wide(g).sum(1))
     return uses

@@ -1,4 +1,5 @@
-"""A convolution's weights on a GPU: norms and sums straight from its input and its output's gradient, nothing unfolded.
+"""A convolution's weights on a GPU: norms and sums straight from its input and its output's gradient, nothing unfolded. Linear
+layers are convolutions of one tap (:mod:`dpivon.privacy.layers.projected`).
 
 The kernels are in :mod:`dpivon.privacy.kernels.convs`, with the formulas.
 """
@@ -24,12 +25,14 @@ _LEAST = 1 / 16  # of S: a smaller rest is rounded off in the sum, so such an ex
 
 
 def takes(layer: _ConvNd, x: Tensor, g: Tensor) -> bool:
-    """Whether the kernels are there, wanted, and made for this convolution."""
+    """Whether kernels can be had for this convolution."""
+    return g.dim() == 4 and layer.groups == 1 and layer.padding_mode == "zeros" and kernels_take(x, g)
+
+
+def kernels_take(x: Tensor, g: Tensor) -> bool:
+    """Whether the kernels are there, wanted, and made for tensors like these."""
     return (
         conv_ops.wanted()
-        and g.dim() == 4
-        and layer.groups == 1
-        and layer.padding_mode == "zeros"
         and g.dtype in (torch.bfloat16, torch.float32)
         and conv_ops.device_takes(g.device)
         and conv_ops.shapes_fit(x, g)
@@ -81,8 +84,10 @@ class Convolved:
         c = c if self.struck is None else c.masked_fill(self.struck, 0.0)
         found = None if self.weight is None else self._statistics
         chunks = torch.ops.dpivon.conv_sums(self.x, self.g, c.float(), found, self.geometry.flat(), self.rows)
-        out, into, kh, kw = self.shape
-        total: Tensor = chunks.sum(0, dtype=torch.float64).view(kh, kw, into, out).permute(3, 2, 0, 1)
+        (kh, kw), into, out = self.geometry.kernel, self.x.shape[1], self.g.shape[1]
+        total: Tensor = (
+            chunks.sum(0, dtype=torch.float64).view(kh, kw, into, out).permute(3, 2, 0, 1).reshape(self.shape)
+        )
         return total if self.weight is None else pull_back(self.weight, total)
 
     def materialise(self) -> Tensor:

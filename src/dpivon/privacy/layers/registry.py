@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from dpivon.privacy.layers.uses import Dense, Use, outer_or_dense
+from dpivon.privacy.layers.projected import projected
+from dpivon.privacy.layers.uses import Dense, Use
 
 Rule = Callable[[Any, tuple[Any, ...], Tensor], Mapping[Tensor, Use]]
 Observe = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Use]]], Tensor]
@@ -100,7 +101,7 @@ def hugging_face_conv1d(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mappi
     g = g.reshape(len(g), -1, g.shape[-1])
     if layer.weight.requires_grad:
         a = inputs[0].to(g.dtype).reshape(len(g), -1, inputs[0].shape[-1])
-        uses[layer.weight] = outer_or_dense(a, g, layer.weight.shape, transposed=True)
+        uses[layer.weight] = projected(a, g, layer.weight.shape, transposed=True)
     if layer.bias.requires_grad:
         uses[layer.bias] = Dense(g.sum(1))
     return uses

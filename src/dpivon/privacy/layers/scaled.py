@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from dpivon.optim.metric import Factors
-from dpivon.privacy.layers.uses import Dense, Order, Outer, Rows, Use
+from dpivon.privacy.layers.uses import Dense, Order, Outer, Rows, Use, unfolded
 from dpivon.privacy.precision import wide
 
 
 def scaled(use: Use, factors: Factors) -> Use:
     """The use of D ⊙ g_i. An outer product stays one: ⟨D ⊙ (G ⊗ A)⟩ = (rows ⊙ G) ⊗ (columns ⊙ A), ghost norms and all."""
+    use = unfolded(use)
     if isinstance(use, Outer) and (sides := _sides(use, factors)) is not None:
         a, g = (_stretched(t, by) for t, by in zip((use.a, use.g), sides, strict=True))
         return Outer(a, g, use.shape, use.transposed, use.order)

@@ -128,7 +128,7 @@ class Outer:
             return self._norm_bound()
         if t * (p + d) < p * d and 4 * b * p * d > memory_cap(self.a) and not capturing():
             return self._ghost_norm()
-        return self._chunked_norm(torch.arange(b, device=self.a.device))
+        return _made_norms(self.a, self.g)
 
     def _norm_bound(self) -> Tensor:
         """‖A‖²‖G‖², the squared norm itself if T = 1."""
@@ -146,13 +146,8 @@ class Outer:
         inexact = torch.finfo(out.dtype).eps * self._norm_bound() > 1e-6 * out
         loose = (inexact | underflown).nonzero().flatten()
         if len(loose):
-            out[loose] = self._chunked_norm(loose)
+            out[loose] = _made_norms(self.a[loose], self.g[loose])
         return out
-
-    def _chunked_norm(self, examples: Tensor) -> Tensor:
-        each = 4 * self.a.shape[2] * self.g.shape[2]
-        chunks = examples.split(max(1, memory_cap(self.a) // each))
-        return torch.cat([product(self.g[i].mT, self.a[i]).square().sum((1, 2)) for i in chunks])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         a, g = self.a, wide(self.g)
@@ -292,6 +287,13 @@ def settled(use: Use) -> Use:
 
 def memory_cap(t: Tensor) -> int:
     return MEMORY_CAP_CUDA if t.is_cuda else MEMORY_CAP
+
+
+def _made_norms(a: Tensor, g: Tensor) -> Tensor:
+    """‖Σ_t G_t ⊗ A_t‖² for every example, from gradients that are made some examples at a time."""
+    at_once = max(1, memory_cap(a) // (4 * a.shape[2] * g.shape[2]))
+    pairs = zip(a.split(at_once), g.split(at_once), strict=True)
+    return torch.cat([product(right.mT, left).square().sum((1, 2)) for left, right in pairs])
 
 
 def _squares(t: Tensor) -> Tensor:

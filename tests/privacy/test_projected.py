@@ -1,0 +1,201 @@
+"""Linear layers over several positions, which the kernels of convolutions take as convolutions of one tap; here with a plain
+computation in the kernels' place, on a GPU in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import plain_convs
+from dpivon.models import TextEncoder, VisionTransformer
+from dpivon.optim.metric import Factors
+from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.layers import uses
+from dpivon.privacy.layers.convolved import Convolved
+from dpivon.privacy.layers.projected import projected
+from dpivon.privacy.layers.registry import hugging_face_conv1d, rule_for
+from dpivon.privacy.layers.scaled import scaled
+from dpivon.privacy.layers.uses import Dense, Outer, merge
+from dpivon.stacked import AnyNetwork
+from dpivon.variational.layers import SpreadLinear
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    plain_convs.register()
+    monkeypatch.setattr(conv_ops, "device_takes", lambda device: True)
+    with conv_ops.kernels(on=True):
+        yield
+
+
+def operands(examples=5, positions=17, d=16, p=48, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    a, g = (torch.randn(examples, positions, n, generator=generator).to(dtype) for n in (d, p))
+    return a, g
+
+
+def exact(a, g, transposed=False):
+    gradients = g.double().mT @ a.double()
+    return gradients.mT if transposed else gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_norms_and_sums_are_those_of_the_definition_and_a_struck_example_counts_for_nothing(transposed, dtype):
+    a, g = operands(dtype=dtype)
+    each = exact(a, g, transposed)
+    a[2, 3, 1], g[2, 5, 7] = float("nan"), float("inf")
+    use = projected(a, g, each.shape[1:], transposed)
+    assert isinstance(use, Convolved)
+    norms, kept = use.squared_norm().sqrt(), torch.arange(5) != 2
+    assert not torch.isfinite(norms[2])
+    torch.testing.assert_close(norms[kept], each.flatten(1).norm(dim=1)[kept], rtol=1e-6, atol=0.0)
+    c = torch.rand(5, dtype=torch.float64) * kept
+    total = use.without(~kept).weighted_sum(c)
+    assert total.dtype == torch.float64
+    torch.testing.assert_close(total, (each[kept] * c[kept].view(-1, 1, 1)).sum(0), rtol=1e-5, atol=1e-5)
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's, as far as its rule reads it."""
+
+    def __init__(self, d, p):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(d, p)), nn.Parameter(torch.randn(p))
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule"), [(nn.Linear(16, 48), rule_for(nn.Linear(1, 1))), (Conv1D(16, 48), hugging_face_conv1d)]
+)
+def test_rules_of_linear_layers_take_the_kernels(layer, rule):
+    a, g = operands()
+    use = rule(layer, (a,), g)[layer.weight]
+    assert isinstance(use, Convolved)
+    total = exact(a, g, transposed=layer.weight.shape == (16, 48)).sum(0)
+    torch.testing.assert_close(use.weighted_sum(torch.ones(5)), total, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_are_taken_where_they_read_less(monkeypatch):
+    def kind(**options):
+        a, g = operands(**options)
+        return type(projected(a, g, torch.Size((g.shape[2], a.shape[2]))))
+
+    assert kind() is Convolved
+    assert kind(positions=1) is Outer  # its norm is free
+    assert kind(p=40) is Dense  # not made for the kernels
+    assert kind(dtype=torch.float64) is Dense
+    assert kind(positions=256, d=16, p=16) is Dense  # the gradient is smaller than what it is made of
+    assert kind(positions=256, d=256, p=256) is Convolved
+    assert kind(positions=257, d=256, p=256) is Dense  # to make it twice takes longer than to keep it
+    monkeypatch.setattr(uses, "MEMORY_CAP", 0)
+    assert kind(positions=257, d=256, p=256) is Convolved  # which cannot be kept
+    with conv_ops.kernels(on=False):
+        assert kind() is Outer
+
+
+def test_two_uses_of_one_weight_are_merged_with_their_cross_terms():
+    a, g = operands(examples=6)
+    shape = torch.Size((48, 16))
+    merged = merge([projected(a[:3], g[:3], shape), projected(a[3:], g[3:], shape)])
+    each = exact(a[:3], g[:3]) + exact(a[3:], g[3:])
+    torch.testing.assert_close(merged.squared_norm().double().sqrt(), each.flatten(1).norm(dim=1), rtol=1e-5, atol=0.0)
+
+
+def test_rows_of_one_example_add_up_before_they_are_measured():
+    a, g = operands(examples=6)
+    use = projected(a, g, torch.Size((48, 16))).grouped(2)
+    each = exact(a, g).unflatten(0, (3, 2)).sum(1)
+    torch.testing.assert_close(use.squared_norm().sqrt(), each.flatten(1).norm(dim=1), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(use.weighted_sum(torch.ones(3)), each.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0, uses.MEMORY_CAP])
+def test_a_metric_stretches_what_the_kernels_left_unmade(monkeypatch, cap):
+    monkeypatch.setattr(uses, "MEMORY_CAP", cap)
+    a, g = operands()
+    d = torch.rand(48, 1) * torch.rand(1, 16)
+    use = scaled(projected(a, g, torch.Size((48, 16))), Factors.of(d))
+    assert isinstance(use, Dense if cap else Outer)
+    each = exact(a, g) * d
+    torch.testing.assert_close(use.squared_norm().double().sqrt(), each.flatten(1).norm(dim=1), rtol=1e-5, atol=0.0)
+
+
+def test_a_gaussian_layer_keeps_its_rule():
+    """Its spread's gradients are scaled element by element, of which the kernels know nothing."""
+    layer = SpreadLinear(16, 48)
+    layer.initial_std = 0.1
+    a, g = operands()
+    got = rule_for(layer)(layer, (a,), g)
+    with conv_ops.kernels(on=False):
+        expected = rule_for(layer)(layer, (a,), g)
+    for p, use in expected.items():
+        assert type(got[p]) is type(use)
+        torch.testing.assert_close(got[p].squared_norm(), use.squared_norm())
+
+
+# ---- whole networks, as a GPU compiles and captures them
+
+
+def text():
+    return TextEncoder(vocabulary=30, length=20, width=16, heads=2, depth=2)
+
+
+def vision():
+    return VisionTransformer(image_size=20, patch=4, width=32, heads=2, depth=1)
+
+
+@pytest.mark.parametrize(("build", "weights"), [(text, 8), (vision, 5)])
+def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypatch, build, weights):
+    """With spare rows and, where inputs can be, a non-finite example; no example's weight gradient is made."""
+    generator = torch.Generator().manual_seed(0)
+    if build is text:
+        inputs = torch.randint(0, 30, (9, 20), generator=generator)
+    else:
+        inputs = torch.randn(9, 3, 20, 20, generator=generator)
+        inputs[4] = float("nan")
+    labels = torch.randint(0, 4, (9,), generator=generator)
+    places = torch.cat([torch.arange(9), torch.full((2,), 9)]).unsqueeze(0)
+    batch = Batch(inputs, labels, torch.zeros(9), torch.tensor([0, 9]), places, torch.arange(9))
+    network, bound, programs = AnyNetwork(build), torch.tensor([0.5]), []
+    theta = network.initial(0).unsqueeze(0)
+    with conv_ops.kernels(on=False):
+        expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
+    traced = PaddedGradients(network, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(
+        "dpivon.privacy.kernels.padded.compiled", lambda program, device: programs.append(program) or program
+    )
+    torch.testing.assert_close(traced.clipped_sums(theta, batch, bound), expected, rtol=1e-4, atol=1e-6)
+    nodes = [node for node in programs[0].graph.nodes if node.op == "call_function"]
+    called = [node.target for node in nodes]
+    assert called.count(torch.ops.dpivon.conv_statistics.default) == weights
+    assert called.count(torch.ops.dpivon.conv_sums.default) == weights
+    made = {tuple(p.shape) for p in network.template().parameters() if p.numel() >= 256 and p.dim() == 2}
+    values = [(n.target, n.meta.get("val")) for n in nodes if n.target is not torch.ops.dpivon.conv_sums.default]
+    shapes = [(target, tuple(v.shape)) for target, v in values if isinstance(v, torch.Tensor)]
+    assert not [target for target, shape in shapes if shape[:1] == (11,) and shape[1:] in made]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_example_moves_the_traced_sum_of_a_transformer_by_more_than_c(dtype):
+    """Coherent examples of which one is taken away: the very tensor that gets the noise, with every gradient materialised."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(1, 3, 20, 20, generator=generator) + 0.01 * torch.randn(130, 3, 20, 20, generator=generator)
+    labels, network, bound = torch.zeros(130, dtype=torch.int64), AnyNetwork(vision), torch.tensor([0.1])
+    theta = network.initial(0).unsqueeze(0)
+    with conv_ops.kernels(on=False):
+        program = PaddedGradients(network, torch.device("cpu"), dtype)
+
+        def total(places):
+            places = torch.cat([places, torch.full((131 - len(places),), 130)]).unsqueeze(0)
+            batch = Batch(images, labels, torch.zeros(130), torch.tensor([0, 130]), places, torch.arange(130))
+            return program.clipped_sums(theta, batch, bound)
+
+        everyone = torch.arange(130)
+        whole = total(everyone)
+        for gone in (0, 64, 129):
+            moved = float((whole - total(everyone[everyone != gone])).norm())
+            assert 0.05 < moved <= 0.1 * (1 + 1e-5), gone
