@@ -48,7 +48,7 @@ def variants(steps, whole):
         RAMP: {},
         CAP: {"ramp": 0.0, "steps": float(max(steps, 400))},  # r w/√400 = w/4
     }
-    if whole:
+    if whole and steps <= 24:
         steady["ramp of 100"] = {"ramp": 100.0}
         steady["ramp of 2,500"] = {"ramp": 2500.0}
         steady["no ramp, no momentum"] = {"ramp": 0.0, "beta1": 0.0}
@@ -69,7 +69,7 @@ class FashionPart(Fashion):
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a network on a data set, at these (b, T); ``whole`` has every variant."""
+    """What is trained: a network on a data set, at these (b, T); ``whole`` has every variant where steps are few."""
 
     title: str
     data: type
@@ -101,7 +101,7 @@ TASKS = {
         Digits,
         AnyNetwork(SmallCNN),
         (1, 8, 8),
-        ((128, 8), (128, 12), (128, 24), (128, 64), (512, 12), (512, 24)),
+        ((128, 12), (128, 24), (128, 64), (512, 12)),
         True,
     ),
     "fashion-mlp": Task(
@@ -221,7 +221,7 @@ def table(rows, key):
     for batch, steps in dict.fromkeys((r["b"], r["T"]) for r in rows):
         for epsilon in EPSILONS:
             values = [[score(r, "test", "raw", key) for r in of(rows, batch, steps, epsilon, m)] for m in labels]
-            cells = " | ".join(f"{fmean(v):.3f} ± {stdev(v):.3f}" for v in values)
+            cells = " | ".join(f"{fmean(v):.3f} ± {stdev(v):.3f}" if v else "" for v in values)
             lines.append(f"| {batch} | {steps} | {epsilon:g} | {cells} |")
     return lines
 

@@ -122,7 +122,7 @@ def test_a_stack_chooses_as_its_runs_do_alone_and_its_ledger_comes_first(tmp_pat
 
 def test_an_unknown_plan_and_a_known_one_differ_by_the_rate_alone() -> None:
     x, y = data()
-    run = Run("dp-steady", 1, 1.0, 1.0, 5.0, 20)
+    run = Run("dp-steady", 1, 1.0, 1.0, 5.0, 20, {"ramp": 0.0})
     known, unknown = (Stack([run], AnyNetwork(build), x, y, steps=steps) for steps in (400, 0))
     start = known.mean.clone()
     for stack in (known, unknown):
