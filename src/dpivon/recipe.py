@@ -3,7 +3,7 @@
 What is in it, and why (docs/strong-privacy.md has the measurements, part by part):
 
 1. **A step in units of the weights** (``dp-steady``): α = 5 w/√T, divided by the root mean square of what is released, whose
-   noise is known. σ, C, b and T drop out of the choice.
+   noise is known. σ, C, b and T drop out of the choice. Where T is below 400 the first steps climb to it.
 2. **Averaged iterates** over the last tenth of the training: noise moves every iterate, and averaging loses most of it.
 3. **A posterior as wide as the iterates are spread** in that window; predictions average over draws of it.
 4. **A private temperature**, chosen on the training data itself and charged to the same account. Training under privacy
