@@ -65,7 +65,8 @@ def steady(
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
-        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, or ``lr=`` for another r than 5.
+        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, ``lr=`` for another r than 5, or ``options={"ramp": 0}`` for
+            first steps of full size however few there are.
     """
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
