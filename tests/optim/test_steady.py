@@ -191,3 +191,16 @@ def test_a_plan_in_epochs_tells_the_step_and_the_average() -> None:
 def test_what_cannot_be_used_is_named(name: str, options: dict[str, float], match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         dpivon.method(name, nn.Linear(2, 2), dataset_size=5, **options)
+
+
+def test_a_state_from_before_an_option_goes_on_with_what_the_optimizer_was_made_with() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    saved = SteadyOptimizer([weight], lr=5.0, ess=10.0, steps=100.0).state_dict()
+    del saved["param_groups"][0]["ramp"]
+    optimizer = SteadyOptimizer([weight], lr=2.0, ess=10.0, steps=50.0, ramp=9.0)
+    optimizer.load_state_dict(saved)
+    assert {k: optimizer.param_groups[0][k] for k in ("lr", "steps", "ramp")} == {
+        "lr": 5.0,
+        "steps": 100.0,
+        "ramp": 9.0,
+    }
