@@ -11,9 +11,10 @@ from dpivon.models import MLP, CompactCNN
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.evaluate import drawn, entropy, predicted, seen
-from dpivon.study.passes import EagerPasses, compiled, eager_will_do
-from dpivon.study.passes.choice import SWITCH, apart, fast_ways, first_that_agrees
+from dpivon.study.passes import compiled
+from dpivon.study.passes.choice import SWITCH, apart, eager_will_do, fast_ways, first_that_agrees
 from dpivon.study.passes.compiled import CompiledPasses
+from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
 
 CPU = torch.device("cpu")
