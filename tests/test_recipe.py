@@ -120,9 +120,35 @@ def test_a_stack_chooses_as_its_runs_do_alone_and_its_ledger_comes_first(tmp_pat
     kept.close()
 
 
+def test_a_ramp_changes_no_bit_of_a_long_plan_and_shortens_the_start_of_a_short_one() -> None:
+    x, y = data()
+
+    def trained(steps: int, **options: float) -> Tensor:
+        stack = Stack([Run("dp-steady", 1, 1.0, 1.0, 10.0, 20, options)], AnyNetwork(build), x, y, steps=steps)
+        start = stack.mean.clone()
+        for _ in stack.train(1):
+            pass
+        return stack.mean - start
+
+    assert torch.equal(trained(400), trained(400, ramp=0.0))
+    short = trained(25)
+    assert torch.equal(short, trained(400))  # the first step of a short plan is that of one as long as the ramp
+    torch.testing.assert_close(trained(25, ramp=0.0), 4 * short, rtol=1e-3, atol=1e-4)
+    settings: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "batch_size": 60, "epochs": 2, "seed": 3}
+    torch.manual_seed(1)
+    model = build()
+    plain, climbing = (dpivon.steady(model, x, y, **settings, **o) for o in ({"options": {"ramp": 0.0}}, {}))
+    first = torch.cat([p.detach().flatten() for p in model.parameters()])
+    moved = [
+        float((torch.cat([v.flatten() for v in made.predictor.posterior.mean.values()]) - first).norm())
+        for made in (plain, climbing)
+    ]
+    assert moved[1] < 0.5 * moved[0]  # through the recipe too: four steps of .05 to .2 r w, each .5 r w without a ramp
+
+
 def test_an_unknown_plan_and_a_known_one_differ_by_the_rate_alone() -> None:
     x, y = data()
-    run = Run("dp-steady", 1, 1.0, 1.0, 5.0, 20)
+    run = Run("dp-steady", 1, 1.0, 1.0, 5.0, 20, {"ramp": 0.0})
     known, unknown = (Stack([run], AnyNetwork(build), x, y, steps=steps) for steps in (400, 0))
     start = known.mean.clone()
     for stack in (known, unknown):

@@ -3,7 +3,7 @@
 What is in it, and why (docs/strong-privacy.md has the measurements, part by part):
 
 1. **A step in units of the weights** (``dp-steady``): α = 5 w/√T, divided by the root mean square of what is released, whose
-   noise is known. σ, C, b and T drop out of the choice.
+   noise is known. σ, C, b and T drop out of the choice. Where T is below 400 the first steps climb to it.
 2. **Averaged iterates** over the last tenth of the training: noise moves every iterate, and averaging loses most of it.
 3. **A posterior as wide as the iterates are spread** in that window; predictions average over draws of it.
 4. **A private temperature**, chosen on the training data itself and charged to the same account. Training under privacy
@@ -65,7 +65,8 @@ def steady(
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
-        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, or ``lr=`` for another r than 5.
+        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, ``lr=`` for another r than 5, or ``options={"ramp": 0}`` for
+            first steps of full size however few there are.
     """
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)

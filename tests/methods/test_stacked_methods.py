@@ -45,6 +45,7 @@ def options_of(name: str) -> dict[str, float]:
         "weight_decay": 0.05,
         "momentum": 0.7,
         "fade": 0.8,
+        "ramp": 90.0,
     }
     return {key: value for key, value in special.items() if key in DEFAULTS[name]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +12,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
 from dpivon import ArgumentError, Release
+from dpivon.demo.data import load_digits
+from dpivon.models import SmallCNN
 from dpivon.optim.average import window_decay
 from dpivon.optim.steady import SteadyOptimizer
 from dpivon.optim.steady_rule import Steady, weight_scale
+from dpivon.stacked import AnyNetwork, Run, Stack
 
 
-def walk(steps: int, noise: float, *, known: bool, r: float = 3.0, size: float = 0.2) -> float:
+def walk(steps: int, noise: float, *, known: bool = True, r: float = 3.0, size: float = 0.2, **hyper: float) -> float:
     """Root mean square displacement after so many releases of nothing but noise, over w."""
     generator = torch.Generator().manual_seed(steps)
     p = nn.Parameter(size * torch.randn(40, 50, generator=generator))
     start = p.detach().clone()
-    hyper = {"ess": 1.0, "steps": float(steps) if known else 0.0, "weight_decay": 0.0}
+    hyper = {"ess": 1.0, "steps": float(steps) if known else 0.0, "weight_decay": 0.0, **hyper}
     optimizer = SteadyOptimizer([p], lr=r, **hyper)
     for _ in range(steps):
         g = noise * torch.randn(p.shape, generator=generator)
@@ -36,18 +40,93 @@ def test_noise_alone_moves_the_weights_by_r_times_their_size(steps: int, noise: 
     assert walk(steps, noise, known=True) == pytest.approx(3.0, rel=0.1)
 
 
+def carried(steps: int, *, beta1: float, ramp: float) -> float:
+    """How far noise alone carries the weights, over r w: release k moves them by c_k of itself, and the c_k² add up."""
+    a = [min(1.0 / math.sqrt(steps), t / math.sqrt(ramp) if ramp else math.inf) for t in range(1, steps + 1)]
+    times = range(1, steps + 1)
+    share = [[a[t - 1] * (1 - beta1) * beta1 ** (t - k) / (1 - beta1**t) for t in times if t >= k] for k in times]
+    return math.sqrt(sum(sum(c) ** 2 for c in share))
+
+
+@pytest.mark.parametrize("ramp", [0.0, 400.0, 2500.0])
+@pytest.mark.parametrize("steps", [8, 12, 60])
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_with_few_steps_noise_moves_them_as_far_as_the_ramp_says(steps: int, beta1: float, ramp: float) -> None:
+    expected = carried(steps, beta1=beta1, ramp=ramp)
+    assert walk(steps, 1.0, beta1=beta1, ramp=ramp, curvature_decay=0.999) == pytest.approx(3.0 * expected, rel=0.06)
+
+
+def test_with_the_ramp_noise_never_carries_the_weights_much_beyond_r_times_their_size() -> None:
+    """Without one momentum counts the first releases several times, which few steps do not make up for."""
+    assert max(carried(steps, beta1=0.9, ramp=400.0) for steps in (1, 2, 4, *range(8, 64, 8), 100, 200)) < 1.08
+    assert carried(12, beta1=0.9, ramp=0.0) > 1.2
+
+
+@pytest.mark.parametrize("steps", [0, 4, 12, 100, 399])
+def test_the_t_th_step_is_at_most_t_times_that_of_a_plan_as_long_as_the_ramp(steps: int) -> None:
+    hyper = {"lr": 5.0, "scale": 0.2, "steps": float(steps), "fade": 0.0, "ramp": 400.0}
+    plain = {**hyper, "ramp": 0.0}
+    for t in range(1, steps + 50):
+        full, first = Steady().rate(plain, t), 5.0 * 0.2 / math.sqrt(400.0)
+        assert Steady().rate(hyper, t) == pytest.approx(min(full, t * first), rel=1e-12)
+    assert Steady().rate(hyper, 1) == pytest.approx(0.25 * 0.2)  # a quarter of a weight, for the default r
+    climbed = math.ceil(math.sqrt(400.0 / steps) if steps else 100.0 ** (1 / 3))
+    assert Steady().rate(hyper, climbed) == Steady().rate(plain, climbed)
+    assert Steady().rate(hyper, climbed - 1) < Steady().rate(plain, climbed - 1)
+
+
+@pytest.mark.parametrize("r", [2.5, 5.0, 10.0, 40.0])
+def test_a_plan_as_long_as_the_ramp_is_what_it_was_to_the_bit(r: float) -> None:
+    """Studies that ran without a ramp are repeated by a library that has one, at any rate."""
+    steps = [400.0, 401.0, 990.0, 2940.0]
+    columns = {"lr": [r] * 4, "scale": [0.0184] * 4, "steps": steps, "fade": [0.0, 0.7, 0.0, 1.0]}
+    rows = {key: torch.tensor(value).unsqueeze(1) for key, value in columns.items()}
+    for t in (1, 2, 3, 7, 50, 400, 3000):
+        planned, fade = rows["steps"], rows["fade"]
+        left = 1.0 - fade * ((torch.tensor(float(t)) - 0.5) / planned).clamp(max=1.0)
+        before = planned.rsqrt() * left * (1.0 - fade + fade * fade / 3.0).rsqrt()
+        made = Steady().rate({**rows, "ramp": torch.full((4, 1), 400.0)}, torch.tensor(t))
+        assert torch.equal(made, rows["lr"] * rows["scale"] * before)
+        for i in range(4):
+            alone = {key: value[i] for key, value in columns.items()}
+            assert Steady().rate({**alone, "ramp": 400.0}, t) == Steady().rate({**alone, "ramp": 0.0}, t)
+
+
+def test_few_steps_leave_the_hidden_units_of_a_network_alive() -> None:
+    """σ is that of ε = 8. Without a ramp the first steps kill a ReLU layer."""
+    digits = load_digits()
+    network, steps, seeds = AnyNetwork(SmallCNN), 12, 2
+    runs = [Run("dp-steady", 1 + i, 0.62, 1.0, 5.0, 128, {"ramp": ramp}) for i, ramp in enumerate([0.0, 400.0] * seeds)]
+    start = torch.stack([network.initial(i // 2) for i in range(len(runs))])
+    stack = Stack(runs, network, digits.train.x, digits.train.y, start=start, steps=steps)
+    for _ in stack.train(steps):
+        pass
+    alive = []
+    for i in range(len(runs)):
+        model: Any = stack.model(i)
+        with torch.no_grad():
+            hidden = model.head.hidden(model.head.flatten(model.features(digits.validation.x)))
+        alive.append(float((hidden > 0).any(0).double().mean()))
+    for without, climbing in zip(alive[0::2], alive[1::2], strict=True):  # .09 and .34, .13 and .66 when it was written
+        assert without < 0.25
+        assert climbing > 2 * without
+
+
 def test_where_nobody_knows_the_number_of_steps_it_takes_as_much_way() -> None:
     steps = 2500
-    hyper = {"lr": 3.0, "scale": 0.2, "steps": 0.0, "fade": 1.0}  # and nothing to fade by
+    hyper = {"lr": 3.0, "scale": 0.2, "steps": 0.0, "fade": 1.0, "ramp": 0.0}  # and nothing to fade by
     rates = [Steady().rate(hyper, t) for t in range(1, steps + 1)]
     assert sum(rates) == pytest.approx(steps * 3.0 * 0.2 / math.sqrt(steps), rel=0.02)
+    climbing = [Steady().rate({**hyper, "ramp": 400.0}, t) for t in range(1, steps + 1)]
+    assert climbing[4:] == rates[4:]  # t r w/√400 is above r w/(2√t) from t = 100^(1/3) on
+    assert sum(climbing[:4]) < 0.5 * sum(rates[:4])
     # and noise, of which the first steps are larger, carries it less than twice as far
     assert 3.0 < walk(400, 1.0, known=False) < 6.0
 
 
 @pytest.mark.parametrize("fade", [0.0, 0.5, 1.0])
 def test_a_step_that_fades_ends_at_its_share_and_carries_noise_as_far(fade: float) -> None:
-    steps, hyper = 500, {"lr": 3.0, "scale": 0.2, "steps": 500.0, "fade": fade}
+    steps, hyper = 500, {"lr": 3.0, "scale": 0.2, "steps": 500.0, "fade": fade, "ramp": 400.0}
     rates = [Steady().rate(hyper, t) for t in range(1, steps + 1)]
     assert sum(a * a for a in rates) == pytest.approx((3.0 * 0.2) ** 2, rel=1e-4)
     assert rates[-1] / rates[0] == pytest.approx(1.0 - fade, abs=2e-3)
@@ -58,11 +137,12 @@ def test_a_step_that_fades_ends_at_its_share_and_carries_noise_as_far(fade: floa
 
 def test_rates_of_rows_are_those_of_runs() -> None:
     hyper = {"lr": [[5.0], [2.0], [2.0]], "scale": [[0.1], [0.3], [0.3]], "steps": [[0.0], [64.0], [64.0]]}
-    hyper["fade"] = [[1.0], [0.0], [0.8]]
-    rows = Steady().rate({k: torch.tensor(v) for k, v in hyper.items()}, torch.tensor(9))
-    for i in range(3):
-        alone = Steady().rate({key: value[i][0] for key, value in hyper.items()}, 9)
-        assert float(rows[i]) == pytest.approx(alone, rel=1e-6)
+    hyper |= {"fade": [[1.0], [0.0], [0.8]], "ramp": [[400.0], [0.0], [2500.0]]}
+    for t in (1, 2, 9):
+        rows = Steady().rate({k: torch.tensor(v) for k, v in hyper.items()}, torch.tensor(t))
+        for i in range(3):
+            alone = Steady().rate({key: value[i][0] for key, value in hyper.items()}, t)
+            assert float(rows[i]) == pytest.approx(alone, rel=1e-6)
 
 
 def test_the_unit_is_the_size_of_matrices_and_kernels() -> None:
@@ -105,8 +185,22 @@ def test_a_plan_in_epochs_tells_the_step_and_the_average() -> None:
         ("dp-sgd", {"trace": -1.0, "ema": 0.9}, "trace=-1.0"),
         ("dp-steady", {"steps": -1.0}, "steps=-1.0"),
         ("dp-steady", {"scale": 0.0}, "scale=0.0"),
+        ("dp-steady", {"ramp": -1.0}, "ramp=-1.0"),
     ],
 )
 def test_what_cannot_be_used_is_named(name: str, options: dict[str, float], match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         dpivon.method(name, nn.Linear(2, 2), dataset_size=5, **options)
+
+
+def test_a_state_from_before_an_option_goes_on_with_what_the_optimizer_was_made_with() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    saved = SteadyOptimizer([weight], lr=5.0, ess=10.0, steps=100.0).state_dict()
+    del saved["param_groups"][0]["ramp"]
+    optimizer = SteadyOptimizer([weight], lr=2.0, ess=10.0, steps=50.0, ramp=9.0)
+    optimizer.load_state_dict(saved)
+    assert {k: optimizer.param_groups[0][k] for k in ("lr", "steps", "ramp")} == {
+        "lr": 5.0,
+        "steps": 100.0,
+        "ramp": 9.0,
+    }

@@ -28,6 +28,7 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "trace": (_NOT_NEGATIVE, "Use 1 for the spread of the iterates itself, or 0 for none"),
     "steps": (_NOT_NEGATIVE, "Use the planned number of steps, or 0 where nobody knows it"),
     "fade": (_SHARE, "Use 0 for a constant step, or 1 for one that shrinks to nothing"),
+    "ramp": (_NOT_NEGATIVE, "Use 400, or 0 for a first step of full size however few there are"),
     "scale": (_POSITIVE, "Use the root mean square of the first weights"),
     "anneal": ({"at_least": 0.0, "below": 1.0}, "Use about 0.999, or 0 for the whole width at once"),
     "curvature_decay": ({"at_least": 0.0, "below": 1.0}, "Use about 0.99; 0 remembers nothing"),

@@ -132,7 +132,11 @@ class RuleOptimizer(Optimizer):
             group[name] = check_hyper(name, group[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = self.param_groups
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, before, strict=True):
+            for name in self.rule.defaults:
+                group.setdefault(name, own[name])  # saved before the rule had this one: it is what it was made with
         restore(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class SteadyOptimizer(CalmOptimizer):
         lr: r, dimensionless.
         curvature: an estimator of a second moment, by name or as an object.
         scale: w; by default that of the parameters as they are now.
-        **hyper: ``ess`` (N_ess, needed), ``steps`` T, and the other hyperparameters of the rule.
+        **hyper: ``ess`` (N_ess, needed), ``steps`` T, ``ramp`` R, and the other hyperparameters of the rule.
     """
 
     kind: ClassVar[type[Calm]] = Steady

@@ -10,11 +10,19 @@ the theory of noisy gradient descent asks for, distance over √T times the root
 r‖w‖ for the unknown distance. w is of the initialisation and T of the plan: both public. Where nobody knows T,
 α_t = r w / (2 √t) has the same Σ α_t over T steps.
 
+With few steps α is large, and the first of them goes one way: at T = 12 and r = 5 it moves every weight by 1.4 of its size,
+and most units of a ReLU layer never answer again. So the step climbs, by the step of a plan of ``ramp`` R steps each time:
+
+    α_t = min(r w / √T, t r w / √R) = r w / √max(T, R/t²)
+
+It is at its full size after √(R/T) steps. A plan of R steps or more is at once, and is what it was without a ramp, bit for bit.
+
 ``fade`` f lets the step shrink in a straight line to 1 − f of what it was, its mean square over the training unchanged:
 
     α_t = α (1 − f τ) / √(1 − f + f²/3),   τ = (t − ½)/T
 
-so that noise alone still carries the weights by r w, most of it early, where there is time to come back.
+so that noise alone still carries the weights by r w, most of it early, where there is time to come back. α is the one above,
+ramp included.
 """
 
 from __future__ import annotations
@@ -43,21 +51,24 @@ class Steady(Calm):
         "steps": 0.0,
         "scale": REQUIRED,
         "fade": 0.0,
+        "ramp": 400.0,
     }
 
     def rate(self, hyper: Hyper, t: Any) -> Any:
-        size, steps, fade = hyper["lr"] * hyper["scale"], hyper["steps"], hyper["fade"]
+        size, steps, fade, ramp = hyper["lr"] * hyper["scale"], hyper["steps"], hyper["fade"], hyper["ramp"]
         if isinstance(t, list):
             return [self.rate(hyper, each) for each in t]
         if isinstance(t, Tensor):
             now, planned = t.to(steps.dtype), steps.clamp(min=1.0)
             left = 1.0 - fade * ((now - 0.5) / planned).clamp(max=1.0)
-            known = planned.rsqrt() * left * (1.0 - fade + fade * fade / 3.0).rsqrt()
-            return size * torch.where(steps > 0, known, 0.5 * now.rsqrt())
+            least = ramp / (now * now)
+            known = torch.maximum(planned, least).rsqrt() * left * (1.0 - fade + fade * fade / 3.0).rsqrt()
+            return size * torch.where(steps > 0, known, torch.maximum(4.0 * now, least).rsqrt())
+        least = ramp / (t * t)
         if steps <= 0:
-            return size / (2.0 * math.sqrt(t))
+            return size / math.sqrt(max(4.0 * t, least))
         left = 1.0 - fade * min((t - 0.5) / steps, 1.0)
-        return size / math.sqrt(steps) * left / math.sqrt(1.0 - fade + fade * fade / 3.0)
+        return size / math.sqrt(max(steps, least)) * left / math.sqrt(1.0 - fade + fade * fade / 3.0)
 
 
 def weight_scale(tensors: Sequence[Tensor], shapes: Matrices) -> float:
