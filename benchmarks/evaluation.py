@@ -20,8 +20,8 @@ import torch
 from dpivon.models import CompactCNN, WideResNet
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.evaluate import drawn, label_scores, predicted
-from dpivon.study.passes import EagerPasses
 from dpivon.study.passes.choice import apart, fast_ways
+from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.work import hardware
 
 NETWORKS = {

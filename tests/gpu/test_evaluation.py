@@ -17,8 +17,9 @@ from dpivon.privacy.kernels.forward import MEMORY, Blocks, Forward
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.evaluate import drawn, label_scores, predicted
-from dpivon.study.passes import EagerPasses, chosen
+from dpivon.study.passes.choice import chosen
 from dpivon.study.passes.compiled import CompiledPasses
+from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
 
 DEVICE = torch.device("cuda")

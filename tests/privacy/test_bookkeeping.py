@@ -13,7 +13,7 @@ from opacus.layers import DPLSTM
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpivon import PrivacyError
+from dpivon import ArgumentError, PrivacyError
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum, row_norms
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
@@ -284,6 +284,36 @@ def test_attention_computes_what_the_layer_computes():
         torch.testing.assert_close(out, expected)
         if expected_weights is not None:
             torch.testing.assert_close(weights, expected_weights)
+
+
+def test_attention_refuses_the_masks_that_the_layer_refuses():
+    """One that only happens to fit would hide one example's keys from the others; one of integers would be added."""
+    layer, x = nn.MultiheadAttention(8, 2), torch.randn(6, 4, 8)  # six positions, four examples
+    refused = {
+        "key_padding_mask": [torch.zeros(6, 4, dtype=torch.bool), torch.zeros(4, 6, dtype=torch.long)],
+        "attn_mask": [torch.zeros(1, 6), torch.zeros(6, 8, 6), torch.zeros(4, 2, 6, 6), torch.zeros(6, 6).long()],
+        "is_causal": [True],
+    }
+    for name, values in refused.items():
+        for value in values:
+            with pytest.raises((AssertionError, RuntimeError)):
+                layer(x, x, x, **{name: value})
+            keeper = BookKeeper(layer, batch_first=False, loss_reduction="mean")
+            with pytest.raises(ArgumentError, match=f"{name}=.*Use |{name}=.*Give "):
+                layer(x, x, x, **{name: value})
+            keeper.detach_from_model()
+
+
+def test_attention_dropout_shows_in_the_weights_as_the_layer_shows_it():
+    layer, x = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).double(), torch.randn(3, 5, 8).double()
+    torch.manual_seed(1)
+    expected, expected_weights = layer(x, x, x, average_attn_weights=False)
+    keeper = BookKeeper(layer, batch_first=True, loss_reduction="mean")
+    torch.manual_seed(1)
+    out, weights = layer(x, x, x, average_attn_weights=False)
+    keeper.detach_from_model()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(weights, expected_weights)
 
 
 class Conv1D(nn.Module):

@@ -281,3 +281,31 @@ def test_gradients_of_two_passes_that_piled_up_all_the_same_are_not_summed():
         with pytest.raises(DpivonError, match=r"merged|batches"):
             run.optimizer.step()
         assert all(p.summed_grad is None for p in run.optimizer.params)
+
+
+@pytest.mark.parametrize("thaw", ["before backward", "after backward"])
+@pytest.mark.parametrize("freeze", ["between parts", "after backward"])
+def test_a_parameter_that_was_frozen_brings_nothing_of_an_earlier_batch_into_a_release(mode, freeze, thaw):
+    run = make(mode, data=alike(), max_grad_norm=C, optimizer=sgd)
+    (x, y), frozen = alike(), run.optimizer.params[-2]
+    next(iter(run.loader))
+    if freeze == "between parts":
+        run.optimizer.signal_skip_step(True)
+        run.optimizer.signal_skip_step(False)
+        run.step(x, y)
+        frozen.requires_grad_(False)
+        run.step(x, y)
+    else:
+        run.backward(x, y)
+        frozen.requires_grad_(False)
+        run.optimizer.step()
+    next(iter(run.loader))
+    run.optimizer.zero_grad()
+    frozen.requires_grad_(thaw == "before backward")
+    run.backward(x[:1], y[:1])
+    frozen.requires_grad_(True)
+    before = len(run.noise.sums)
+    run.optimizer.step()
+    assert count(torch.cat([s.flatten() for s in run.noise.sums[before:]])) <= 1 + 1e-5
+    if thaw == "after backward":
+        assert not run.noise.sums[before:][-2].any()

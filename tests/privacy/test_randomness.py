@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
-from dpivon import ArgumentError, BatchMemoryManager, Checkpoints, PrivacyEngine, PrivacyError
+from dpivon import IVON, ArgumentError, BatchMemoryManager, Checkpoints, PrivacyEngine, PrivacyError
 from dpivon.cli import app
 from dpivon.durable.ledger import read
 from dpivon.privacy import noise, streams
@@ -324,3 +324,37 @@ def test_a_generator_serves_its_own_kind_of_device(monkeypatch, own, asked, same
     given, child = SimpleNamespace(device=torch.device(own)), SimpleNamespace()
     monkeypatch.setattr("dpivon.privacy.noise.own_generator", lambda parent, device: child)
     assert TorchNoise(given)._on(torch.device(asked)) is (given if same else child)
+
+
+def seeded_with(seed: int, drawn: int = 0) -> torch.Generator:
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(drawn, generator=generator)
+    return generator
+
+
+@pytest.mark.parametrize("drawn", [0, 5])
+def test_noise_that_would_repeat_what_drew_the_batches_is_refused(drawn):
+    """With one seed for both, the noise of a coordinate is small where an example is in the batch."""
+    with pytest.raises(ArgumentError, match=r"noise_generator=.*data loader's generator.*Seed them differently"):
+        private(PrivacyEngine(), seeded_with(3, drawn), noise_generator=seeded_with(3))
+    with pytest.raises(ArgumentError, match="data loader's generator"):
+        private(PrivacyEngine(), torch.Generator(), noise_generator=torch.Generator())  # which torch seeds alike
+    private(PrivacyEngine(), seeded_with(3), noise_generator=seeded_with(4))
+    private(PrivacyEngine(), one := seeded_with(3), noise_generator=one)  # one after the other
+    private(PrivacyEngine(), renewed(torch.Generator()), noise_generator=renewed(torch.Generator()))
+
+
+def test_noise_that_a_posterior_sample_or_an_earlier_optimizer_shows_is_refused():
+    engine, loader = PrivacyEngine(), DataLoader(TensorDataset(*data()), batch_size=4)
+
+    def made(noise, optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1)):
+        net = nn.Linear(5, 3)
+        options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "noise_generator": noise}
+        return engine.make_private(module=net, optimizer=optimizer(net), data_loader=loader, **options)
+
+    with pytest.raises(ArgumentError, match="the optimizer's generator"):
+        made(seeded_with(3), lambda net: IVON(net.parameters(), lr=0.1, ess=1e4, generator=seeded_with(3)))
+    _, first, _ = made(seeded_with(3))
+    with pytest.raises(ArgumentError, match="noise of optimizer 0 of this engine"):
+        made(seeded_with(3))
+    made(first.generator)

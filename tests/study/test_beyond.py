@@ -24,9 +24,9 @@ from dpivon.study.datasets import load_data
 from dpivon.study.evaluate import Predicted, predicted
 from dpivon.study.evaluation import Evaluation
 from dpivon.study.merge import merge
-from dpivon.study.passes import EagerPasses
 from dpivon.study.passes.choice import first_that_agrees
 from dpivon.study.passes.compiled import CompiledPasses
+from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings

@@ -84,6 +84,24 @@ def test_cost_is_only_judged_where_stacks_held_one_method():
     }
 
 
+def test_cost_is_not_judged_across_loops_or_machines():
+    """IVON is twice as slow wherever both were timed, but was timed more often where everything is fast."""
+    mixed, diagnostics = rows(stack_methods=3)
+    runs = [r | {"stack_methods": 1, "stack_size": 1, "steps": 1} for r in mixed if r["batch_size"] == 128]
+    mine = [r for r in runs if r["method"] == IVON]
+    theirs = next(r for r in runs if r["method"] == "dp-adam")
+    slow = [mine[0] | {"seconds": 40.0, "hardware": "old"}, theirs | {"seconds": 20.0, "hardware": "old"}]
+    fast = [*(r | {"seconds": 2.0, "hardware": "new"} for r in mine), theirs | {"seconds": 1.0, "hardware": "new"}]
+    loop = [*(r | {"seconds": 4.0, "hardware": "new"} for r in mine), theirs | {"seconds": 2.0, "hardware": "new"}]
+    (cost,) = [c for c in Claims([*slow, *fast], diagnostics, averaged=False, timed=loop).all() if c.number == "D1"]
+    assert {(c.where.removeprefix("b = 128, one by one, "), c.numbers) for c in cost.comparisons} == {
+        ("new", "2e+03 against 1e+03 ms a step"),
+        ("new, in the ordinary loop", "4e+03 against 2e+03 ms a step"),
+        ("old", "4e+04 against 2e+04 ms a step"),
+    }
+    assert not any(c.holds for c in cost.comparisons)
+
+
 def test_verdicts_count_comparisons():
     def claim(held, of):
         return Claim("A1", "", tuple(Comparison("", i < held, "") for i in range(of))).verdict

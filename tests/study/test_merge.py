@@ -24,7 +24,8 @@ def machines(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         plan().write(folder / "study.json")
-        mine = [r | {"releases": releases, "epsilon": releases / 10} for r in made if r["batch_size"] in batches]
+        cost = {"releases": releases, "epsilon": releases / 10, "epsilon_tempered": releases / 8}
+        mine = [r | cost for r in made if r["batch_size"] in batches]
         ids = {r["id"] for r in mine}
         table.write(folder / "runs.csv", mine)
         table.write(folder / "diagnostics.csv", [d for d in diagnostics if d["id"] in ids], table.DIAGNOSTIC_COLUMNS)
@@ -40,6 +41,7 @@ def test_every_run_once_with_the_larger_epsilon(machines, tmp_path):
     found = table.read(out / "runs.csv")
     assert len({r["id"] for r in found}) == len(found) == 90
     assert {r["batch_size"]: r["epsilon"] for r in found} == {128: 10.0, 256: 12.0, 512: 12.0}
+    assert {r["batch_size"]: r["epsilon_tempered"] for r in found} == {128: 12.5, 256: 15.0, 512: 15.0}
     diagnostics = table.read(out / "diagnostics.csv")
     assert len(diagnostics) == 3 * sum(r["method"] == IVON for r in found)
     assert {p.parent.name: p.read_text() for p in out.glob("ledgers/*/*")} == {"id-a": "a", "id-b": "b"}
@@ -53,6 +55,20 @@ def test_a_ledger_that_was_half_copied_is_copied_again(machines, tmp_path):
     (tmp_path / "all" / "ledgers" / ".id-a" / "ledger.jsonl").write_text("ha")
     merge(tmp_path / "all", machines)
     assert [p.read_text() for p in (tmp_path / "all").glob("ledgers/*id-a/*")] == ["a"]
+
+
+def test_two_ledgers_of_one_id_are_both_kept(machines, tmp_path):
+    """A stack's folder was copied, and went on here and there: the row's ε is the larger, and so must a ledger say."""
+    for folder, text in zip(machines, ("begun, then a", "begun, then b and more"), strict=True):
+        (folder / "ledgers" / "shared").mkdir()
+        (folder / "ledgers" / "shared" / "ledger.jsonl").write_text(text)
+    out = tmp_path / "all"
+    for _ in range(2):
+        merge(out, machines)
+        kept = {p.parent.name: p.read_text() for p in out.glob("ledgers/*/*")}
+        assert kept == {
+            "id-a": "a", "id-b": "b", "shared": "begun, then a", "shared-2": "begun, then b and more",
+        }  # fmt: skip
 
 
 def test_another_plan_is_refused_before_anything_changes(machines, tmp_path):

@@ -9,12 +9,12 @@ from torch import nn
 from dpivon.errors import ArgumentError
 from dpivon.models import MLP, CompactCNN
 from dpivon.privacy.kernels.layout import Layout
-from dpivon.privacy.precision import full_precision
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.evaluate import drawn, entropy, predicted, seen
-from dpivon.study.passes import EagerPasses, compiled, eager_will_do
-from dpivon.study.passes.choice import SWITCH, apart, fast_ways, first_that_agrees
+from dpivon.study.passes import compiled
+from dpivon.study.passes.choice import SWITCH, apart, eager_will_do, fast_ways, first_that_agrees
 from dpivon.study.passes.compiled import CompiledPasses
+from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
 
 CPU = torch.device("cpu")
@@ -223,7 +223,16 @@ def test_who_is_asked_when(monkeypatch):
         eager_will_do(gpu, 10**9)
 
 
-def test_ways_in_their_order(monkeypatch):
+@pytest.fixture
+def convolutions():
+    """torch's switch for their precision, as it was afterwards."""
+    switch = torch.backends.cudnn.conv
+    before, switch.fp32_precision = switch.fp32_precision, "tf32"  # torch's default
+    yield switch
+    switch.fp32_precision = before
+
+
+def test_ways_in_their_order(monkeypatch, convolutions):
     monkeypatch.setattr(KernelPasses, "__init__", lambda self, layout, device: None)
     for name, expected in {
         "paper": ["kernels", "a compiled network, channels last", "a compiled network"],
@@ -232,5 +241,6 @@ def test_ways_in_their_order(monkeypatch):
     }.items():
         network, rows, _ = case(name)
         assert [make().name for make in fast_ways(network, rows[0])] == expected
-    with full_precision():
+    for precision in ("ieee", "none"):  # the second is what `cudnn.allow_tf32 = False` comes to
+        convolutions.fp32_precision = precision
         assert "kernels" not in [make().name for make in fast_ways(PaperNetwork(SMALL), PaperNetwork(SMALL).initial(0))]

@@ -37,6 +37,7 @@ from dpivon.privacy.ranks.wrappers import unwrap_parallel
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.twins import check_noise_alone
 
 
 class PrivacyEngine(OpacusVerbs):
@@ -157,6 +158,7 @@ class PrivacyEngine(OpacusVerbs):
                 raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
             if noise_generator is not None and self.secure_mode:
                 raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
+            check_noise_alone(noise_generator, self._generators_beside(optimizer, data_loader))
             sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
             trainable = [p for p in module.parameters() if p.requires_grad]
             clip = make_clipping(clipping, max_grad_norm, len(trainable))
@@ -247,6 +249,15 @@ class PrivacyEngine(OpacusVerbs):
                 return collector, dp_optimizer, loader
             ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
             return collector, dp_optimizer, ghost_criterion, loader
+
+    def _generators_beside(self, optimizer: Optimizer, data_loader: DataLoader[Any]) -> dict[str, Any]:
+        """Whatever else draws, or has drawn, by the names that a caller knows."""
+        earlier = [made for ref in self._made if (made := ref()) is not None]
+        return {
+            "the data loader's generator": data_loader.generator,
+            "the optimizer's generator": getattr(optimizer, "generator", None),
+            **{f"the noise of optimizer {i} of this engine": made.generator for i, made in enumerate(earlier)},
+        }
 
     def make_private_with_epsilon(
         self,

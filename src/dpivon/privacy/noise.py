@@ -120,7 +120,7 @@ def expanded(generator: torch.Generator, material: bytes) -> torch.Generator:
     drawn = hashlib.shake_256(material).digest(4 * _WORDS)
     if generator.device.type != "cpu":
         return generator.manual_seed(int.from_bytes(drawn[:8], "little") >> 1)
-    state = generator.manual_seed(_KNOWN_SEED).get_state()
+    state = generator.manual_seed(KNOWN_SEED).get_state()
     words = state[_WORDS_AT : _WORDS_AT + 8 * _WORDS].view(torch.int64) if len(state) == _STATE_BYTES else state[:0]
     if words[:2].tolist() != _KNOWN_WORDS:
         raise PrivacyError(
@@ -134,7 +134,7 @@ def expanded(generator: torch.Generator, material: bytes) -> torch.Generator:
 
 # The Mersenne twister in the state of a CPU generator: 624 words, each in eight bytes; and how it begins after a known seed.
 _STATE_BYTES, _WORDS_AT, _WORDS = 5056, 24, 624
-_KNOWN_SEED, _KNOWN_WORDS = 5489, [5489, 1301868182]
+KNOWN_SEED, _KNOWN_WORDS = 5489, [5489, 1301868182]
 
 
 def secure_uniform(n: int) -> Tensor:

@@ -71,7 +71,7 @@ class DPOptimizer(OpacusNames):
         self._batch = LogicalBatch()
         self._passes = ThetaPasses(source, watch)
         self._in_closure = False
-        sums.drop(self.params)
+        sums.drop(self.original_optimizer)
         self._connect()
 
     def _connect(self) -> None:
@@ -207,7 +207,7 @@ class DPOptimizer(OpacusNames):
         self._passes.clear(self.original_optimizer, keep_theta=self._batch.goes_on)
         if not self._batch.goes_on:
             self._batch.spec = None
-            sums.drop(self.params)
+            sums.drop(self.original_optimizer)
         self.original_optimizer.zero_grad(set_to_none)
 
     # ---- logical batches made of micro-batches

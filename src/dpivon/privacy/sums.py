@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
@@ -14,9 +14,9 @@ from dpivon.release import Release
 from dpivon.shards import like_parameter, local
 
 
-def drop(params: Sequence[Any]) -> None:
-    """Nothing is summed."""
-    for p in params:
+def drop(inner: Optimizer) -> None:
+    """Nothing is summed, also of a parameter that was frozen since: thawed, it would bring its part into another release."""
+    for p in _all(inner):
         p.summed_grad = None
 
 
@@ -45,14 +45,19 @@ def _check_unreleased(held: Sequence[Tensor | None]) -> None:
 
 
 def hand_over(release: Release, params: Sequence[Any], inner: Optimizer) -> None:
-    """The sum is spent, and ``p.grad`` is g_dp: raw gradients are gone, also of a parameter that was frozen after backward."""
-    for group in inner.param_groups:
-        for p in group["params"]:
-            p.grad = None
+    """The sum is spent, and ``p.grad`` is g_dp: raw gradients and sums are gone, also of a parameter that was frozen since."""
+    for p in _all(inner):
+        p.grad = None
+        if p not in release.gradients:
+            p.summed_grad = None
     released = TensorList([_shaped(release.gradients[p], local(p)) for p in params])
     for p, g in zip(params, released.copied([p.dtype for p in params]), strict=True):
         _mark_as_processed(p.summed_grad)
         p.grad = like_parameter(g, p)
+
+
+def _all(inner: Optimizer) -> Iterator[Any]:
+    return (p for group in inner.param_groups for p in group["params"])
 
 
 def _shaped(g: Tensor, p: Tensor) -> Tensor:

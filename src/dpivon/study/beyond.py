@@ -22,7 +22,7 @@ from dpivon.stacked import Stack
 from dpivon.study.datasets import StudyData
 from dpivon.study.evaluate import Predicted, entropy, gaussian, label_scores, predicted
 from dpivon.study.evaluation import HELD_OUT, Evaluation
-from dpivon.study.passes import Passes
+from dpivon.study.passes.way import Passes
 from dpivon.study.plan import Plan
 from dpivon.study.table import COVERAGES, OOD_SCORES, SELECTIVE, Row
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from dpivon import metrics
 from dpivon.data import MEAN, STD
 from dpivon.stacked import Network, Stack
-from dpivon.study.passes import EagerPasses, Passes
+from dpivon.study.passes.eager import EagerPasses
+from dpivon.study.passes.way import Passes
 from dpivon.study.table import SCORES
 
 BINS = 15

@@ -53,7 +53,7 @@ def _done(out: Path) -> set[str]:
 def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> dict[str, Any]:
     network = build_network(plan, data)
     assert isinstance(network, AnyNetwork)
-    seed = noise_seed(plan, run) ^ 1  # another stream than the stack's
+    seed = noise_seed(plan, run) ^ 1  # another stream than the stack's, and a third for the noise
     model = network.model(network.initial(first_seed(plan, run)).to(device))
     options: dict[str, Any] = dict(run.options) | ({"rescale_lr": False} if run.method.startswith("dp-ivon") else {})
     learner = make(run.method, model, dataset_size=data.size, lr=run.lr, **options)
@@ -70,7 +70,7 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
         noise_multiplier=run.noise_multiplier,
         max_grad_norm=run.max_grad_norm,
         grad_sample_mode="hooks",
-        noise_generator=torch.Generator(device).manual_seed(seed),
+        noise_generator=torch.Generator(device).manual_seed(seed ^ 2),
     )
     total, began = steps_of(run, plan.epochs, data.size), time.monotonic()
     while len(engine.accountant) < total:

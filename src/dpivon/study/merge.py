@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpivon.errors import bad
+from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
 from dpivon.study.folder import LEDGERS
 from dpivon.study.plan import read_plan
 
 #: Tables of several rows a run.
 BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "beyond.csv": table.BEYOND_COLUMNS}
+
+#: What a run cost. Columns that a table from before them lacks are empty.
+COST = ("epsilon", "epsilon_pld", "epsilon_tempered", "releases")
 
 
 def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
@@ -36,13 +41,13 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         if not (out / "study.json").exists():
             shutil.copy(folder / "study.json", out / "study.json")
         for ledger in sorted((folder / LEDGERS).glob("*/")):
-            _copy_whole(ledger, out / LEDGERS / ledger.name)
+            _copy_whole(ledger, out / LEDGERS)
         plan = read_plan(out / "study.json")
         mine = {row["id"]: row for row in table.read(out / plan.table)}
         theirs = table.read(folder / plan.table)
         new = {row["id"] for row in theirs} - mine.keys()
         dearer = [
-            mine[r["id"]] | {k: r[k] for k in ("epsilon", "epsilon_pld", "releases")}
+            mine[r["id"]] | {k: r.get(k) for k in COST}
             for r in theirs
             if r["id"] in mine and r["releases"] > mine[r["id"]]["releases"]
         ]
@@ -55,11 +60,21 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     return added
 
 
-def _copy_whole(source: Path, to: Path) -> None:
-    """Copy a ledger's folder, unless it is there: a ledger has an id of its own, so the same name is the same ledger."""
-    if to.exists():
-        return
+def _copy_whole(source: Path, folder: Path) -> None:
+    """Copy a ledger's folder, unless it is there. A stack whose folder was copied went on under one id on two machines, and
+    what either charged is to be seen: then the second gets a number."""
+    for number in itertools.count(1):
+        to = folder / (source.name if number == 1 else f"{source.name}-{number}")
+        if not to.exists():
+            break
+        if _ledger(to) == _ledger(source):
+            return
     part = to.with_name(f".{to.name}")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
     part.rename(to)
+
+
+def _ledger(folder: Path) -> bytes:
+    path = folder / LEDGER
+    return path.read_bytes() if path.exists() else b""

@@ -26,7 +26,9 @@ from dpivon.study.beyond import Condition, beyond_rows
 from dpivon.study.datasets import StudyData, build_network
 from dpivon.study.evaluate import drawn, gaussian, predicted, scores_of
 from dpivon.study.folder import Results, open_stack
-from dpivon.study.passes import SWITCH, EagerPasses, Passes, chosen, eager_will_do
+from dpivon.study.passes.choice import SWITCH, chosen, eager_will_do
+from dpivon.study.passes.eager import EagerPasses
+from dpivon.study.passes.way import Passes
 from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, sample_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
 from dpivon.study.tempered import tempered_scores

@@ -55,8 +55,7 @@ class PerExampleGradients:
             p.grad = None
 
     def begin_sample(self, params: Sequence[Tensor]) -> None:
-        for p in params:
-            _set_grad_sample(p, None)
+        self._empty()
 
     def batches(self, params: Sequence[Tensor]) -> int:
         counts = {
@@ -70,7 +69,11 @@ class PerExampleGradients:
 
     def clear(self, params: Sequence[Tensor]) -> None:
         self._average.clear()
-        for p in params:
+        self._empty()
+
+    def _empty(self) -> None:
+        """Also of parameters that were frozen since: thawed, they would bring rows of an earlier batch into this one."""
+        for p in self.module.parameters():
             _set_grad_sample(p, None)
 
     def forget_passes(self) -> None:

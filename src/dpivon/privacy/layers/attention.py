@@ -39,16 +39,18 @@ def attention(
         raise bad("nn.MultiheadAttention", "this form", "has no per-example rule", fix)
     if not layer.batch_first:
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+    (b, t, e), s, heads = query.shape, key.shape[1], layer.num_heads
+    _check_masks(attn_mask, key_padding_mask, (b, heads, t, s), is_causal=is_causal)
     q, k, v = _project(layer, observe, query, key, value)
-    b, t, e = q.shape
-    s, heads = k.shape[1], layer.num_heads
     q, k, v = (x.reshape(b, -1, heads, e // heads).transpose(1, 2) for x in (q, k, v))
-    mask = _mask(layer, attn_mask, key_padding_mask, (b, heads, t, s), q)
+    mask = _mask(attn_mask, key_padding_mask, (b, heads, t, s), q)
     weights: Tensor | None = None
     if need_weights or (layer.dropout and layer.training):
         scores = q @ k.mT / math.sqrt(e // heads)
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        heard = F.dropout(weights, layer.dropout, layer.training) @ v
+        weights = F.dropout(
+            torch.softmax(scores if mask is None else scores + mask, dim=-1), layer.dropout, layer.training
+        )
+        heard = weights @ v
     else:  # as the layer itself: one kernel, and no weights in memory
         heard = F.scaled_dot_product_attention(q, k, v, mask)
     mixed = heard.transpose(1, 2).reshape(b, t, e)
@@ -96,8 +98,28 @@ def _uses(
     return uses
 
 
+def _check_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, int, int, int], *, is_causal: bool
+) -> None:
+    """As strict as the layer. A mask of another shape that happens to fit would hide one example's keys from the others."""
+    b, heads, t, s = shape
+    if is_causal and attn_mask is None:
+        fix = "Give the causal mask as attn_mask"
+        raise bad("is_causal", is_causal, "is a hint about attn_mask, and there is none: nothing would be hidden", fix)
+    known = (("attn_mask", attn_mask, ((t, s), (b * heads, t, s))), ("key_padding_mask", key_padding_mask, ((b, s),)))
+    for name, mask, shapes in known:
+        if mask is None:
+            continue
+        if tuple(mask.shape) not in shapes:
+            raise bad(
+                name, tuple(mask.shape), "is no shape that this layer takes", f"Use {' or '.join(map(str, shapes))}"
+            )
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            fix = "Use booleans, True for what is hidden, or what is to be added to the scores"
+            raise bad(name, mask.dtype, "is neither boolean nor floating point", fix)
+
+
 def _mask(
-    layer: nn.MultiheadAttention,
     attn_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     shape: tuple[int, int, int, int],

@@ -1,11 +1,5 @@
 """Forward passes of rows of parameters, in one of several ways that all say the same.
 
 eager.py is the obvious way, and the only one on a CPU. kernels.py and compiled.py are fast on a GPU. choice.py holds them to
-the eager one on pictures and rows of the stack at hand, and takes the first that agrees.
+the eager one on pictures and rows of the stack at hand, and takes the first that agrees. way.py says what a way is.
 """
-
-from dpivon.study.passes.choice import SWITCH, chosen, eager_will_do
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.passes.way import Passes
-
-__all__ = ["SWITCH", "EagerPasses", "Passes", "chosen", "eager_will_do"]
