@@ -107,7 +107,8 @@ def _line(axis: Any, cells: Cells, at: tuple[str, int, float], column: str, **lo
         eps, values = zip(*found, strict=True)
         means, stds = [v.mean for v in values], [v.std for v in values]
         axis.plot(eps, means, marker=MARKERS.get(method, "D"), ms=3.5, lw=1.5, **look)
-        low, high = ([m + k * s for m, s in zip(means, stds, strict=True)] for k in (-1, 1))
+        most = math.inf if column.endswith("nll") else 1.0  # a spread of shares ends where shares do
+        low, high = ([min(max(m + k * s, 0.0), most) for m, s in zip(means, stds, strict=True)] for k in (-1, 1))
         axis.fill_between(eps, low, high, color=look["color"], alpha=0.12 * look["alpha"], lw=0)
     return bad
 
