@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -358,3 +359,7 @@ def test_noise_that_a_posterior_sample_or_an_earlier_optimizer_shows_is_refused(
     with pytest.raises(ArgumentError, match="noise of optimizer 0 of this engine"):
         made(seeded_with(3))
     made(first.generator)
+    del first
+    gc.collect()
+    with pytest.raises(ArgumentError, match="noise of optimizer 0 of this engine"):  # what it released is still there
+        made(seeded_with(3))

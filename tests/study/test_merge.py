@@ -50,11 +50,24 @@ def test_every_run_once_with_the_larger_epsilon(machines, tmp_path):
     assert sorted(p.name for p in (out / "ledgers").iterdir()) == ["id-a", "id-b"]
 
 
+def test_a_table_from_before_a_column_takes_nothing_away(machines, tmp_path):
+    """The dearer machine's table knows no temperature: what was charged for it elsewhere stays."""
+    columns = tuple(c for c in table.COLUMNS if c != "epsilon_tempered")
+    old = [{k: r[k] for k in columns} for r in table.read(machines[1] / "runs.csv")]
+    table.write(machines[1] / "runs.csv", old, columns)
+    merge(tmp_path / "all", machines)
+    found = table.read(tmp_path / "all" / "runs.csv")
+    assert {(r["epsilon"], r["epsilon_tempered"]) for r in found if r["batch_size"] == 256} == {(12.0, 12.5)}
+
+
 def test_a_ledger_that_was_half_copied_is_copied_again(machines, tmp_path):
     (tmp_path / "all" / "ledgers" / ".id-a").mkdir(parents=True)
     (tmp_path / "all" / "ledgers" / ".id-a" / "ledger.jsonl").write_text("ha")
     merge(tmp_path / "all", machines)
     assert [p.read_text() for p in (tmp_path / "all").glob("ledgers/*id-a/*")] == ["a"]
+    (machines[0] / "ledgers" / ".id-c").mkdir()  # half copied there: no ledger yet
+    merge(tmp_path / "all", machines)
+    assert sorted(p.name for p in (tmp_path / "all" / "ledgers").iterdir()) == ["id-a", "id-b"]
 
 
 def test_two_ledgers_of_one_id_are_both_kept(machines, tmp_path):

@@ -92,6 +92,7 @@ class PrivacyEngine(OpacusVerbs):
         self.ledger: Ledger | FollowedLedger | None = None
         self._inherited = 0  # releases that the ledger held when it was attached
         self._made: list[weakref.ref[DPOptimizer]] = []
+        self._noise: list[torch.Generator | None] = []  # of all that were made: what they released outlives them
         if ledger is not None:
             self.attach_ledger(ledger)
 
@@ -227,6 +228,7 @@ class PrivacyEngine(OpacusVerbs):
             )
             self._remember_dataset(data_loader.dataset, sampling.dataset_size)
             self._made.append(weakref.ref(dp_optimizer))
+            self._noise.append(dp_optimizer.generator)
             start.note(
                 module,
                 dp_optimizer,
@@ -252,11 +254,10 @@ class PrivacyEngine(OpacusVerbs):
 
     def _generators_beside(self, optimizer: Optimizer, data_loader: DataLoader[Any]) -> dict[str, Any]:
         """Whatever else draws, or has drawn, by the names that a caller knows."""
-        earlier = [made for ref in self._made if (made := ref()) is not None]
         return {
             "the data loader's generator": data_loader.generator,
             "the optimizer's generator": getattr(optimizer, "generator", None),
-            **{f"the noise of optimizer {i} of this engine": made.generator for i, made in enumerate(earlier)},
+            **{f"the noise of optimizer {i} of this engine": drew for i, drew in enumerate(self._noise)},
         }
 
     def make_private_with_epsilon(

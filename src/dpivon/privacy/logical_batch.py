@@ -17,9 +17,7 @@ class LogicalBatch:
         self.spec: NoiseSpec | None = None  # from its first sum until its release
         self.goes_on = False  # whether the last step was a part of it, but not its end
         self.flags: list[bool] = []  # Opacus's: whether each of the next steps is followed by another part
-        self.is_last: bool | None = (
-            None  # ours: whether the micro-batch at hand is the last; None if none was announced
-        )
+        self.is_last: bool | None = None  # ours: whether the micro-batch at hand is the last; None: none was announced
         self.is_summed = False  # and whether it is in the sum already
 
     def announce(self, *, last: bool) -> None:

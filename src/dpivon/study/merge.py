@@ -16,7 +16,7 @@ from dpivon.study.plan import read_plan
 #: Tables of several rows a run.
 BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "beyond.csv": table.BEYOND_COLUMNS}
 
-#: What a run cost. Columns that a table from before them lacks are empty.
+#: What a run cost.
 COST = ("epsilon", "epsilon_pld", "epsilon_tempered", "releases")
 
 
@@ -40,17 +40,14 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     for folder in others:
         if not (out / "study.json").exists():
             shutil.copy(folder / "study.json", out / "study.json")
-        for ledger in sorted((folder / LEDGERS).glob("*/")):
+        for ledger in sorted((folder / LEDGERS).glob("[!.]*/")):
             _copy_whole(ledger, out / LEDGERS)
         plan = read_plan(out / "study.json")
         mine = {row["id"]: row for row in table.read(out / plan.table)}
         theirs = table.read(folder / plan.table)
         new = {row["id"] for row in theirs} - mine.keys()
-        dearer = [
-            mine[r["id"]] | {k: r.get(k) for k in COST}
-            for r in theirs
-            if r["id"] in mine and r["releases"] > mine[r["id"]]["releases"]
-        ]
+        both = [mine[r["id"]] | _larger(mine[r["id"]], r) for r in theirs if r["id"] in mine]
+        dearer = [row for row in both if row != mine[row["id"]]]
         for name, columns in BESIDE.items():
             points = [d for d in table.read(folder / name) if d["id"] in new]
             if points:
@@ -58,6 +55,11 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         table.add(out / plan.table, [*(r for r in theirs if r["id"] in new), *dearer])
         added[folder] = len(new)
     return added
+
+
+def _larger(a: table.Row, b: table.Row) -> table.Row:
+    """The larger of two costs each; a table from before a column does not know it, and takes nothing away."""
+    return {k: max((row[k] for row in (a, b) if row.get(k) is not None), default=None) for k in COST}
 
 
 def _copy_whole(source: Path, folder: Path) -> None:
