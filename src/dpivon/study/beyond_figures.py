@@ -72,7 +72,7 @@ def coverage_figure(cells: BeyondCells) -> Any:
 
 def foreign_figure(cells: BeyondCells) -> Any:
     """A panel a set of foreign pictures, a line a method, a colour an ε."""
-    figure = new_figure(4.2 * len(cells.foreign) + 1.6, 0.45 * len(cells.methods) + 1.6)
+    figure = new_figure(max(8.4, 4.2 * len(cells.foreign) + 1.6), 0.45 * len(cells.methods) + 1.6)  # the legend is wide
     axes = figure.subplots(1, len(cells.foreign), sharey=True, squeeze=False)[0]
     places = {m: len(cells.methods) - 1 - i for i, m in enumerate(cells.methods)}
     for axis, foreign in zip(axes, cells.foreign, strict=True):
