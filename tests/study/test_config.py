@@ -206,7 +206,7 @@ def test_what_is_wrong_is_named(resolved, old, new, words):
         resolve(Path("nowhere.yaml"))
 
 
-STRONG = {"strong-paper": (60, 125), "strong-epsilon": (36, 75), "strong-fashion": (27, 60)}  # tuning, final
+STRONG = {"strong-paper": (80, 125), "strong-epsilon": (48, 75), "strong-fashion": (27, 60)}  # tuning, final
 
 
 @pytest.mark.parametrize("name", STRONG)
@@ -216,9 +216,9 @@ def test_strong_studies_tune_alike_and_then_run_what_was_chosen(name, tmp_path):
     assert (len(tuning.runs), len(final.runs)) == STRONG[name]
     assert tuning.temperature_noise == final.temperature_noise > 0
     assert {r.seed for r in final.runs} == set(range(5))
-    assert set(Counter((r.method, r.noise_multiplier) for r in tuning.runs).values()) == {
-        3
-    }  # as many rates for everyone
+    assert (
+        len(set(Counter((r.method, r.noise_multiplier) for r in tuning.runs).values())) == 1
+    )  # as many rates for everyone
     cells = {r.noise_multiplier for r in tuning.runs}
     assert cells == {r.noise_multiplier for r in final.runs}
     assert {(r.method, r.lr) for r in final.runs} <= {(r.method, r.lr) for r in tuning.runs}

@@ -332,6 +332,18 @@ def test_results_of_two_plans_never_meet(undisturbed, tmp_path, capsys):
     assert "another plan" in capsys.readouterr().err
 
 
+def test_a_plan_that_grew_goes_on_from_what_is_finished(undisturbed, tmp_path):
+    less = replace(PLAN, runs=PLAN.runs[:2])
+    run_study(less, tmp_path, FAST)
+    before = (tmp_path / "runs.csv").read_text()
+    assert run_study(PLAN, tmp_path, FAST).finished == 3
+    assert (tmp_path / "runs.csv").read_text().startswith(before)
+    compare(tmp_path, undisturbed, exact=True)
+    for other in (less, replace(PLAN, runs=(*PLAN.runs, replace(PLAN.runs[0], seed=1)), seed=1)):
+        with pytest.raises(ArgumentError, match="another plan"):  # fewer runs, or anything else besides more of them
+            run_study(other, tmp_path, FAST)
+
+
 def test_two_processes_never_run_one_study(tmp_path, monkeypatch):
     inside, leave, errors = threading.Event(), threading.Event(), []
 

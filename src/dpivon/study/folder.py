@@ -55,12 +55,16 @@ def finished(out: Path, plan: Plan) -> set[str]:
 
 
 def claim(out: Path, plan: Plan) -> None:
-    """Results of two plans never meet in one folder."""
+    """Results of two plans never meet in one folder. A plan may grow: what is finished stays, and the new runs are added."""
     path = out / "study.json"
-    if not path.exists():
-        plan.write(path)
-    elif read_plan(path).digest != plan.digest:
-        raise bad("out", str(out), "holds the results of another plan", "Give another folder, or remove this one")
+    if path.exists():
+        known = read_plan(path)
+        if known.digest == plan.digest:
+            return
+        if not plan.extends(known):
+            fix = "Give another folder, or remove this one; a plan may gain runs, and nothing else may change"
+            raise bad("out", str(out), "holds the results of another plan", fix)
+    plan.write(path)
 
 
 def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, list[PlannedRun]]]:

@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
@@ -132,6 +133,10 @@ class Plan:
         facts = {k: v for k, v in self._values().items() if k != "assumptions"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
+    def extends(self, other: Plan) -> bool:
+        """Whether this is the other plan with more runs, and nothing else changed: its results are then results of this one."""
+        return replace(self, runs=other.runs).digest == other.digest and all(run in self.runs for run in other.runs)
+
     @property
     def table(self) -> str:
         """The name of the results table."""
@@ -151,7 +156,7 @@ class Plan:
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2]
         lines = ",\n".join("  " + json.dumps(asdict(run)) for run in self.runs)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{text},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        whole(path, f'{text},\n "runs": [\n{lines}\n ]\n}}\n'.encode())
 
 
 def noise_seed(plan: Plan, run: PlannedRun) -> int:
