@@ -19,7 +19,7 @@ from dpivon.data import Images
 from dpivon.errors import ArgumentError
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.study import beyond, runner, table, work
-from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores, selective_scores
+from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores
 from dpivon.study.datasets import load_data
 from dpivon.study.evaluate import Predicted, predicted
 from dpivon.study.evaluation import Evaluation
@@ -211,23 +211,11 @@ def test_a_stack_is_evaluated_like_each_run_alone():
                 assert value == (b[key] if isinstance(value, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)), key
 
 
-@pytest.mark.parametrize("n", [20, 37, 1000])
-def test_withheld_answers_are_scored_as_the_library_does(n):
-    generator = torch.Generator().manual_seed(n)
-    probs = torch.randn(n, 4, generator=generator).softmax(-1)
-    labels = torch.randint(0, 4, (n,), generator=generator)
-    found = selective_scores(probs, labels)
-    assert found["aurc"] == pytest.approx(metrics.aurc(probs, labels))
-    for c in table.COVERAGES:
-        assert found[f"accuracy_at_{c}"] == pytest.approx(metrics.accuracy_at_coverage(probs, labels, c / 100))
-
-
 def test_what_diverged_has_no_scores():
     bad = Predicted(torch.full((4, 3), math.nan), torch.full((4,), math.nan))
     good = Predicted(torch.full((4, 3), 1 / 3), torch.zeros(4))
     assert all(math.isnan(v) for v in ood_scores(bad, good).values())
     assert len(ood_scores(good, bad)) == 6
-    assert set(selective_scores(bad.probs, torch.zeros(4, dtype=torch.int64))) == set(table.SELECTIVE)
     assert ood_scores(good, good)["auroc_information"] == 0.5
 
 
