@@ -18,7 +18,7 @@ from dpivon import metrics
 from dpivon.data import Images
 from dpivon.errors import ArgumentError
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study import beyond, runner, table, work
+from dpivon.study import beyond, grouped, runner, table
 from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores
 from dpivon.study.datasets import load_data
 from dpivon.study.evaluate import Predicted, predicted
@@ -104,8 +104,8 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
     """The very stack that the study trained, evaluated here by the library's functions."""
     kept = []
     monkeypatch.setattr(runner, "clear", lambda device: None)
-    results = Work.results
-    monkeypatch.setattr(Work, "results", lambda self, *a: (kept.append((self.stack, self.runs)), results(self, *a))[1])
+    evaluate = Work.evaluate
+    monkeypatch.setattr(Work, "evaluate", lambda self, *a: kept.append((self.stack, self.runs)) or evaluate(self, *a))
     run_study(PLAN, tmp_path, FAST)
     data = load_data(PLAN, tmp_path, CPU)
     found, made = rows_of(tmp_path), conditions(PLAN, data, tmp_path)
@@ -145,8 +145,8 @@ def test_a_study_takes_the_way_that_was_tried_on_a_run_of_its_own(whole, tmp_pat
         ways = iter([lambda: CompiledPasses(network, CPU, channels_last=True, pictures=64)])
         return first_that_agrees(ways, EagerPasses(network, CPU), rows, pictures, pytest.fail)
 
-    monkeypatch.setattr(work, "eager_will_do", lambda device, passes: False)
-    monkeypatch.setattr(work, "chosen", chosen)
+    monkeypatch.setattr(grouped, "eager_will_do", lambda device, passes: False)
+    monkeypatch.setattr(grouped, "chosen", chosen)
     train = Work.train
     monkeypatch.setattr(Work, "train", lambda self, stop: train(self, stop) and lost(self))
 

@@ -105,9 +105,9 @@ def labelled_scores(
     for j, condition in enumerate(made):
         if condition.labels is not None:
             by_size.setdefault(len(condition.labels), []).append((j, condition.labels))
-    out = {}
+    out: dict[int, dict[str, float]] = {}
     for places in by_size.values():
-        probs, labels = (torch.stack(t) for t in zip(*((answers[j].probs, y) for j, y in places), strict=True))
+        probs, labels = torch.stack([answers[j].probs for j, _ in places]), torch.stack([y for _, y in places])
         out |= dict(zip((j for j, _ in places), scored(probs, labels, selective=selective), strict=True))
     return out
 

@@ -4,7 +4,8 @@ OUT/study.json           the plan that the results belong to
 OUT/runs.csv             a row a finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
 OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
-OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints; gone when they are done
+OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints, which sums temperatures were asked of, and
+                         what they are doing; gone when all their runs have their rows
 OUT/ledgers/ID/          of finished ones: the ledger, and the ids of its runs in order
 """
 
@@ -31,7 +32,7 @@ LEDGERS = "ledgers"
 
 @dataclass(frozen=True)
 class Results:
-    """What a finished stack leaves: rows of the three tables, and its posteriors' files by the run's id where they are kept."""
+    """What evaluated runs leave: rows of the three tables, and posteriors' files by the run's id where they are kept."""
 
     rows: Sequence[table.Row]
     diagnostics: Sequence[table.Row]
@@ -52,6 +53,11 @@ def alone(out: Path) -> Iterator[None]:
 def finished(out: Path, plan: Plan) -> set[str]:
     """Ids of the plan's runs that have their row."""
     return {row["id"] for row in table.read(out / plan.table)} & {run.id for run in plan.runs}
+
+
+def recorded(out: Path, plan: Plan) -> dict[str, int]:
+    """The same with the releases of training that each row was made after."""
+    return {row["id"]: row["releases"] for row in table.read(out / plan.table)}
 
 
 def claim(out: Path, plan: Plan) -> None:
@@ -110,7 +116,7 @@ def open_stack(folder: Path, runs: Sequence[PlannedRun]) -> None:
 
 
 def record(out: Path, plan: Plan, results: Results) -> None:
-    """Add a finished stack to the tables. Done twice it is done once: no run stands twice."""
+    """Add finished runs to the tables. Done twice it is done once: no run stands twice."""
     for run, content in results.posteriors.items():
         target = out / "posteriors" / f"{run}.safetensors"
         target.parent.mkdir(exist_ok=True)

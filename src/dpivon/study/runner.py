@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from dpivon.errors import check_number, check_whole
 from dpivon.study.beyond import conditions
 from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, record, retire
+from dpivon.study.folder import alone, claim, finished, group, record, recorded, retire
 from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.settings import MOST, Outcome, Settings
@@ -48,14 +49,13 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                     break
                 title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
                 with fitting(runs, folder):
-                    work = Work(plan, runs, folder, data, made, settings, device, progress, title)
+                    known = recorded(out, plan)
+                    work = Work(plan, runs, folder, data, made, settings, device, progress, title, known=known)
                     with closing(work.kept):
                         if not work.train(stop):
                             break
-                        results = work.results(stop if work.trained else asked)
-                        if results is None:
+                        if not work.evaluate(partial(record, out, plan), stop if work.trained else asked):
                             break
-                        record(out, plan, results)
                 retire(folder, out)
                 del work
                 clear(device)
@@ -76,7 +76,7 @@ def progress_of(
     wanted = [r for r in plan.runs if settings.only in r.id]
     total = float(sum(steps_of(r, plan.epochs, examples) * r.batch_size for r in wanted))
     left = float(sum(steps_of(r, plan.epochs, examples) * r.batch_size for _, runs in stacks for r in runs))
-    return Progress(total, total - left, quiet=settings.quiet)
+    return Progress(total, total - left, runs=sum(len(runs) for _, runs in stacks), quiet=settings.quiet)
 
 
 @contextmanager
