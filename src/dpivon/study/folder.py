@@ -76,15 +76,10 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
     known = {run.id: run for run in plan.runs}
     waiting = {i: run for i, run in known.items() if i not in done}
     stacks: list[tuple[Path, list[PlannedRun]]] = []
-    folders = out / "stacks"
-    for folder in sorted(folders.iterdir()) if folders.exists() else ():
-        ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
+    for folder, ids in under_way(plan, out):
         # Whatever is asked for now, and even if others of its runs came in from elsewhere: their charges are one.
-        if any(i in waiting for i in ids):
-            stacks.append((folder, [known[i] for i in ids]))
-            waiting = {i: run for i, run in waiting.items() if i not in ids}
-        else:
-            retire(folder, out)  # its rows are in the table: it was killed between writing them and clearing up
+        stacks.append((folder, [known[i] for i in ids]))
+        waiting = {i: run for i, run in waiting.items() if i not in ids}
     by_batch: dict[int, list[PlannedRun]] = {}
     for run in (run for run in waiting.values() if only in run.id):
         by_batch.setdefault(run.batch_size, []).append(run)
@@ -94,8 +89,21 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
         for start in range(0, len(runs), size):
             number = next(n for n in range(len(plan.runs) + len(taken) + 1) if n not in taken)
             taken.add(number)
-            stacks.append((folders / f"{number:04}", runs[start : start + size]))
+            stacks.append((out / "stacks" / f"{number:04}", runs[start : start + size]))
     return stacks
+
+
+def under_way(plan: Plan, out: Path) -> list[tuple[Path, list[str]]]:
+    """Stacks of which a run has no row yet, and the ids of all their runs. Where all have theirs it was killed before it was
+    cleared up, which is done now."""
+    done, found, folders = finished(out, plan), [], out / "stacks"
+    for folder in sorted(folders.iterdir()) if folders.exists() else ():
+        ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
+        if all(i in done for i in ids):
+            retire(folder, out)
+        else:
+            found.append((folder, ids))
+    return found
 
 
 def retire(folder: Path, out: Path) -> None:

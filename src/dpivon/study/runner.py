@@ -16,7 +16,7 @@ import torch
 from dpivon.errors import check_number, check_whole
 from dpivon.study.beyond import conditions
 from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, record, recorded, retire
+from dpivon.study.folder import alone, claim, finished, group, record, recorded, retire, under_way
 from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.settings import MOST, Outcome, Settings
@@ -32,6 +32,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         deadline = time.monotonic() + 60 * settings.minutes if settings.minutes else float("inf")
         claim(out, plan)
         if len(finished(out, plan)) == len(plan.runs):
+            under_way(plan, out)  # nothing is, once it is cleared up
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, device)
         made = conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now

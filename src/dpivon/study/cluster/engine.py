@@ -30,7 +30,7 @@ from dpivon.study.cluster.cargo import Cargo, pack
 from dpivon.study.cluster.desk import Desk, Report
 from dpivon.study.cluster.start import connected, ray_module
 from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, open_stack, record, recorded, retire
+from dpivon.study.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
 from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.runner import check_settings, progress_of, stop_signals
@@ -50,6 +50,7 @@ def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> O
     with alone(out):
         claim(out, plan)
         if len(finished(out, plan)) == len(plan.runs):
+            under_way(plan, out)  # nothing is, once it is cleared up
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, torch.device("cpu"))
         cargo = pack(
