@@ -226,6 +226,13 @@ def test_a_row_of_an_earlier_training_is_made_again(trained, whole, tmp_path, mo
     assert rows_of(out) == whole
 
 
+def test_a_run_at_a_time_if_there_is_no_time(trained, whole, tmp_path, monkeypatch):
+    out, hasty = copied(trained, tmp_path / "out"), replace(ONE_BY_ONE, minutes=1e-9)
+    assert [run_study(TEMPERED, out, hasty).finished for _ in range(2)] == [1, 2]
+    finish(out, monkeypatch, hasty)
+    assert rows_of(out) == whole
+
+
 def test_status_says_what_is_being_done_and_how_long_it_will_take(trained, tmp_path):
     out = copied(trained, tmp_path / "out")
     assert "6 releases charged to each; " in status_lines(out)[-1]

@@ -237,8 +237,8 @@ def test_every_run_that_is_evaluated_is_shown(pair, tmp_path, monkeypatch):
     ]
 
 
-def test_time_may_run_out_in_an_evaluation_but_whoever_only_evaluates_gets_to_the_end(pair, tmp_path, monkeypatch):
-    """An hour passes with every run that is evaluated, and half of one is allowed."""
+def test_time_may_run_out_in_an_evaluation_but_every_call_gets_on(pair, tmp_path, monkeypatch):
+    """An hour passes with every run that is evaluated, and half of one is allowed, or none."""
     passed, calls = [0.0], []
 
     def slow(*args, **kwargs):
@@ -252,7 +252,8 @@ def test_time_may_run_out_in_an_evaluation_but_whoever_only_evaluates_gets_to_th
     assert run_study(PLAN, tmp_path, hasty).finished == 1
     assert len(calls) == 1
     monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
-    assert run_study(PLAN, tmp_path, hasty).finished == 2
+    assert run_study(PLAN, tmp_path, replace(hasty, minutes=1e-9)).finished == 2
+    assert len(calls) == 2
     compare(tmp_path, pair, exact=True)
 
 

@@ -85,6 +85,7 @@ class Grouped:
             group.said[run.id] = Said(test, training, work.stack.runs[work.stack._row(i)].seed)
         if work.plan.evaluate is not None:
             group.beyond += beyond_rows(work.stack, i, run.id, work.made, work.plan.evaluate, passes=way, **draws)
+        work.evaluated += 1
         group.places.append(i)
         group.rows.append(work.facts(i) | work.last_diagnostics(run.id) | found)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
 
 from dpivon.durable.files import replace
+from dpivon.errors import StorageError
 
 NOTE = "now.json"
 _EVERY = 2.0  # seconds
@@ -21,7 +23,8 @@ class Note:
     def write(self, words: str) -> None:
         if time.monotonic() - self._last >= _EVERY:
             self._last = time.monotonic()
-            replace(self.path, json.dumps({"words": words, "time": time.time()}).encode())
+            with contextlib.suppress(StorageError):  # no study ends for want of a note
+                replace(self.path, json.dumps({"words": words, "time": time.time()}).encode())
 
 
 def noted(folder: Path) -> str:

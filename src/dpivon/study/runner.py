@@ -38,11 +38,9 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         made = conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
         stacks = group(plan, out, settings.stack or (MOST if device.type == "cuda" else 1), settings.only)
 
-        def asked() -> bool:
-            return bool(stopped())
-
-        def stop() -> bool:
-            return asked() or time.monotonic() > deadline
+        def stop(work: Work | None = None) -> bool:
+            """A signal stops at once, the clock only who has got on: every call does."""
+            return bool(stopped()) or (time.monotonic() > deadline and (work is None or work.got_on))
 
         with progress_of(plan, stacks, data.size, settings) as progress:
             for number, (folder, runs) in enumerate(stacks, 1):
@@ -55,7 +53,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                     with closing(work.kept):
                         if not work.train(stop):
                             break
-                        if not work.evaluate(partial(record, out, plan), stop if work.trained else asked):
+                        if not work.evaluate(partial(record, out, plan), partial(stop, work)):
                             break
                 retire(folder, out)
                 del work

@@ -77,6 +77,7 @@ class Work:
         self.settings, self.device, self.progress, self.title = settings, device, progress, title
         self.made, self.custody, self.known = made, custody or Custody(), known or {}
         self.note = Note(folder).write
+        self.evaluated = 0  # runs, here
         default = "bfloat16" if device.type == "cuda" else "float32"
         self.precision = settings.precision or default
         if self.precision not in PRECISIONS:
@@ -138,9 +139,9 @@ class Work:
         return True
 
     @property
-    def trained(self) -> bool:
-        """Whether steps were made here. Who only evaluates should go on to the end: stopped again and again, it never would."""
-        return self.stack.steps_done > self._restored
+    def got_on(self) -> bool:
+        """Whether steps were made here, or runs evaluated. Who did neither may not stop yet: else it never would get on."""
+        return self.stack.steps_done > self._restored or self.evaluated > 0
 
     def save(self) -> None:
         extra = {"seconds": self.seconds, "diagnostics": self.diagnostics}

@@ -101,7 +101,7 @@ def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> bool:
         with closing(work.kept):
             if not work.train(line.stop):
                 return False
-            return work.evaluate(line.deliver, line.stop if work.trained else line.listen)
+            return work.evaluate(line.deliver, lambda: line.stop() and work.got_on)
 
 
 @contextmanager
@@ -168,11 +168,6 @@ class _Line:
             self.hear(_ray().get(self._answer))
             self._answer = None
         return self._stop
-
-    def listen(self) -> bool:
-        """For who goes on to the end: reports keep going out, and whatever the answer, it is no."""
-        self.stop()
-        return False
 
     def deliver(self, results: Results) -> None:
         """The driver alone writes the tables."""
