@@ -47,8 +47,8 @@ class Task:
     settings: Settings
     device: str
     scratch: Path | None
-    known: Mapping[str, int] = field(default_factory=dict)  # runs that have their rows, as Work knows them
     version: str = __version__
+    known: Mapping[str, int] = field(default_factory=dict)  # runs that have their rows, as Work knows them
 
     @property
     def folder(self) -> Path:

@@ -214,7 +214,7 @@ class _Driver:
         self.ray.get(self.desk.expect.remote(stack.name, stack.attempts))
         task = Task(
             self.plan, stack.runs, stack.name, stack.attempts, stack.title, self.out, self.token, self.settings,
-            self.device, self.cluster.scratch, recorded(self.out, self.plan),
+            self.device, self.cluster.scratch, known=recorded(self.out, self.plan),
         )  # fmt: skip
         self.running[self.attempt.remote(task, self.data, self.desk)] = stack
 
