@@ -64,7 +64,7 @@ def test_neither_training_nor_evaluation_is_slower_for_the_other(clock, capsys):
         " 50.0 % · evaluating, 2 left",
         " 50.0 % · evaluating, 1 left · 5 passes/s · 0:00:20 for this stack · 0:01:50 left",
         " 50.0 % · evaluating, 0 left · 5 passes/s · 0:00:00 for this stack · 0:01:30 left",
-        "100.0 % · second · 500/s",
+        "100.0 % · second · 500/s · 0:01:20 left",
         "100.0 % · evaluating, 2 left",
         "100.0 % · evaluating, 1 left · 5 passes/s · 0:00:20 for this stack",
         "100.0 % · evaluating, 0 left · 5 passes/s · 0:00:00 for this stack",

@@ -64,8 +64,8 @@ class Progress:
             return
         rate = self._training.rate
         words = where() + (f" · {rate:,.0f}/s" if rate else "")
-        if self.done < self.total:  # or all that is left is to be evaluated
-            evaluation = self._evaluation.time(self.runs)
+        evaluation = self._evaluation.time(self.runs)
+        if self.done < self.total or evaluation:
             words += f" · {self._left(evaluation or 0.0)}{', evaluation not counted' if evaluation is None else ''}"
         self._show(words)
 
