@@ -89,6 +89,24 @@ def at_step(
     return attempt_with_it
 
 
+def killed_when_it_has_delivered(rows: Path) -> Callable[[Task, Cargo, Any], Ended]:
+    """A worker that is killed in its first attempt when the driver has its first group of rows. Every run is a group."""
+
+    def attempt_with_it(task: Task, cargo: Cargo, desk: Any) -> Ended:
+        deliver = attempt._Line.deliver
+
+        def delivered(line: Any, results: Any) -> None:
+            deliver(line, results)
+            if task.attempt == 1:
+                waits_for(rows)(task)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with mock.patch.object(attempt._Line, "deliver", delivered):
+            return attempt.attempt(task, cargo, desk)
+
+    return attempt_with_it
+
+
 def strikes_the_first(number: signal.Signals, note: Path) -> Callable[[Task], None]:
     """The plan's first run gets a signal, in its first attempt alone; ``note`` then says how much was charged for it."""
 

@@ -18,8 +18,8 @@ from dpivon import metrics
 from dpivon.data import Images
 from dpivon.errors import ArgumentError
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study import beyond, runner, table, work
-from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores, selective_scores
+from dpivon.study import beyond, grouped, runner, table
+from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores
 from dpivon.study.datasets import load_data
 from dpivon.study.evaluate import Predicted, predicted
 from dpivon.study.evaluation import Evaluation
@@ -104,8 +104,8 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
     """The very stack that the study trained, evaluated here by the library's functions."""
     kept = []
     monkeypatch.setattr(runner, "clear", lambda device: None)
-    results = Work.results
-    monkeypatch.setattr(Work, "results", lambda self, *a: (kept.append((self.stack, self.runs)), results(self, *a))[1])
+    evaluate = Work.evaluate
+    monkeypatch.setattr(Work, "evaluate", lambda self, *a: kept.append((self.stack, self.runs)) or evaluate(self, *a))
     run_study(PLAN, tmp_path, FAST)
     data = load_data(PLAN, tmp_path, CPU)
     found, made = rows_of(tmp_path), conditions(PLAN, data, tmp_path)
@@ -145,8 +145,8 @@ def test_a_study_takes_the_way_that_was_tried_on_a_run_of_its_own(whole, tmp_pat
         ways = iter([lambda: CompiledPasses(network, CPU, channels_last=True, pictures=64)])
         return first_that_agrees(ways, EagerPasses(network, CPU), rows, pictures, pytest.fail)
 
-    monkeypatch.setattr(work, "eager_will_do", lambda device, passes: False)
-    monkeypatch.setattr(work, "chosen", chosen)
+    monkeypatch.setattr(grouped, "eager_will_do", lambda device, passes: False)
+    monkeypatch.setattr(grouped, "chosen", chosen)
     train = Work.train
     monkeypatch.setattr(Work, "train", lambda self, stop: train(self, stop) and lost(self))
 
@@ -211,23 +211,11 @@ def test_a_stack_is_evaluated_like_each_run_alone():
                 assert value == (b[key] if isinstance(value, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)), key
 
 
-@pytest.mark.parametrize("n", [20, 37, 1000])
-def test_withheld_answers_are_scored_as_the_library_does(n):
-    generator = torch.Generator().manual_seed(n)
-    probs = torch.randn(n, 4, generator=generator).softmax(-1)
-    labels = torch.randint(0, 4, (n,), generator=generator)
-    found = selective_scores(probs, labels)
-    assert found["aurc"] == pytest.approx(metrics.aurc(probs, labels))
-    for c in table.COVERAGES:
-        assert found[f"accuracy_at_{c}"] == pytest.approx(metrics.accuracy_at_coverage(probs, labels, c / 100))
-
-
 def test_what_diverged_has_no_scores():
     bad = Predicted(torch.full((4, 3), math.nan), torch.full((4,), math.nan))
     good = Predicted(torch.full((4, 3), 1 / 3), torch.zeros(4))
     assert all(math.isnan(v) for v in ood_scores(bad, good).values())
     assert len(ood_scores(good, bad)) == 6
-    assert set(selective_scores(bad.probs, torch.zeros(4, dtype=torch.int64))) == set(table.SELECTIVE)
     assert ood_scores(good, good)["auroc_information"] == 0.5
 
 

@@ -57,7 +57,7 @@ def test_a_node_with_another_version_is_refused_by_name():
     task = Task(PLAN, PLAN.runs[:1], "0000", 1, "title", Path("nowhere"), "", Settings(), "cpu", None, "0.0.0")
     ended = attempt(task, (), None)
     assert ended.hopeless
-    assert ended.results is None
+    assert not ended.finished
     assert "is not the driver's, which is 0.0.0. Install the same dpivon on" in ended.error
 
 

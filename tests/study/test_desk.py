@@ -7,6 +7,7 @@ import pytest
 from dpivon.durable.ledger import Ledger, read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.study.cluster.desk import Desk, Report, Superseded
+from dpivon.study.folder import Results
 
 TERMS = ({"noise_multiplier": 1.0, "sample_rate": 0.1},)
 
@@ -60,11 +61,13 @@ def test_an_attempt_that_was_given_up_can_change_nothing(desk, tmp_path):
         lambda: desk.files("0000", 1),
         lambda: desk.reserve("0000", 1, TERMS, 100),
         lambda: desk.keep("0000", 1, "release-000000000008.safetensors", b"old", 8),
+        lambda: desk.deliver("0000", 1, Results([{"id": "late"}], [])),
     ):
         with pytest.raises(Superseded, match="attempt 1 was given up"):
             late()
     assert desk.report("0000", Report(1, words="still here")) is False
     assert desk.poll() == {}
+    assert desk.collect() == []
     assert releases(tmp_path) == 8
     assert not list((tmp_path / "0000").glob("release-*"))
 
@@ -82,6 +85,15 @@ def test_the_ledger_is_let_go_when_an_attempt_ends(desk, tmp_path):
     desk.files("0000", 1)
     desk.forget("0000")
     Ledger(tmp_path / "0000" / "ledger.jsonl").close()
+
+
+def test_rows_are_collected_once_and_outlive_the_attempt_that_delivered_them(desk):
+    first, second = (Results([{"id": name}], []) for name in "ab")
+    desk.deliver("0000", 1, first)
+    desk.expect("0000", 2)  # the first is lost
+    desk.deliver("0000", 2, second)
+    assert desk.collect() == [first, second]
+    assert desk.collect() == []
 
 
 def test_a_checkpoints_name_cannot_leave_the_folder(desk):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dpivon.study import progress as module
+from dpivon.study.pace import Left, Pace
 from dpivon.study.progress import Progress
 
 
@@ -37,21 +38,47 @@ def test_plain_lines_have_share_throughput_and_time_left(clock, capsys):
     assert line == " 50.0 % · stack 1 of 2, ε 0.5 · 500/s · 0:00:20 left\n"
 
 
-def test_an_evaluation_is_shown_and_promises_no_end(clock, capsys):
-    """All examples are trained on, by this process or by an earlier one; what is left is not counted in examples."""
-    for done in (0.0, 10_000.0):
-        with Progress(10_000.0, done) as progress:
-            clock.now += 10.0
-            progress.skip(0.0)
-            progress.advance(10_000.0 - done, lambda: "trained")
-            clock.now += 15.0
-            progress.advance(0.0, lambda: "evaluating run 2 of 9")
+def test_neither_training_nor_evaluation_is_slower_for_the_other(clock, capsys):
+    """Two stacks of two runs: 5,000 examples in 10 s each, and 40 s for a run's 100 passes, of which only half were passes."""
+
+    def train(words):
+        clock.now += 10.0
+        progress.advance(5_000.0, lambda: words)
+
+    def look(left, pace):
+        progress.evaluating(Left(100.0 * left, left, pace), lambda: f"evaluating, {left} left")
+
+    with Progress(10_000.0, 0.0, runs=4, every=0.0) as progress:
+        train("first")
+        for stack in range(2):
+            pace = Pace()
+            look(2, pace)
+            for left in (1, 0):
+                clock.now += 40.0
+                pace.add(100.0, 20.0)
+                look(left, pace)
+            if stack == 0:
+                train("second")
     assert capsys.readouterr().err.splitlines() == [
-        "100.0 % · trained · 1,000/s",
-        "100.0 % · evaluating run 2 of 9 · 400/s",
-        "100.0 % · trained",
-        "100.0 % · evaluating run 2 of 9",
+        " 50.0 % · first · 500/s · 0:00:10 left, evaluation not counted",
+        " 50.0 % · evaluating, 2 left",
+        " 50.0 % · evaluating, 1 left · 5 passes/s · 0:00:20 for this stack · 0:01:50 left",
+        " 50.0 % · evaluating, 0 left · 5 passes/s · 0:00:00 for this stack · 0:01:30 left",
+        "100.0 % · second · 500/s · 0:01:20 left",
+        "100.0 % · evaluating, 2 left",
+        "100.0 % · evaluating, 1 left · 5 passes/s · 0:00:20 for this stack",
+        "100.0 % · evaluating, 0 left · 5 passes/s · 0:00:00 for this stack",
     ]
+
+
+def test_words_without_examples_take_no_time_from_training(clock, capsys):
+    """As a driver of several workers hears them: some train, some say something else."""
+    with Progress(10_000.0, 0.0, every=0.0) as progress:
+        for examples in (1_000.0, 0.0, 0.0, 1_000.0, 0.0):
+            clock.now += 1.0
+            progress.advance(examples, lambda: "at work")
+    rates = [line.split(" · ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert rates == ["1,000/s", "1,000/s", "1,000/s", "500/s", "500/s"]
 
 
 def test_quiet_says_nothing(clock, capsys):

@@ -6,12 +6,13 @@ import math
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import clusters
 import pytest
 import torch
-from clusters import LONG, at_step, strikes_the_first, waits_for
+from clusters import LONG, at_step, killed_when_it_has_delivered, strikes_the_first, waits_for
 from test_run import PLAN, UNLIKE
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from dpivon.durable.files import Lock
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.temperature import HALVINGS, temperature_releases
 from dpivon.study import table
 from dpivon.study.cluster import engine
 from dpivon.study.engines import run_with
@@ -122,6 +124,30 @@ def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, 
     assert (outcome.finished, outcome.exit_code, outcome.failed) == (3, 0, {})
     rows = rows_of(out)
     assert all(same(row, local[name]) and row["epsilon"] == local[name]["epsilon"] for name, row in rows.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_that_a_killed_worker_has_delivered_are_not_made_again(cluster, tmp_path, monkeypatch, shared):
+    """In an evaluation with temperatures: whoever keeps the questions with the worker's disk pays for them again."""
+    plan = replace(LONG, runs=LONG.runs[:2], epochs=1, temperature_noise=5.0)
+    fast, out = Settings(quiet=True, block=8, device="cpu", stack=2, checkpoint_seconds=1e-9), tmp_path / "out"
+    run_study(plan, tmp_path / "local", fast)
+    local = rows_of(tmp_path / "local")
+    monkeypatch.setattr(engine, "attempt", killed_when_it_has_delivered(out / "runs.csv"))
+    options = Cluster(workers=1, scratch=None if shared else tmp_path / "scratch")
+    assert run_with("ray", plan, out, fast, options).exit_code == 0
+    rows = rows_of(out)
+    assert rows.keys() == local.keys()
+    first, second = (rows[run.id] for run in plan.runs)
+    assert same(first, local[first["id"]])
+    assert all(row["epsilon"] == local[row["id"]]["epsilon"] for row in (first, second))
+    (ledger,) = (out / "ledgers").glob("*/ledger.jsonl")
+    assert temperature_releases(read(ledger)) == (HALVINGS if shared else 2 * HALVINGS)
+    if shared:
+        assert same(second, local[second["id"]])
+    else:
+        assert second["epsilon_tempered"] > local[second["id"]]["epsilon_tempered"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from dpivon import budget, temperature_cost
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
-from dpivon.study import runner, table, work
+from dpivon.study import grouped, runner, table
 from dpivon.study.__main__ import main
 from dpivon.study.evaluate import predicted
 from dpivon.study.folder import group
@@ -184,7 +184,7 @@ def crash():
 @pytest.mark.parametrize(
     ("happens", "raised"), [(ask_to_stop, None), (interrupt, KeyboardInterrupt), (crash, RuntimeError)]
 )
-def test_an_evaluation_that_is_stopped_is_repeated_and_the_training_is_not(
+def test_an_evaluation_that_is_stopped_goes_on_and_the_training_is_not_repeated(
     pair, tmp_path, monkeypatch, happens, raised
 ):
     calls = []
@@ -195,9 +195,9 @@ def test_an_evaluation_that_is_stopped_is_repeated_and_the_training_is_not(
         return predicted(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "predicted", disturbed)
+        patch.setattr(grouped, "predicted", disturbed)
         if raised is None:
-            assert run_study(PLAN, tmp_path, PAIR) == Outcome(0, 3, signal.SIGINT)
+            assert run_study(PLAN, tmp_path, PAIR) == Outcome(1, 3, signal.SIGINT)  # what was looked at has its row
         else:
             with pytest.raises(raised):
                 run_study(PLAN, tmp_path, PAIR)
@@ -213,7 +213,7 @@ def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(work, "predicted", full)
+        patch.setattr(grouped, "predicted", full)
         with pytest.raises(
             DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"
         ):
@@ -225,19 +225,20 @@ def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeyp
 
 def test_every_run_that_is_evaluated_is_shown(pair, tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr(Progress, "advance", lambda self, examples, where: shown.append((examples, where())))
+    monkeypatch.setattr(Progress, "evaluating", lambda self, left, where: shown.append((left.runs, where())))
     monkeypatch.setattr(Progress, "say", lambda self, line: shown.append(line))
     run_study(PLAN, tmp_path, PAIR)
     title = "tiny 1/1: 2×b64"
-    assert shown[-3:] == [
+    assert shown == [
         f"{title}: evaluating with torch's own operations",
-        (0.0, f"{title} · evaluating run 1 of 2"),
-        (0.0, f"{title} · evaluating run 2 of 2"),
+        (2, f"{title} · evaluating run 1 of 2"),
+        (1, f"{title} · evaluating run 2 of 2"),
+        (0, f"{title} · evaluating run 2 of 2"),
     ]
 
 
-def test_time_may_run_out_in_an_evaluation_but_whoever_only_evaluates_gets_to_the_end(pair, tmp_path, monkeypatch):
-    """An hour passes with every run that is evaluated, and half of one is allowed."""
+def test_time_may_run_out_in_an_evaluation_but_every_call_gets_on(pair, tmp_path, monkeypatch):
+    """An hour passes with every run that is evaluated, and half of one is allowed, or none."""
     passed, calls = [0.0], []
 
     def slow(*args, **kwargs):
@@ -245,13 +246,14 @@ def test_time_may_run_out_in_an_evaluation_but_whoever_only_evaluates_gets_to_th
         passed[0] += 3600
         return predicted(*args, **kwargs)
 
-    monkeypatch.setattr(work, "predicted", slow)
+    monkeypatch.setattr(grouped, "predicted", slow)
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
     hasty = replace(PAIR, minutes=30)
-    assert run_study(PLAN, tmp_path, hasty).finished == 0
+    assert run_study(PLAN, tmp_path, hasty).finished == 1
     assert len(calls) == 1
     monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
-    assert run_study(PLAN, tmp_path, hasty).finished == 2
+    assert run_study(PLAN, tmp_path, replace(hasty, minutes=1e-9)).finished == 2
+    assert len(calls) == 2
     compare(tmp_path, pair, exact=True)
 
 

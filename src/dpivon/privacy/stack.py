@@ -105,14 +105,14 @@ class StackedMechanism:
             if short > 0:
                 self.ledger.charge(self.terms, short)
 
-    def charge_beside(self, spec: NoiseSpec) -> None:
-        """Charge every run for one release of another kind, made while no step is under way. The disk first."""
+    def charge_beside(self, spec: NoiseSpec, releases: int = 1) -> None:
+        """Charge every run for releases of another kind, made while no step is under way. The disk first."""
         if self.reserved:
             raise PrivacyError(f"{self.reserved} reserved steps are under way: let them end before another release.")
         if self.ledger is not None:
             self.ledger.give_back(max(0, self.ledger.record.releases - self.charged))  # written ahead, never launched
-            self.ledger.charge((spec.terms,) * len(self.specs))
-        self._charge(1, [spec] * len(self.specs))
+            self.ledger.charge((spec.terms,) * len(self.specs), releases)
+        self._charge(releases, [spec] * len(self.specs))
 
     def _charge(self, releases: int, specs: Sequence[NoiseSpec] | None = None) -> None:
         for spec, accountant in zip(self.specs if specs is None else specs, self.accountants, strict=True):
@@ -124,13 +124,17 @@ class StackedMechanism:
     def record(self, sums: Tensor, at: int) -> bool:
         """On disk before its noise is drawn. False if it was to repeat a lost release, and is another: do not release it."""
         assert self.ledger is not None
-        total = hmac.new(self.key, f"{at} {list(sums.shape)}".encode(), hashlib.sha256)
-        total.update(bytes_of(sums))
-        evidence, record = total.hexdigest()[:32], self.ledger.record
+        evidence, record = self.evidence(sums, at), self.ledger.record
         if at < record.releases:
             return record.terms_at(at) == self.terms and hmac.compare_digest(record.evidence.get(at, ""), evidence)
         self.ledger.charge(self.terms, 1, evidence)
         return True
+
+    def evidence(self, sums: Tensor, at: int) -> str:
+        """Of what release number ``at`` is made of, for whoever has the key."""
+        total = hmac.new(self.key, f"{at} {list(sums.shape)}".encode(), hashlib.sha256)
+        total.update(bytes_of(sums))
+        return total.hexdigest()[:32]
 
     def forsake(self, releases: int) -> int:
         """What was lost is not repeated after all: charge the so many still to come, and say where new draws begin."""

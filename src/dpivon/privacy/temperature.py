@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from dpivon.durable.checkpoint import bytes_of
+from dpivon.durable.ledger import Record, Terms
 from dpivon.errors import ArgumentError, PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.accounting.accountant import Accountant, check_delta
 from dpivon.privacy.accounting.calibrate import noise_multiplier as calibrate
@@ -53,6 +54,8 @@ LARGEST = 8.0
 BOUND = 3.0
 
 Charge = Callable[[NoiseSpec], None]
+#: What the ledger calls such a release.
+MECHANISM = "gaussian, temperature"
 
 
 class TemperatureSpec(NoiseSpec):
@@ -60,7 +63,7 @@ class TemperatureSpec(NoiseSpec):
 
     @property
     def terms(self) -> dict[str, Any]:
-        return {**super().terms, "mechanism": "gaussian, temperature"}
+        return {**super().terms, "mechanism": MECHANISM}
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,16 +158,22 @@ def choose(
     halvings: int,
     noises: Sequence[NoiseSource],
     charge: Charge,
+    before: Callable[[Sequence[Tensor]], None] = lambda sums: None,
 ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
-    """The mechanism, for one run or for several that are charged together. Nothing else here looks at calibration data."""
+    """The mechanism, for one run or for several that are charged together. Nothing else here looks at calibration data.
+
+    ``before`` is shown the sums of all runs when they are charged and no noise is drawn yet; what it raises keeps them in.
+    """
     origin = noises[0].origin
     spec, k = temperature_spec(noise_multiplier, bound, halvings).replace(drawn_by=(origin, origin)), halvings
     middle = [0.0] * len(log_probs)
     answers: list[list[tuple[float, float]]] = [[] for _ in log_probs]
     for step in range(1, k + 1):
         charge(spec)
+        sums = [clipped_sum(z, labels, math.exp(m), bound) for z, m in zip(log_probs, middle, strict=True)]
+        before(sums)
         for i, noise in enumerate(noises):
-            total = clipped_sum(log_probs[i], labels, math.exp(middle[i]), bound).reshape(1)
+            total = sums[i].reshape(1)
             answer = float(release({total: total}, spec, noise, _charged).gradients[total])
             answers[i].append((math.exp(middle[i]), answer))
             middle[i] += math.copysign(math.log(LARGEST) / 2**step, answer)
@@ -173,6 +182,21 @@ def choose(
 
 def _charged(spec: NoiseSpec) -> None:
     """It was, for all runs at once, just before."""
+
+
+def for_temperature(terms: Terms) -> bool:
+    """Whether a ledger's releases of these terms were for temperatures, which all runs of a stack are charged for alike."""
+    return terms[0].get("mechanism") == MECHANISM
+
+
+def temperature_releases(record: Record, since: int = 0) -> int:
+    """How many releases of a ledger were for temperatures, from number ``since`` on."""
+    found = place = 0
+    for terms, n in record.rows:
+        if for_temperature(terms):
+            found += max(0, place + n - max(place, since))
+        place += n
+    return found
 
 
 def clipped_sum(log_probs: Tensor, labels: Tensor, temperature: float, bound: float) -> Tensor:

@@ -23,6 +23,7 @@ from dpivon.durable.checkpoint import Rotation, bytes_of
 from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.temperature import temperature_releases
 from dpivon.stacked.stack import Stack
 
 
@@ -85,7 +86,9 @@ class StackCheckpoints:
         stack._t.fill_(state["step"])
         stack.steps_done = state["step"]
         stack.mechanism.key = bytes(state["key"].tolist())
-        lost = record.releases - state["at"]
+        lost = (
+            record.releases - state["at"] - temperature_releases(record, since=state["at"])
+        )  # who chose them knows more
         if stack.mechanism.one_by_one and state["at"] in record.evidence:
             stack._at.fill_(state["at"])
             stack.mechanism.covered = lost

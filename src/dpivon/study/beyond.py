@@ -6,8 +6,7 @@ OUT/beyond.csv: a row a run, condition and way of predicting.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpivon import metrics
 from dpivon.data import MEAN, STD, load_fashion_mnist_test
 from dpivon.data.corruptions import as_bytes, corrupt
 from dpivon.stacked import Stack
 from dpivon.study.datasets import StudyData
-from dpivon.study.evaluate import Predicted, entropy, gaussian, label_scores, predicted
+from dpivon.study.evaluate import Predicted, entropy, gaussian, predicted
 from dpivon.study.evaluation import HELD_OUT, Evaluation
 from dpivon.study.passes.way import Passes
 from dpivon.study.plan import Plan
-from dpivon.study.table import COVERAGES, OOD_SCORES, SELECTIVE, Row
+from dpivon.study.scoring import scored, told_apart
+from dpivon.study.table import OOD_SCORES, Row
 
 BEYOND = "beyond.csv"
 CLEAN, SHIFT, FOREIGN = "clean", "shift", "ood"
@@ -90,41 +89,39 @@ def beyond_rows(
     found = predicted(stack.network, *gaussian(stack, i), pictures, samples=samples, seed=seed, passes=passes)
     out: list[Row] = []
     for way, answers in found.items():
-        ordinary = answers[0]
-        for condition, answer in zip(made, answers, strict=True):
+        scores = labelled_scores(made, answers, selective=wanted.selective)
+        for j, (condition, answer) in enumerate(zip(made, answers, strict=True)):
             row: Row = {"id": name, "predicts": way, "kind": condition.kind, "condition": condition.name}
             row |= {"severity": condition.severity, "pictures": len(condition.pictures)}
-            if condition.labels is None:
-                row |= ood_scores(ordinary, answer)
-            else:
-                row |= label_scores(answer.probs, condition.labels)
-                row |= selective_scores(answer.probs, condition.labels) if wanted.selective else {}
-            out.append(row)
+            out.append(row | (scores[j] if j in scores else ood_scores(answers[0], answer)))
+    return out
+
+
+def labelled_scores(
+    made: Sequence[Condition], answers: Sequence[Predicted], *, selective: bool
+) -> dict[int, dict[str, float]]:
+    """Scores of the conditions that have labels, by their places; those of one size at once."""
+    by_size: dict[int, list[tuple[int, Tensor]]] = {}
+    for j, condition in enumerate(made):
+        if condition.labels is not None:
+            by_size.setdefault(len(condition.labels), []).append((j, condition.labels))
+    out: dict[int, dict[str, float]] = {}
+    for places in by_size.values():
+        probs, labels = torch.stack([answers[j].probs for j, _ in places]), torch.stack([y for _, y in places])
+        out |= dict(zip((j for j, _ in places), scored(probs, labels, selective=selective), strict=True))
     return out
 
 
 def ood_scores(ordinary: Predicted, other: Predicted) -> dict[str, float]:
     """AUROC and FPR95 by low confidence, by entropy, and by mutual information where there is one."""
-    pairs = zip(OOD_SCORES, _suspicions(ordinary), _suspicions(other), strict=True)
+    a, b = (torch.stack(_suspicions(p)) for p in (ordinary, other))
     out: dict[str, float] = {}
-    for name, a, b in pairs:
-        if a is None or b is None:
-            continue
-        finite = bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all())
-        out[f"auroc_{name}"] = metrics.ood_auroc(a, b) if finite else math.nan
-        out[f"fpr95_{name}"] = metrics.ood_fpr(a, b) if finite else math.nan
+    for name, (auroc, fpr) in zip(OOD_SCORES[: len(a)], told_apart(a, b), strict=True):
+        out |= {f"auroc_{name}": auroc, f"fpr95_{name}": fpr}
     return out
 
 
-def _suspicions(p: Predicted) -> Iterable[Tensor | None]:
+def _suspicions(p: Predicted) -> list[Tensor]:
     """Scores that are high where a picture looks foreign, in the order of their names."""
-    return -p.probs.amax(-1), entropy(p.probs), p.information
-
-
-def selective_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    """AURC, and the accuracy on the 10, 20, … 90 % that are answered with most confidence."""
-    if not bool(torch.isfinite(probs).all()):
-        return dict.fromkeys(SELECTIVE, math.nan)
-    risk = metrics.risk_coverage(probs, labels)[1].tolist()  # sorted once for all of them
-    answered = {c: -(-c * len(risk) // 100) for c in COVERAGES}  # rounded up
-    return {"aurc": sum(risk) / len(risk)} | {f"accuracy_at_{c}": 1.0 - risk[k - 1] for c, k in answered.items()}
+    found = [-p.probs.amax(-1).double(), entropy(p.probs)]
+    return found if p.information is None else [*found, p.information.double()]

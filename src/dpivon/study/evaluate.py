@@ -1,8 +1,7 @@
 """Scores of a stack's runs: for the mean, and averaged over posterior samples.
 
 Forward passes are made where the runs are, in fp32 whatever they were trained in; on a GPU convolutions are in TF32, which is
-torch's way unless it is told otherwise. What they say comes back once a run: a score reads values off many times, and a GPU
-would wait each time.
+torch's way unless it is told otherwise. What they say stays there and is scored there (:mod:`dpivon.study.scoring`).
 """
 
 from __future__ import annotations
@@ -13,20 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpivon import metrics
 from dpivon.data import MEAN, STD
 from dpivon.stacked import Network, Stack
 from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.way import Passes
-from dpivon.study.table import SCORES
-
-BINS = 15
+from dpivon.study.scoring import scored
 
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """Probabilities [N, classes] and, where several draws of θ were averaged, the mutual information [N] of label and θ.
-    Both on the host."""
+    """Probabilities [N, classes] and, where several draws of θ were averaged, the mutual information [N] of label and θ."""
 
     probs: Tensor
     information: Tensor | None = None
@@ -54,11 +49,10 @@ def row_scores(
 
 def scores_of(found: Mapping[str, Sequence[Predicted]], labels: Tensor, samples: int) -> dict[str, float]:
     """The same of what was said, the first set being that of the labels."""
-    out = label_scores(found["mean"][0].probs, labels)
-    if "average" in found:
-        averaged = label_scores(found["average"][0].probs, labels)
-        out |= {f"mc_{k}": v for k, v in averaged.items()} | {"mc_samples": samples}
-    return out
+    names = {"mean": "", "average": "mc_"}
+    each = scored(torch.stack([answers[0].probs for answers in found.values()]), labels)
+    out = {f"{names[way]}{k}": v for way, scores in zip(found, each, strict=True) for k, v in scores.items()}
+    return out | ({"mc_samples": samples} if "average" in found else {})
 
 
 @torch.no_grad()
@@ -80,11 +74,11 @@ def predicted(
     parts = [_said(way, rows, pictures) for pictures in _blocks(sets, way)]
     first, total, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     sizes, draws = [len(pictures) for pictures in sets], len(rows) - 1
-    out = {"mean": [Predicted(probs) for probs in first.cpu().split(sizes)]}
+    out = {"mean": [Predicted(probs) for probs in first.split(sizes)]}
     if draws:
         probs = total / draws
         information = (entropy(probs) - entropies / draws).clamp_min(0)
-        pairs = zip(probs.cpu().split(sizes), information.cpu().split(sizes), strict=True)
+        pairs = zip(probs.split(sizes), information.split(sizes), strict=True)
         out["average"] = [Predicted(p, i) for p, i in pairs]
     return out
 
@@ -123,12 +117,4 @@ def seen(pictures: Tensor) -> Tensor:
 
 def label_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
     """accuracy, nll, ece and brier; NaN of what is not finite."""
-    if not bool(torch.isfinite(probs).all()):
-        return dict.fromkeys(SCORES, float("nan"))
-    labels = labels.to(probs.device)
-    return {
-        "accuracy": float((probs.argmax(-1) == labels).double().mean()),  # torchmetrics' is not on a bare machine
-        "nll": metrics.nll(probs, labels),
-        "ece": metrics.ece(probs, labels, BINS),
-        "brier": metrics.brier(probs, labels),
-    }
+    return scored(probs.unsqueeze(0), labels)[0]

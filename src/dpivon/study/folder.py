@@ -4,7 +4,8 @@ OUT/study.json           the plan that the results belong to
 OUT/runs.csv             a row a finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
 OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
-OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints; gone when they are done
+OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints, which sums temperatures were asked of, and
+                         what they are doing; gone when all their runs have their rows
 OUT/ledgers/ID/          of finished ones: the ledger, and the ids of its runs in order
 """
 
@@ -31,7 +32,7 @@ LEDGERS = "ledgers"
 
 @dataclass(frozen=True)
 class Results:
-    """What a finished stack leaves: rows of the three tables, and its posteriors' files by the run's id where they are kept."""
+    """What evaluated runs leave: rows of the three tables, and posteriors' files by the run's id where they are kept."""
 
     rows: Sequence[table.Row]
     diagnostics: Sequence[table.Row]
@@ -54,6 +55,11 @@ def finished(out: Path, plan: Plan) -> set[str]:
     return {row["id"] for row in table.read(out / plan.table)} & {run.id for run in plan.runs}
 
 
+def recorded(out: Path, plan: Plan) -> dict[str, int]:
+    """The same with the releases of training that each row was made after."""
+    return {row["id"]: row["releases"] for row in table.read(out / plan.table)}
+
+
 def claim(out: Path, plan: Plan) -> None:
     """Results of two plans never meet in one folder. A plan may grow: what is finished stays, and the new runs are added."""
     path = out / "study.json"
@@ -74,15 +80,10 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
     known = {run.id: run for run in plan.runs}
     waiting = {i: run for i, run in known.items() if i not in done}
     stacks: list[tuple[Path, list[PlannedRun]]] = []
-    folders = out / "stacks"
-    for folder in sorted(folders.iterdir()) if folders.exists() else ():
-        ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
+    for folder, ids in under_way(plan, out):
         # Whatever is asked for now, and even if others of its runs came in from elsewhere: their charges are one.
-        if any(i in waiting for i in ids):
-            stacks.append((folder, [known[i] for i in ids]))
-            waiting = {i: run for i, run in waiting.items() if i not in ids}
-        else:
-            retire(folder, out)  # its rows are in the table: it was killed between writing them and clearing up
+        stacks.append((folder, [known[i] for i in ids]))
+        waiting = {i: run for i, run in waiting.items() if i not in ids}
     by_batch: dict[int, list[PlannedRun]] = {}
     for run in (run for run in waiting.values() if only in run.id):
         by_batch.setdefault(run.batch_size, []).append(run)
@@ -92,8 +93,21 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
         for start in range(0, len(runs), size):
             number = next(n for n in range(len(plan.runs) + len(taken) + 1) if n not in taken)
             taken.add(number)
-            stacks.append((folders / f"{number:04}", runs[start : start + size]))
+            stacks.append((out / "stacks" / f"{number:04}", runs[start : start + size]))
     return stacks
+
+
+def under_way(plan: Plan, out: Path) -> list[tuple[Path, list[str]]]:
+    """Stacks of which a run has no row yet, and the ids of all their runs. Where all have theirs it was killed before it was
+    cleared up, which is done now."""
+    done, found, folders = finished(out, plan), [], out / "stacks"
+    for folder in sorted(folders.iterdir()) if folders.exists() else ():
+        ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
+        if all(i in done for i in ids):
+            retire(folder, out)
+        else:
+            found.append((folder, ids))
+    return found
 
 
 def retire(folder: Path, out: Path) -> None:
@@ -114,7 +128,7 @@ def open_stack(folder: Path, runs: Sequence[PlannedRun]) -> None:
 
 
 def record(out: Path, plan: Plan, results: Results) -> None:
-    """Add a finished stack to the tables. Done twice it is done once: no run stands twice."""
+    """Add finished runs to the tables. Done twice it is done once: no run stands twice."""
     for run, content in results.posteriors.items():
         target = out / "posteriors" / f"{run}.safetensors"
         target.parent.mkdir(exist_ok=True)

@@ -8,16 +8,21 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from dpivon.study.pace import Left, Pace, clock
+
 
 class Progress:
-    """Share, examples a second and time left.
+    """Share, examples a second and time left; in an evaluation passes a second.
 
-    Counts examples, since they are what takes time: a step of b = 512 costs four of b = 128.
+    Counts examples, since they are what takes time: a step of b = 512 costs four of b = 128. Training and evaluation have a
+    clock each: neither is slower for the other.
     """
 
-    def __init__(self, total: float, done: float, *, quiet: bool = False, every: float = 15.0) -> None:
-        self.total, self.done, self.quiet, self.every = total, done, quiet, every
-        self._start, self._at_start, self._last = time.monotonic(), done, -1e9
+    def __init__(self, total: float, done: float, *, runs: int = 0, quiet: bool = False, every: float = 15.0) -> None:
+        """``total`` and ``done`` are examples to train on, ``runs`` are still to be evaluated."""
+        self.total, self.done, self.runs, self.quiet, self.every = total, done, runs, quiet, every
+        self._training, self._evaluation = Pace(), Pace()  # of examples, and of runs
+        self._mark, self._shown, self._in_stack = time.monotonic(), -1e9, 0
         self._bar: Any = None
         self._task: Any = None
         if not quiet and sys.stderr.isatty():
@@ -47,19 +52,46 @@ class Progress:
     def skip(self, examples: float) -> None:
         """Count what an earlier process did, which says nothing about the speed of this one."""
         self.done += examples
-        self._at_start += examples
 
     def advance(self, examples: float, where: Callable[[], str]) -> None:
         """``where`` makes the words; it is only called when they will be shown."""
         self.done += examples
         now = time.monotonic()
-        if self.quiet or now - self._last < (1.0 if self._bar is not None else self.every):
+        if examples:
+            self._training.add(examples, now - self._mark)
+            self._mark = now
+        if not self._due(now):
             return
-        self._last = now
-        rate = (self.done - self._at_start) / max(now - self._start, 1e-9)
+        rate = self._training.rate
         words = where() + (f" · {rate:,.0f}/s" if rate else "")
-        if self.done < self.total:  # or all that is left is to be evaluated
-            words += f" · {_clock((self.total - self.done) / rate) if rate else '?'} left"
+        evaluation = self._evaluation.time(self.runs)
+        if self.done < self.total or evaluation:
+            words += f" · {self._left(evaluation or 0.0)}{', evaluation not counted' if evaluation is None else ''}"
+        self._show(words)
+
+    def evaluating(self, left: Left, where: Callable[[], str]) -> None:
+        """Told when an evaluation begins and after each of its runs."""
+        now, done = time.monotonic(), max(0, self._in_stack - left.runs)
+        self._evaluation.add(done, now - self._mark)
+        self.runs -= done
+        self._mark, self._in_stack = now, left.runs
+        if not self._due(now):
+            return
+        words, elsewhere = where() + left.words, self._evaluation.time(self.runs - left.runs)
+        if left.seconds is not None and elsewhere is not None and (elsewhere or self.done < self.total):
+            words += f" · {self._left(left.seconds + elsewhere)}"
+        self._show(words)
+
+    def _left(self, evaluation: float) -> str:
+        training = self._training.time(self.total - self.done)
+        return f"{'?' if training is None else clock(training + evaluation)} left"
+
+    def _due(self, now: float) -> bool:
+        due = not self.quiet and now - self._shown >= (1.0 if self._bar is not None else self.every)
+        self._shown = now if due else self._shown
+        return due
+
+    def _show(self, words: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=words)
         else:
@@ -72,8 +104,3 @@ class Progress:
             self._bar.console.print(line, highlight=False)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from dpivon.errors import check_number, check_whole
 from dpivon.study.beyond import conditions
 from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, record, retire
+from dpivon.study.folder import alone, claim, finished, group, record, recorded, retire, under_way
 from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.settings import MOST, Outcome, Settings
@@ -31,16 +32,15 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
         deadline = time.monotonic() + 60 * settings.minutes if settings.minutes else float("inf")
         claim(out, plan)
         if len(finished(out, plan)) == len(plan.runs):
+            under_way(plan, out)  # nothing is, once it is cleared up
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, device)
         made = conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
         stacks = group(plan, out, settings.stack or (MOST if device.type == "cuda" else 1), settings.only)
 
-        def asked() -> bool:
-            return bool(stopped())
-
-        def stop() -> bool:
-            return asked() or time.monotonic() > deadline
+        def stop(work: Work | None = None) -> bool:
+            """A signal stops at once, the clock only who has got on: every call does."""
+            return bool(stopped()) or (time.monotonic() > deadline and (work is None or work.got_on))
 
         with progress_of(plan, stacks, data.size, settings) as progress:
             for number, (folder, runs) in enumerate(stacks, 1):
@@ -48,14 +48,13 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                     break
                 title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
                 with fitting(runs, folder):
-                    work = Work(plan, runs, folder, data, made, settings, device, progress, title)
+                    known = recorded(out, plan)
+                    work = Work(plan, runs, folder, data, made, settings, device, progress, title, known=known)
                     with closing(work.kept):
                         if not work.train(stop):
                             break
-                        results = work.results(stop if work.trained else asked)
-                        if results is None:
+                        if not work.evaluate(partial(record, out, plan), partial(stop, work)):
                             break
-                        record(out, plan, results)
                 retire(folder, out)
                 del work
                 clear(device)
@@ -76,7 +75,7 @@ def progress_of(
     wanted = [r for r in plan.runs if settings.only in r.id]
     total = float(sum(steps_of(r, plan.epochs, examples) * r.batch_size for r in wanted))
     left = float(sum(steps_of(r, plan.epochs, examples) * r.batch_size for _, runs in stacks for r in runs))
-    return Progress(total, total - left, quiet=settings.quiet)
+    return Progress(total, total - left, runs=sum(len(runs) for _, runs in stacks), quiet=settings.quiet)
 
 
 @contextmanager

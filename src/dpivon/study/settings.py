@@ -20,8 +20,8 @@ class Settings:
         device: "cuda", "cpu", or None for what there is.
         stack: runs to train at once; by default 90 on a GPU and 1 elsewhere.
         precision: "float32" or "bfloat16"; by default the latter on a GPU. Norms and sums are in fp32 and fp64 always.
-        minutes: stop at a checkpoint when so much time has passed.
-        checkpoint_seconds: about how much work a crash may lose, and how many releases it charges again.
+        minutes: stop at a checkpoint, or between two runs that are evaluated, when so much time has passed.
+        checkpoint_seconds: about how much work a crash may lose, and how many releases it charges again; evaluation included.
         block: steps that a stack draws and charges at once.
         keep: save the posterior of every finished run under OUT/posteriors.
         only: run only what has this in its id, such as "b512-": several machines can share a plan.

@@ -10,6 +10,7 @@ from dpivon.durable.ledger import read
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
+from dpivon.study.note import noted
 from dpivon.study.plan import read_plan
 
 
@@ -29,5 +30,9 @@ def status_lines(out: Path) -> list[str]:
             continue
         runs = json.loads((folder / "runs.json").read_text())
         charged = read(folder / LEDGER).releases if (folder / LEDGER).exists() else 0
-        lines.append(f"  under way: stack {folder.name}, {len(runs)} runs, {charged} releases charged to each")
+        rows = sum(run in done for run in runs)
+        words = f"stack {folder.name}, {len(runs)} runs, {charged} releases charged to each"
+        words += f", {rows} have their rows" if rows else ""
+        now = noted(folder)
+        lines.append(f"  under way: {words}" + (f"; {now}" if now else ""))
     return lines

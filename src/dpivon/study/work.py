@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from dpivon._version import __version__
-from dpivon.durable.ledger import Terms, read
+from dpivon.durable.ledger import Record, Terms, read
 from dpivon.errors import ArgumentError, bad
-from dpivon.privacy.accounting.recorded import LEDGER
-from dpivon.privacy.temperature import HALVINGS, temperature_spec
+from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.accounting.recorded import LEDGER, replay
+from dpivon.privacy.temperature import for_temperature, temperature_releases
 from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
-from dpivon.study.beyond import Condition, beyond_rows
+from dpivon.study.beyond import Condition
 from dpivon.study.datasets import StudyData, build_network
-from dpivon.study.evaluate import drawn, gaussian, predicted, scores_of
-from dpivon.study.folder import Results, open_stack
-from dpivon.study.passes.choice import SWITCH, chosen, eager_will_do
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.passes.way import Passes
-from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, sample_seed, steps_of
+from dpivon.study.folder import open_stack
+from dpivon.study.grouped import Grouped, Keep
+from dpivon.study.note import Note
+from dpivon.study.pace import Left
+from dpivon.study.passes.choice import SWITCH
+from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, steps_of
 from dpivon.study.settings import PRECISIONS, Settings
-from dpivon.study.tempered import tempered_scores
 from dpivon.study.watch import Watch, points
 
 
@@ -41,6 +39,8 @@ class Shown(Protocol):
     def skip(self, examples: float) -> None: ...
 
     def advance(self, examples: float, where: Callable[[], str]) -> None: ...
+
+    def evaluating(self, left: Left, where: Callable[[], str]) -> None: ...
 
     def say(self, line: str) -> None: ...
 
@@ -56,7 +56,8 @@ class Custody:
 
 
 class Work:
-    """One stack. ``folder`` keeps its ledger and its checkpoints; where they are, it goes on."""
+    """One stack. ``folder`` keeps its ledger and its checkpoints; where they are, it goes on. ``known`` are the runs that have
+    their rows, with the releases of training before them: where that is all there were, a row holds."""
 
     def __init__(
         self,
@@ -70,10 +71,13 @@ class Work:
         progress: Shown,
         title: str,
         custody: Custody | None = None,
+        known: Mapping[str, int] | None = None,
     ) -> None:
         self.plan, self.runs, self.folder, self.data = plan, list(runs), folder, data
         self.settings, self.device, self.progress, self.title = settings, device, progress, title
-        self.made, self.custody = made, custody or Custody()
+        self.made, self.custody, self.known = made, custody or Custody(), known or {}
+        self.note = Note(folder).write
+        self.evaluated = 0  # runs, here
         default = "bfloat16" if device.type == "cuda" else "float32"
         self.precision = settings.precision or default
         if self.precision not in PRECISIONS:
@@ -135,86 +139,56 @@ class Work:
         return True
 
     @property
-    def trained(self) -> bool:
-        """Whether steps were made here. Who only evaluates should go on to the end: stopped again and again, it never would."""
-        return self.stack.steps_done > self._restored
+    def got_on(self) -> bool:
+        """Whether steps were made here, or runs evaluated. Who did neither may not stop yet: else it never would get on."""
+        return self.stack.steps_done > self._restored or self.evaluated > 0
 
     def save(self) -> None:
         extra = {"seconds": self.seconds, "diagnostics": self.diagnostics}
         checkpoint = self.kept.save(extra)
         self.kept.settle()  # after the checkpoint: a crash in between charges more, not less
         self.custody.saved(checkpoint, self.stack.mechanism.charged)
+        self.note(f"training, {self.stack.steps_done:,} of {self.total:,} steps are saved")
 
-    def results(self, stop: Callable[[], bool] = lambda: False) -> Results | None:
-        """Evaluate: a row a run, and what the plan's ``evaluate`` asks for. None where ``stop`` says so between two runs:
-        nothing is lost but the time, since the stack was saved when it was trained."""
+    def evaluate(self, keep: Keep, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Hand every run that lacks its row to ``keep``, a group at a time; True when none is left, False where ``stop`` said
+        so between two runs. Nothing is lost but a group: the stack was saved when it was trained."""
         with evaluating(self.folder):
-            return self._evaluated(stop)
+            left = [i for i, run in enumerate(self.runs) if self.known.get(run.id) != self.releases]
+            return not left or Grouped(self, left).evaluate(keep, stop)
 
-    def _evaluated(self, stop: Callable[[], bool]) -> Results | None:
-        last = {d["id"]: d for d in self.diagnostics}
-        pictures = [self.data.eval_images, *([self.data.images] if self.plan.temperature_noise else [])]
-        passes = self._passes(sum(map(len, [*pictures, *(condition.pictures for condition in self.made)])))
-        self.progress.say(f"{self.title}: evaluating with {passes.name}")
-        rows, beyond, said = [], [], []
-        for i, run in enumerate(self.runs):
-            if stop():
-                return None
-            self.progress.advance(0.0, partial(self._evaluating, i))
-            draws = {"samples": self.plan.mc_samples, "seed": sample_seed(self.plan, run)}
-            mean, std = gaussian(self.stack, i)
-            answers = predicted(self.stack.network, mean, std, pictures, passes=passes, **draws)
-            found = scores_of(answers, self.data.eval_labels, self.plan.mc_samples)
-            said.append([answer.probs for answer in answers.get("average", answers["mean"])])
-            if self.plan.evaluate is not None:
-                beyond += beyond_rows(self.stack, i, run.id, self.made, self.plan.evaluate, passes=passes, **draws)
-            seen = {k: v for k, v in last.get(run.id, {}).items() if k in table.COLUMNS}
-            rows.append(self._facts(i, run) | seen | found)
-        if self.plan.temperature_noise:
-            self._temper(rows, said)
-        kept = {run.id: self._posterior(i) for i, run in enumerate(self.runs)} if self.settings.keep else {}
-        return Results(rows, self.diagnostics, beyond, kept)
+    @property
+    def releases(self) -> int:
+        """Of training, charged to every run: temperatures come on top."""
+        return self.stack.mechanism.charged - temperature_releases(self.kept.ledger.record)
 
-    def _passes(self, pictures: int) -> Passes:
-        """How to make the forward passes of all runs, so many pictures each: tried on a run that is finite and has width, if
-        there is one."""
-        mean, std = self.stack.average, self.stack.std
-        wide = (std > 0).any(1).tolist()
-        if eager_will_do(self.device, pictures * (len(wide) + sum(wide) * self.plan.mc_samples)):
-            return EagerPasses(self.stack.network, self.device)
-        finite = (torch.isfinite(mean) & torch.isfinite(std)).all(1).tolist()
-        best = max(range(len(mean)), key=lambda i: (finite[i], wide[i]))
-        rows = drawn(mean[best], std[best], samples=self.plan.mc_samples, seed=0)
-        return chosen(self.stack.network, rows, self.data.eval_images, self.progress.say)
+    def epsilon(self, i: int) -> float:
+        """What training run i cost."""
+        record, account = self.kept.ledger.record, Accountant("rdp")
+        training = Record(record.id, [row for row in record.rows if not for_temperature(row[0])])
+        replay(training, self.stack._row(i), account)
+        return account.get_epsilon(self.plan.delta)
 
-    def _evaluating(self, i: int) -> str:
-        return f"{self.title} · evaluating run {i + 1} of {len(self.runs)}"
-
-    def _temper(self, rows: list[dict[str, Any]], said: Sequence[Sequence[Tensor]]) -> None:
-        """Last, since it is a release: what was scored before cost what it says."""
-        self.progress.say(f"{self.title}: choosing temperatures")
-        noise, mechanism = self.plan.temperature_noise, self.stack.mechanism
-        terms = (temperature_spec(noise).terms,) * len(self.runs)
-        self.custody.ahead(terms, mechanism.charged + HALVINGS)
-        found = tempered_scores(self.stack, self.data, said, noise_multiplier=noise)
-        for i, (row, scored) in enumerate(zip(rows, found, strict=True)):
-            row.update(scored | {"epsilon_tempered": self.stack.epsilon(i, self.plan.delta)})
-
-    def _posterior(self, i: int) -> bytes:
+    def posterior(self, i: int) -> bytes:
         path = self.folder / "posterior.safetensors"
         self.stack.posterior(i).save(path)
         return path.read_bytes()
 
-    def _facts(self, i: int, run: PlannedRun) -> dict[str, Any]:
-        return facts(self.plan, run, self.data.size, self.device) | {
-            "epsilon": self.stack.epsilon(i, self.plan.delta),
+    def facts(self, i: int) -> dict[str, Any]:
+        return facts(self.plan, self.runs[i], self.data.size, self.device) | {
+            "epsilon": self.epsilon(i),
             "steps": self.stack.steps_done,
-            "releases": self.stack.mechanism.charged,
+            "releases": self.releases,
             "seconds": self.seconds / len(self.runs),
             "stack_size": len(self.runs),
             "stack_methods": len({r.method for r in self.runs}),
             "precision": self.precision,
         }
+
+    def last_diagnostics(self, run: str) -> dict[str, Any]:
+        """Of those that the table of runs has a column for."""
+        last: dict[str, Any] = next((d for d in reversed(self.diagnostics) if d["id"] == run), {})
+        return {k: v for k, v in last.items() if k in table.COLUMNS and k != "id"}
 
     def _probe(self, step: int) -> None:
         self.watch.before()

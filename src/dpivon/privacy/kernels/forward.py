@@ -18,6 +18,7 @@ from torch import Tensor
 from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
 from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.room import passes_at_once
 
 #: Block sizes and warps of each kernel by block of the network, tuned on an H200 in bf16.
 TUNING: dict[str, list[dict[str, int]]] = {
@@ -73,8 +74,7 @@ class Forward:
 
     def __init__(self, layout: Layout, device: torch.device, *, memory: int = MEMORY) -> None:
         self.layout, self.device = layout, device
-        each = 4 * sum(s * s * d + s * s * d // 4 for s, _, d in layout.convs)
-        self.capacity = max(ROWS, memory // each)
+        self.capacity = max(ROWS, passes_at_once(layout, memory))
         self.blocks = Blocks(layout, self.capacity, device, torch.float32, keep=False)
 
     def logits(self, theta: Tensor, images: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.study.cluster.cargo import Cargo
 from dpivon.study.cluster.desk import Report
 from dpivon.study.folder import Results
+from dpivon.study.pace import Left
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.settings import Settings
 from dpivon.study.work import Custody, Work, clear, fitting
@@ -47,6 +48,7 @@ class Task:
     device: str
     scratch: Path | None
     version: str = __version__
+    known: Mapping[str, int] = field(default_factory=dict)  # runs that have their rows, as Work knows them
 
     @property
     def folder(self) -> Path:
@@ -55,9 +57,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: with results, stopped in good order (neither), or with an error."""
+    """How an attempt ended: with every run's row handed over, stopped in good order (neither), or with an error."""
 
-    results: Results | None = None
+    finished: bool = False
     error: str = ""
     hopeless: bool = False  # the same would happen again
     notes: tuple[str, ...] = ()
@@ -70,34 +72,36 @@ def attempt(task: Task, cargo: Cargo, desk: Any) -> Ended:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("once")
         try:
-            results, error, hopeless = _train(task, cargo, desk, where), "", False
+            finished, error, hopeless = _train(task, cargo, desk, where), "", False
         except Exception as raised:
-            results, error = None, f"{type(raised).__name__}: {raised}"
+            finished, error = False, f"{type(raised).__name__}: {raised}"
             hopeless = isinstance(raised, (ArgumentError, PrivacyError))
             if not hopeless:
                 error += f" ({traceback.extract_tb(raised.__traceback__)[-1]})"
         finally:
             clear(torch.device(task.device))
-    return Ended(results, error, hopeless, tuple(dict.fromkeys(str(w.message) for w in caught)), where)
+    return Ended(finished, error, hopeless, tuple(dict.fromkeys(str(w.message) for w in caught)), where)
 
 
-def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> Results | None:
+def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> bool:
     if task.version != __version__:
         problem = f"is not the driver's, which is {task.version}"
         raise bad("version", __version__, problem, f"Install the same dpivon on {platform.node()}")
     line = _Line(task, desk, where)
     if not line.ask("begin", Report(task.attempt, where=where)):
-        return None
+        return False
     device = torch.device(task.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # a core is what was asked for
     with _folder(task, line) as (folder, custody), fitting(task.runs, folder):
         data, made = cargo.unpack(device)
-        work = Work(task.plan, task.runs, folder, data, made, task.settings, device, line, task.title, custody)
+        work = Work(
+            task.plan, task.runs, folder, data, made, task.settings, device, line, task.title, custody, task.known
+        )
         with closing(work.kept):
             if not work.train(line.stop):
-                return None
-            return work.results(line.stop if work.trained else line.listen)
+                return False
+            return work.evaluate(line.deliver, lambda: line.stop() and work.got_on)
 
 
 @contextmanager
@@ -165,10 +169,9 @@ class _Line:
             self._answer = None
         return self._stop
 
-    def listen(self) -> bool:
-        """For who goes on to the end: reports keep going out, and whatever the answer, it is no."""
-        self.stop()
-        return False
+    def deliver(self, results: Results) -> None:
+        """The driver alone writes the tables."""
+        self.ask("deliver", self.attempt, results)
 
     def skip(self, examples: float) -> None:
         self._restored += examples
@@ -176,6 +179,12 @@ class _Line:
 
     def advance(self, examples: float, where: Callable[[], str]) -> None:
         self._done += examples
+        self._report(where)
+
+    def evaluating(self, left: Left, where: Callable[[], str]) -> None:
+        self._report(lambda: where() + left.words)
+
+    def _report(self, where: Callable[[], str]) -> None:
         if time.monotonic() - self._last < _EVERY or self._answer is not None:
             return
         self._last = time.monotonic()

@@ -15,6 +15,7 @@ from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Ledger, Terms
 from dpivon.errors import DpivonError
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.study.folder import Results
 
 
 class Superseded(DpivonError):
@@ -33,13 +34,14 @@ class Report:
 
 
 class Desk:
-    """See the module. Every method but :meth:`poll` and :meth:`stop` is about one attempt at one stack."""
+    """See the module. Every method but :meth:`poll`, :meth:`collect` and :meth:`stop` is about one attempt at one stack."""
 
     def __init__(self, stacks: Path) -> None:
         self._stacks = stacks
         self._current: dict[str, int] = {}
         self._ledgers: dict[str, Ledger] = {}
         self._reports: dict[str, Report] = {}
+        self._delivered: list[Results] = []
         self._stopping = False
 
     # ---- for the driver
@@ -63,6 +65,11 @@ class Desk:
 
     def poll(self) -> Mapping[str, Report]:
         return dict(self._reports)
+
+    def collect(self) -> list[Results]:
+        """What was delivered since the last call."""
+        found, self._delivered = self._delivered, []
+        return found
 
     # ---- for workers
 
@@ -106,6 +113,11 @@ class Desk:
         ledger.give_back(
             max(0, ledger.record.releases - charged)
         )  # after the checkpoint: a crash charges more, not less
+
+    def deliver(self, stack: str, attempt: int, results: Results) -> None:
+        """Rows of runs that are evaluated, for the tables."""
+        self._check(stack, attempt)
+        self._delivered.append(results)
 
     def _check(self, stack: str, attempt: int) -> None:
         if self._current.get(stack) != attempt:

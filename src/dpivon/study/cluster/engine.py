@@ -30,7 +30,7 @@ from dpivon.study.cluster.cargo import Cargo, pack
 from dpivon.study.cluster.desk import Desk, Report
 from dpivon.study.cluster.start import connected, ray_module
 from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, open_stack, record, retire
+from dpivon.study.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
 from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
 from dpivon.study.runner import check_settings, progress_of, stop_signals
@@ -50,6 +50,7 @@ def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> O
     with alone(out):
         claim(out, plan)
         if len(finished(out, plan)) == len(plan.runs):
+            under_way(plan, out)  # nothing is, once it is cleared up
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, torch.device("cpu"))
         cargo = pack(
@@ -188,6 +189,7 @@ class _Driver:
             while not stopping and len(self.running) < workers and (stack := self._next()) is not None:
                 self._submit(stack)
             self._show([*self.running.values(), *(ended for ended, _ in over)])
+            self._record()
             self._end_the_silent()
             for ended, reference in over:  # last: their workers have something new to do by now
                 self._end(ended, reference, stopping)
@@ -212,7 +214,7 @@ class _Driver:
         self.ray.get(self.desk.expect.remote(stack.name, stack.attempts))
         task = Task(
             self.plan, stack.runs, stack.name, stack.attempts, stack.title, self.out, self.token, self.settings,
-            self.device, self.cluster.scratch,
+            self.device, self.cluster.scratch, known=recorded(self.out, self.plan),
         )  # fmt: skip
         self.running[self.attempt.remote(task, self.data, self.desk)] = stack
 
@@ -242,18 +244,23 @@ class _Driver:
             ended = Ended(error=f"{type(error.cause).__name__}: {error.cause}")
         except errors.RayError as error:
             ended = Ended(error=f"its worker was lost ({type(error).__name__})")
-        if stack.silent and ended.results is None:
+        if stack.silent and not ended.finished:
             ended = Ended(error=f"its worker said nothing for {self.hung_after:g} s and was ended")
         self.ray.get(self.desk.forget.remote(stack.name))
         for note in ended.notes:
             self.progress.say(f"{stack.title}: {note}")
-        if ended.results is not None:
-            record(self.out, self.plan, ended.results)
+        self._record()
+        if ended.finished:
             retire(self.out / "stacks" / stack.name, self.out)
             self.progress.advance(stack.total - stack.shown, partial(str, stack.title))
             self.progress.say(f"{stack.title}: finished ({ended.where})")
         elif ended.error:
             self._failed(stack, ended, stopping)
+
+    def _record(self) -> None:
+        """Write down what workers have evaluated."""
+        for results in self.ray.get(self.desk.collect.remote()):
+            record(self.out, self.plan, results)
 
     def _failed(self, stack: _Stack, ended: Ended, stopping: bool) -> None:
         if stack.shown > stack.furthest:

@@ -1,0 +1,87 @@
+"""Scores of many sets at once are those of the library, set by set."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dpivon import metrics
+from dpivon.study.calm import one_thread
+from dpivon.study.scoring import scored, told_apart
+from dpivon.study.table import COVERAGES, SCORES, SELECTIVE
+
+
+def sets(n, classes=5):
+    """Unsure, sure, certain (and sometimes wrong), all alike, and rounded so that many confidences are equal."""
+    generator = torch.Generator().manual_seed(n)
+    logits = torch.randn(5, n, classes, generator=generator) * torch.tensor([0.5, 3.0, 300.0, 0.0, 2.0]).view(-1, 1, 1)
+    probs = logits.softmax(-1)
+    tenths = (probs[4] * 10).round() + 0.5
+    probs[4] = tenths / tenths.sum(-1, keepdim=True)
+    return probs, torch.randint(0, classes, (5, n), generator=generator)
+
+
+@pytest.mark.parametrize("n", [1, 20, 37, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_are_those_of_the_library_set_by_set(n, dtype):
+    probs, labels = sets(n)
+    probs = probs.to(dtype)
+    found = scored(probs, labels, selective=True)
+    assert found[2]["nll"] > 5  # a certain mistake costs what it costs there, not infinity
+    for mine, p, y in zip(found, probs, labels, strict=True):
+        assert set(mine) == {*SCORES, *SELECTIVE}
+        for name in (*SCORES, "aurc"):
+            exact = 1e-7 if name == "accuracy" else 1e-12  # torchmetrics divides in float32
+            assert mine[name] == pytest.approx(getattr(metrics, name)(p, y), rel=exact, abs=1e-14), name
+        for c in COVERAGES:
+            assert mine[f"accuracy_at_{c}"] == pytest.approx(metrics.accuracy_at_coverage(p, y, c / 100)), c
+
+
+def test_one_row_of_labels_serves_all_sets_and_a_lost_set_takes_no_other_with_it():
+    probs, labels = sets(50)
+    whole = scored(probs, labels[0])
+    probs[1, 7, 2] = math.nan
+    probs[3] = math.inf
+    found = scored(probs, labels[0])
+    assert set(found[0]) == set(SCORES)
+    assert [all(math.isnan(v) for v in scores.values()) for scores in found] == [False, True, False, True, False]
+    assert all(found[i] == whole[i] for i in (0, 2, 4))
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (20, 7), (333, 500)])
+def test_foreign_pictures_are_told_apart_as_the_library_does(n, m):
+    """With ties within and between the two, and one score that is not finite."""
+    generator = torch.Generator().manual_seed(n)
+    a, b = (torch.randn(4, k, generator=generator) for k in (n, m))
+    a[1], b[1] = (10 * a[1]).round(), (10 * b[1]).round()
+    b[2] = b[2] + 100
+    b[3, 0] = math.nan
+    found = told_apart(a, b)
+    for j in range(3):
+        assert found[j][0] == pytest.approx(metrics.ood_auroc(a[j], b[j]), rel=1e-12)
+        assert found[j][1] == pytest.approx(metrics.ood_fpr(a[j], b[j]), rel=1e-12)
+    assert all(math.isnan(v) for v in found[3])
+
+
+def test_threads_are_few_inside_and_as_before_afterwards():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        inside = []
+
+        @one_thread()
+        def fails():
+            inside.append(torch.get_num_threads())
+            raise RuntimeError("inside")
+
+        with pytest.raises(RuntimeError, match="inside"):
+            fails()
+        assert inside == [1]
+        assert torch.get_num_threads() == 2
+        probs, labels = sets(20)
+        scored(probs, labels)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
