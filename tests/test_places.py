@@ -6,12 +6,15 @@ about 1e-3, and with it the sum; only the missing example's own place may tell.
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
 from torch.fx import Interpreter
 
 from dpivon import Augmentation
+from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels import padded
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
@@ -30,6 +33,28 @@ def conv_net():
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.GroupNorm(4, 8), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1),
         nn.ReLU(), nn.GroupNorm(4, 8), nn.Flatten(), nn.Linear(8 * 64, 10),
     )  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Over patches, or over words that are read off the picture: the same few again and again."""
+
+    def __init__(self, words=False):
+        super().__init__()
+        self.words = nn.Embedding(7, 16) if words else None
+        self.patches = None if words else nn.Conv2d(3, 16, 4, stride=4)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.norm(self.tokens(x))).mean(1))
+
+    def tokens(self, x):
+        if self.words is None:
+            return self.patches(x).flatten(2).mT
+        return self.words((x.flatten(1)[:, :24] * 4).long() % 7)
+
+
+NETWORKS = {"convolutions": conv_net, "patches": Attention, "words": lambda: Attention(words=True)}
 
 
 # ---- a library that rounds by place
@@ -57,19 +82,20 @@ def rounding_by_place(monkeypatch):
 class Sums:
     """Clipped sums of alike examples, whose gradients add up, at places of our choice."""
 
-    def __init__(self, offset, augment):
+    def __init__(self, offset, augment, make=conv_net):
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(COUNT, 3, 16, 16, generator=generator)
         self.images, self.labels = images[:1] + 0.01 * images + offset, torch.zeros(COUNT, dtype=torch.int64)
         self.views = None
         if augment is not None:
             self.views = augment.choice(list(torch.randint(2**32, (3, COUNT, 3), generator=generator)))
-        network = AnyNetwork(conv_net)
+        network = AnyNetwork(make)
         self.theta = network.initial(0).unsqueeze(0)
         self.gradients = PaddedGradients(network, CPU, torch.bfloat16, augment)
 
     def at(self, places):
-        places = torch.tensor(places).view(1, -1)
+        """With these examples at the places 0, 1, …; COUNT leaves one empty. The rest is empty too."""
+        places = torch.tensor([[*places, *[COUNT] * (COUNT - len(places))]])
         batch = Batch(self.images, self.labels, *[torch.zeros(0)] * 2, places, torch.zeros(0), self.views)
         return self.gradients.clipped_sums(self.theta, batch, torch.tensor([BOUND]))
 
@@ -92,9 +118,37 @@ def test_an_example_that_leaves_its_place_empty_moves_the_sum_by_c_whatever_plac
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_on_a_cpu_an_example_counts_the_same_at_every_place(offset):
     sums = Sums(offset, None)
-    first = sums.at([5, COUNT, COUNT, COUNT])
-    for places in ([COUNT, 5, COUNT, COUNT], [COUNT, COUNT, COUNT, 5]):
-        torch.testing.assert_close(sums.at(places), first, rtol=1e-6, atol=1e-9)
+    first = sums.at([5])
+    for place in (1, 3, 20):
+        torch.testing.assert_close(sums.at([COUNT] * place + [5]), first, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("augment", [None, VIEWED], ids=["as they are", "views"])
+@pytest.mark.parametrize("offset", [0.0, 3000.0])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_added_has_the_norm_that_was_measured(name, offset, augment):
+    """In bf16, with clipping in force: the share is C long, alone and among others, whatever cancels over positions."""
+    sums = Sums(offset, augment, NETWORKS[name])
+    everyone = list(range(COUNT))
+    whole = sums.at(everyone)
+    for gone in (0, COUNT - 1):
+        share = whole - sums.at([COUNT if i == gone else i for i in everyone])
+        assert float(share.norm()) == pytest.approx(BOUND, rel=1e-5)
+    assert float(sums.at([COUNT] * 9 + [9]).norm()) == pytest.approx(BOUND, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, as torch.compile does")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_added_has_the_norm_that_was_measured_when_compiled(monkeypatch, name):
+    """As above, of the program as the compiler fuses it for a CPU."""
+    monkeypatch.setattr(padded, "compiled", lambda traced, device: compiled(traced, torch.device("cuda")))
+    sums = Sums(30.0, VIEWED, NETWORKS[name])
+    everyone = list(range(COUNT))
+    whole = sums.at(everyone)
+    for gone in (0, 9, COUNT - 1):
+        share = whole - sums.at([COUNT if i == gone else i for i in everyone])
+        assert float(share.norm()) == pytest.approx(BOUND, rel=1e-5)
 
 
 # ---- the draw
