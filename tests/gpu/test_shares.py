@@ -59,11 +59,18 @@ NETWORKS = {
 }
 
 
+@functools.cache
+def gradients(name):
+    """Compiled once, whatever the pictures."""
+    make, augment = NETWORKS[name]
+    return PaddedGradients(AnyNetwork(make), DEVICE, torch.bfloat16, augment, at_once=AT_ONCE)
+
+
 class Sums:
     """Clipped sums of alike examples, whose gradients add up, at places of our choice; always of one program."""
 
     def __init__(self, name, offset):
-        make, augment = NETWORKS[name]
+        augment = NETWORKS[name][1]
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(COUNT, 3, 32, 32, generator=generator)
         self.images = (images[:1] + 0.01 * images + offset).to(DEVICE)
@@ -76,9 +83,9 @@ class Sums:
                 torch.zeros((), dtype=torch.int64, device=DEVICE),
             )
             self.views = augment.choice(Streams([9], DEVICE).words(run, numbers, step, VIEWS))
-        network = AnyNetwork(make)
-        self.theta, self.bound = network.initial(0).unsqueeze(0).to(DEVICE), torch.full((1,), BOUND, device=DEVICE)
-        self.gradients = PaddedGradients(network, DEVICE, torch.bfloat16, augment, at_once=AT_ONCE)
+        self.gradients = gradients(name)
+        self.theta = self.gradients.network.initial(0).unsqueeze(0).to(DEVICE)
+        self.bound = torch.full((1,), BOUND, device=DEVICE)
 
     def at(self, places):
         """With these examples at the places 0, 1, …; COUNT leaves one empty. The rest is empty too."""

@@ -175,7 +175,7 @@ class StackedSampler:
     one example's forward pass otherwise at another place, and in bf16 that changes its gradient by 1e-3. Packed in order,
     everyone after x would move up where x is missing, and the sum would move by more than x's share. Drawn, places without x
     are distributed as places with x are for everyone else: x leaves its own place empty and the sum moves by at most C. When
-    x makes a batch too large for one part, at most one other example moves: the last in an order that is drawn too.
+    x makes a batch too large for its parts, one other example moves for every further part: the order is drawn too.
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], examples: int, streams: Streams, device: torch.device) -> None:
