@@ -2,8 +2,8 @@
 
 The guarantee needs three things: a share of at most C, the same whoever sits at the other places, and places that are drawn
 (`tests/test_places.py`). It does not need shares that are the same at every place. Those tests are marked: where one fails, a
-library rounds by place, and its name says which; `pytest tests/gpu/test_shares.py --runxfail` says where and how much. Skipped where
-there is no GPU.
+library rounds by place, and its name says which; `pytest tests/gpu/test_shares.py --runxfail` says where and how much.
+Skipped where there is no GPU.
 """
 
 from __future__ import annotations
