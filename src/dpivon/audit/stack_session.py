@@ -60,6 +60,10 @@ class _WatchedStreams:
         drawn: list[Tensor] = self.own.words(*place)
         return drawn
 
+    def orders(self, *place: Any, **begin: int) -> Tensor:
+        drawn: Tensor = self.own.orders(*place, **begin)
+        return drawn
+
     def poisson(self, examples: int, rates: Tensor, first_step: int, steps: int) -> Tensor:
         if self.forced is None:
             drawn: Tensor = self.own.poisson(examples, rates, first_step, steps)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: Streams of one run; two draws with different stream, step or element never share a counter.
-POSTERIOR, PRIVACY, SAMPLING, VIEWS = 0, 1, 2, 3
+POSTERIOR, PRIVACY, SAMPLING, VIEWS, SEATS = 0, 1, 2, 3, 4
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -72,6 +72,16 @@ class Streams:
         zero = torch.zeros_like(element)
         x = [element & _WORD, zero + (step & _WORD), zero + stream, zero]
         return _rounds(x, seed & _WORD, (seed >> 32) & _WORD)
+
+    def orders(self, width: int, first_step: int, steps: int, *, begin: int = 0) -> Tensor:
+        """[steps, K, width]: 0 … width − 1 in an order drawn uniformly for every step and run. Orders of one step are
+        independent if no element from ``begin`` to ``begin + width`` belongs to both."""
+        runs = torch.arange(len(self.seeds), device=self.device).repeat(steps)
+        at = torch.arange(first_step, first_step + steps, device=self.device).repeat_interleave(len(self.seeds))
+        element = torch.arange(begin, begin + width, device=self.device).expand(len(runs), width)
+        high, low, *_ = self.words(runs, element, at.unsqueeze(1), SEATS)
+        keys = (high << 31) | (low >> 1)  # 63 bits: as good as never equal
+        return keys.argsort(1).view(steps, len(self.seeds), width)
 
     def poisson(self, examples: int, rates: Tensor, first_step: int, steps: int) -> Tensor:
         """[steps, K, examples] of 0 and 1: who is in which run's batch. ``rates`` are q·2³², whole numbers."""
