@@ -115,7 +115,8 @@ def private_trace(model, batch, kernels=False):
         def program(*tensors):
             return gradients._one(1.0, False, *tensors)
 
-        return _traced(program, network.initial(0), inputs, labels, torch.arange(room))
+        parameters = [p.clone() for p in gradients._parameters(network.initial(0))]
+        return _traced(program, *parameters, inputs, labels, torch.arange(room))
 
 
 def plain_trace(model, batch):
