@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 
 import torch
 
@@ -56,7 +55,6 @@ def binaries(model, batch, rows):
         "conv_sums": (convs.gradient_sums,),
     }
     total, known = 0.0, set()
-    start = time.process_time()
     for count, kind, x, g, geometry, standardised, _ in launches(model, batch):
         tile = conv_ops._tile(x, g, geometry)
         for kernel in kernels[kind]:
@@ -69,9 +67,7 @@ def binaries(model, batch, rows):
             print(f"{kernel.__name__:20s} {_name(x, g, geometry):28s} x{count} {tile.bt}x{tile.bd}x{tile.bo} span {tile.span} "
                   f"{wanted['warps']} warps: {found.registers:3d} registers, {found.spilled:3d} bytes spilled, "
                   f"{found.shared:6d} shared, {found.seconds:.2f} s", flush=True)  # fmt: skip
-    spent = time.process_time() - start
-    print(f"{model}, b = {batch}: {len(known)} binaries, {total:.1f} s one after the other ({spent:.1f} s of this process, "
-          "trace and a second assembly included)")  # fmt: skip
+    print(f"{model}, b = {batch}: {len(known)} binaries, {total:.1f} s of one core")
 
 
 def roofline(model, batch):
