@@ -120,7 +120,7 @@ def private_program(model, batch, kernels=False):
             return gradients._one(1.0, False, *tensors)
 
         parameters = [p.clone() for p in gradients._parameters(network.initial(0))]
-        return _traced(program, *parameters, inputs, labels, torch.arange(room))
+        return _recorded(program, *parameters, inputs, labels, torch.arange(room))
 
 
 def plain_trace(model, batch):
@@ -137,10 +137,14 @@ def plain_trace(model, batch):
             loss = torch.nn.functional.cross_entropy(outputs.float(), labels)
         return torch.autograd.grad(loss, leaves)
 
-    return _cleaned(_traced(program, inputs, labels, *params.values()).graph)
+    return _traced(program, inputs, labels, *params.values())
 
 
 def _traced(program, *args):
+    return _cleaned(_recorded(program, *args).graph)
+
+
+def _recorded(program, *args):
     import torch._inductor.lowering  # noqa: F401  # a decomposition reads it without importing it
     from torch._inductor.decomposition import select_decomp_table
 
