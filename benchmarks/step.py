@@ -47,9 +47,10 @@ ON_CUDA = [name for name in CONTENDERS if not name.endswith("-64")]
 
 
 def build(name):
-    from dpivon.models import PaperCNN, TextEncoder, VisionTransformer, WideResNet
+    from dpivon.models import CompactCNN, PaperCNN, TextEncoder, VisionTransformer, WideResNet
 
-    return {"cnn": PaperCNN, "wrn": WideResNet, "vit": VisionTransformer, "text": TextEncoder}[name]()
+    known = {"cnn": PaperCNN, "wrn": WideResNet, "vit": VisionTransformer, "text": TextEncoder, "compact": CompactCNN}
+    return known[name]()
 
 
 def batch_of(name, size, device):

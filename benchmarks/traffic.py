@@ -93,6 +93,10 @@ def _size(use):
 
 
 def private_trace(model, batch, kernels=False):
+    return _cleaned(private_program(model, batch, kernels).graph)
+
+
+def private_program(model, batch, kernels=False):
     """The program of :mod:`dpivon.privacy.kernels.padded` for a mean batch of this size, as a GPU would record it in bf16."""
     from dpivon.privacy.kernels import conv_ops
     from dpivon.privacy.kernels.padded import PaddedGradients
@@ -115,7 +119,8 @@ def private_trace(model, batch, kernels=False):
         def program(*tensors):
             return gradients._one(1.0, False, *tensors)
 
-        return _traced(program, network.initial(0), inputs, labels, torch.arange(room))
+        parameters = [p.clone() for p in gradients._parameters(network.initial(0))]
+        return _recorded(program, *parameters, inputs, labels, torch.arange(room))
 
 
 def plain_trace(model, batch):
@@ -136,11 +141,19 @@ def plain_trace(model, batch):
 
 
 def _traced(program, *args):
+    return _cleaned(_recorded(program, *args).graph)
+
+
+def _recorded(program, *args):
     import torch._inductor.lowering  # noqa: F401  # a decomposition reads it without importing it
-    from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor.decomposition import select_decomp_table
 
-    graph = make_fx(program, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args).graph
+    return make_fx(program, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args)
+
+
+def _cleaned(graph):
+    from torch._functorch.compile_utils import fx_graph_cse
+
     graph = fx_graph_cse(graph)
     graph.eliminate_dead_code()
     return graph

@@ -6,8 +6,13 @@ It is run by test_conv_kernels.py, in a process of its own: this one must not be
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
-from hopper import SHORT, made
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.hopper import SHORT, conv_binary, made
 
 from dpivon.privacy.kernels import conv_ops, convs
 from dpivon.privacy.kernels.conv_ops import Geometry
@@ -31,15 +36,7 @@ def check(kernel, dtype, geometry, into, out, side, standardised) -> None:
     after = side // geometry.stride[0]
     g = torch.empty(8, out, after, after, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
     tile = conv_ops.tile_for(9 * into, out, after * after, dtype)
-    constants = conv_ops._constants(x, g, geometry, 1, tile) | {"STANDARDISED": standardised}
-    constants |= {"FLATTEN": tile.flatten} if kernel is convs.gradient_sums else {"SPAN": tile.span}
-    names = ("xn", "xh", "xw", "xc", "gn", "gh", "gw", "gc")
-    strides = conv_ops._strides(x) + conv_ops._strides(g)
-    constants |= {name: 1 for name, s in zip(names, strides, strict=True) if s == 1}
-    types = {name: "i32" if name in (*names, "N", "EACH") else "*fp32" for name in kernel.arg_names}
-    types |= dict.fromkeys(("X", "G"), f"*{SHORT[dtype]}")
-    aligned = [name for name in kernel.arg_names if name not in constants and name not in ("N", "EACH")]
-    found = made(kernel, types, constants, aligned, warps=tile.warps, stages=tile.stages)
+    found = made(kernel, **conv_binary(kernel, x, g, geometry, 1, standardised))
     what = f"{kernel.__name__} {SHORT[dtype]} {into}→{out} at {side} {'standardised' if standardised else 'plain'}"
     size = f"{tile.bt}×{tile.bd}×{tile.bo}, {tile.warps} warps, {found.registers} registers"
     print(f"{what}: {size}, {found.spilled} bytes spilled", flush=True)

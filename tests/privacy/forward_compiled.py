@@ -6,8 +6,13 @@ register spilled to memory, and so small that several programs fit on a processo
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
-from hopper import SHORT, made
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.hopper import SHORT, made
 
 from dpivon.privacy.kernels import conv, norm_pool
 from dpivon.privacy.kernels.forward import TUNING, tuned

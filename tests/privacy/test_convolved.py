@@ -210,6 +210,8 @@ def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch,
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
     assert traced.step.channels_last == (name != "viewing")  # such a network gets its images as they were
     graph = programs[0].graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    assert len(inputs) == len(traced.params) + 3  # none is cut out of the row, at a place that its kernels would know
     called = [node.target for node in graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.dpivon.conv_sums.default) >= least
     if name == "wide":  # nothing is unfolded, and after the images no activation is copied into another order

@@ -96,10 +96,13 @@ def _span(t: Tensor) -> int:
 
 
 def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
-    """Chosen by shape alone, so that the operators' shapes are known without a device.
+    """Chosen by shape alone, so that the operators' shapes are known without a device; nothing is tuned, so there is one binary
+    a kernel and shape to compile (`python -m benchmarks.compiling` lists them: seconds, registers, shared memory).
 
     A large tile reads less, a small one leaves room for a second program beside it, which pays where positions are few and most
-    of the time goes into what follows the product.
+    of the time goes into what follows the product. Statistics of standardised weights hold four tiles in registers: of 64×128
+    with eight warps that is all a thread can have, hardly spilling, and one program fills a processor; of 64×64 with four
+    warps two fit. An example is cut into three parts, so that a batch of 256 gives each of 132 processors about six programs.
     """
     bt = _positions_at_once(positions, 64 if dtype == torch.bfloat16 else 32)
     large = dtype == torch.bfloat16 and positions > bt
@@ -205,6 +208,8 @@ def _options(x: Tensor, tile: Tile) -> dict[str, int]:
 
 
 def _constants(x: Tensor, g: Tensor, shape: Geometry, rows: int, tile: Tile) -> dict[str, Any]:
+    """Sizes are compiled in: every round of the inner loop divides positions by OW, and dividing by a number that is not known
+    before is some thirty instructions. Layers of one shape share their binaries; a WRN-16-4 has 23."""
     (_, into, h, w), (_, out, oh, ow) = x.shape, g.shape
     return {
         "H": h, "W": w, "OW": ow, "T": oh * ow, "CIN": into, "COUT": out, "D": _fan_in(x, shape), "KW": shape.kernel[1],

@@ -136,13 +136,12 @@ def gradient_statistics(
         tl.store(PARTIAL + (n * PARTS + part) * COUT + o, tl.sum(squares, axis=0), mask=o < COUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["PARTS", "D", "EACH"])
 def combine_statistics(
-    PARTIAL, UNIT_SUMS, OUT, PARTS: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, COUT: tl.constexpr,
-    BO: tl.constexpr, STANDARDISED: tl.constexpr,
+    PARTIAL, UNIT_SUMS, OUT, PARTS, D, EACH, COUT, BO: tl.constexpr, STANDARDISED: tl.constexpr
 ):  # fmt: skip
     """All parts of an example, of EACH rows, in double. OUT is [example, 1 or 3, COUT]: Σ g², or mean, S and q."""
-    ACROSS: tl.constexpr = (COUT + BO - 1) // BO
+    ACROSS = (COUT + BO - 1) // BO
     n = (tl.program_id(0) // ACROSS).to(tl.int64)
     o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
     here = o < COUT

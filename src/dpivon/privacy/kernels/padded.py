@@ -33,7 +33,8 @@ from dpivon.privacy.kernels.reference import RowModel, autocast, seen
 from dpivon.privacy.kernels.room import examples_at_once
 from dpivon.privacy.precision import full_precision
 
-#: Of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise.
+#: Of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise; compiled, of the row's
+#: parameters in place of the row.
 Sums = Callable[..., Tensor]
 _GROUP_NORM = [torch.ops.aten.native_group_norm, torch.ops.aten.native_group_norm_backward]
 
@@ -119,19 +120,30 @@ class PaddedGradients:
                 self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
                 traced = self._trace(bound, scaled, *args)
             _check_free_of_constants(traced, self.params.values())
-            self._program[bound, scaled] = compiled(traced, self.device)
+            program = compiled(traced, self.device)
+            self._program[bound, scaled] = lambda row, *rest: program(*self._parameters(row), *rest)
             return self._program[bound, scaled](*args)
 
         return self._program.get((bound, scaled), first)
 
-    def _trace(self, bound: float, scaled: bool, *args: Tensor) -> torch.fx.GraphModule:
+    def _trace(self, bound: float, scaled: bool, row: Tensor, *batch: Tensor) -> torch.fx.GraphModule:
         # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as
         # they came. What is recorded must be what the compiler finds.
         parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
-        return make_fx(lambda *tensors: self._one(bound, scaled, *tensors), decomposition_table=parts)(*args)
+        program = functools.partial(self._one, bound, scaled)
+        return make_fx(program, decomposition_table=parts)(*self._parameters(row), *batch)
 
-    def _one(self, bound: float, scaled: bool, row: Tensor, *batch: Tensor) -> Tensor:
-        values = {n: v.detach() for n, v in self._split(row).items()}
+    def _parameters(self, row: Tensor) -> Iterable[Tensor]:
+        """The row's parameters, each an input of its own. Cut out of the row inside the program, a weight's place in it would
+        be a constant of every kernel that reads it: layers of one shape could share none, and the compiler would try to join
+        everything that reads the row. A row that begins anywhere is moved, once, to where its parameters are read fast."""
+        if row.is_cuda and row.data_ptr() % 16:
+            row = row.clone()
+        return self._split(row).values()
+
+    def _one(self, bound: float, scaled: bool, *tensors: Tensor) -> Tensor:
+        given, batch = tensors[: len(self.params)], tensors[len(self.params) :]
+        values = {n: v.detach() for n, v in zip(self.params, given, strict=True)}
         metric = [Factors.of(d) for d in self._split(batch[-1]).values()] if scaled else None
         batch = batch[:-1] if scaled else batch
         with torch.enable_grad():
