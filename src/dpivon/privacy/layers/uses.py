@@ -10,8 +10,7 @@ rounded sum, would let one example contribute more than C.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -261,15 +260,20 @@ def materialises(g: Tensor, d: int, p: int) -> bool:
     return g.shape[1] > 1 and 4 * len(g) * p * d <= memory_cap(g)
 
 
-@contextmanager
-def views_of_examples(rows: int) -> Iterator[None]:
+class views_of_examples:
     """Inside, so many consecutive rows of a batch are one example, whose gradients the book-keeper adds up."""
-    before = rows_of_an_example()
-    _batch.rows = rows
-    try:
-        yield
-    finally:
-        _batch.rows = before
+
+    __slots__ = ("_before", "_rows")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        self._before = rows_of_an_example()
+        _batch.rows = self._rows
+
+    def __exit__(self, *error: object) -> None:
+        _batch.rows = self._before
 
 
 def rows_of_an_example() -> int:
