@@ -3,10 +3,11 @@
     python -m benchmarks.overhead                             # this machine's CPU, one thread
     python -m benchmarks.overhead --models cnn --rounds 200 --json overhead.json
 
-On a GPU such a loop waits for Python. Here the networks have the layers and tensors of those in ``benchmarks.step``, but are so thin,
-and batches so small, that arithmetic hardly counts; what is left is the host's work. The branches are those that a GPU would
-take (:func:`as_on_a_gpu`), though every operation runs on the CPU. Contenders take turns step by step, and the median is taken,
-so ratios within one run hold on a busy machine. Operations are counted by torch's dispatcher: the same on every machine.
+On a GPU such a loop waits for Python. Here the networks have the layers and tensors of those in ``benchmarks.step``, but are
+so thin, and batches so small, that arithmetic hardly counts; what is left is the host's work. The branches are those that a GPU
+would take (:func:`as_on_a_gpu`), though every operation runs on the CPU. Times are the processor's, contenders take turns a few
+steps at a time, and the median is taken: ratios within one run say most. Operations are counted by torch's dispatcher, views
+apart from the rest, which a GPU would have to launch: the same on every machine.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from dpivon.models import PaperCNN, TextEncoder, VisionTransformer, WideResNet
 from dpivon.optim import tensors
 from dpivon.privacy import clipping
 from dpivon.privacy.gradients import bookkeeping
-from dpivon.privacy.layers import conv, memory
+from dpivon.privacy.layers import conv, memory, uses
+from dpivon.privacy.precision import capturing
 
 BATCH = 2
+STEPS = 5  # in one turn of a contender
+FEW = 1000  # elements of a last layer's weight, of which gradients are made; a hidden layer's has more
 CONTENDERS = {
     "plain": "non-private SGD",
     "opacus-hooks": "Opacus DP-SGD, hooks",
@@ -42,25 +46,26 @@ CONTENDERS = {
     "ivon": "dpivon DP-IVON",
 }
 REFUSED = {("opacus-hooks", "text"), ("opacus-hooks", "vit")}  # attention as torch has it
-#: name: (network, one example's shape, elements up to which its parameters are summed side by side). The last is as much smaller
-#: than the library's as the network is thinner, so that the same parameters are small.
+#: name: (network, one example's shape, gradients of an example that are put side by side). The last is as much smaller than a
+#: GPU's as the network is thinner, so that as many parameters are as in the whole one with the batches of ``benchmarks.step``.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "cnn": (lambda: PaperCNN(widths=(8, 16, 16), hidden=80, image_size=8), (3, 8, 8), 1100),
-    "text": (lambda: TextEncoder(vocabulary=64, length=8, width=16), (8,), 128),
-    "vit": (lambda: VisionTransformer(image_size=8, width=16), (3, 8, 8), 128),
-    "wrn": (lambda: WideResNet(width=1), (3, 8, 8), 1024),
+    "cnn": (lambda: PaperCNN(widths=(8, 16, 16), hidden=80, image_size=8), (3, 8, 8), 2800),
+    "text": (lambda: TextEncoder(vocabulary=64, length=8, width=16), (8,), 1200),
+    "vit": (lambda: VisionTransformer(image_size=8, width=16), (3, 8, 8), 2100),
+    "wrn": (lambda: WideResNet(width=1), (3, 8, 8), 9000),
 }
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations."""
+    """Counts operations, and how many of them launch something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations = self.launches = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operations += 1
+        self.launches += not func.is_view
         return func(*args, **(kwargs or {}))
 
 
@@ -71,25 +76,41 @@ def as_on_a_gpu() -> Iterator[None]:
     def alike(several: list[Tensor]) -> bool:
         return len({t.dtype for t in several}) == 1
 
-    def fresh(shape: tuple[int, ...], like: Tensor) -> Tensor:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    def untraced(t: Tensor) -> bool:
+        return not capturing()
 
     with (
         mock.patch.object(tensors, "joins", alike),
-        mock.patch.object(clipping, "readable", lambda t: False),
-        mock.patch.object(conv, "_in_cache", lambda out: False),
+        mock.patch.object(clipping, "readable", return_value=False),
+        mock.patch.object(bookkeeping, "launches_cost", untraced),
+        mock.patch.object(uses, "launches_cost", untraced),
+        mock.patch.object(conv, "_in_cache", return_value=False),
         mock.patch.object(memory.Pool, "lend", lambda pool, shape, dtype: torch.empty(shape, dtype=dtype)),
     ):
         yield
 
 
+@contextmanager
+def thin(network: str) -> Iterator[None]:
+    """Limits in bytes as much smaller as the network and its batch are."""
+    with (
+        mock.patch.object(bookkeeping, "_TRAY", 4 * BATCH * NETWORKS[network][2]),
+        mock.patch.object(uses, "_FEW_BYTES", 4 * BATCH * FEW),
+    ):
+        yield
+
+
+def batch_of(network: str) -> tuple[Tensor, Tensor]:
+    shape = (BATCH, *NETWORKS[network][1])
+    return torch.randint(64, shape) if network == "text" else torch.randn(shape), torch.randint(4, (BATCH,))
+
+
 def make_step(contender: str, network: str) -> Callable[[], None]:
     """A function that makes one step on one fixed batch."""
     torch.manual_seed(0)
-    build, shape, _ = NETWORKS[network]
+    build = NETWORKS[network][0]
     model, loss_fn = build(), nn.CrossEntropyLoss()
-    x = torch.randint(64, (BATCH, *shape)) if network == "text" else torch.randn(BATCH, *shape)
-    y = torch.randint(4, (BATCH,))
+    x, y = batch_of(network)
     made = {
         "adam": lambda: torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True),
         "ivon": lambda: dpivon.IVON(model.parameters(), lr=1e-3, ess=50_000),
@@ -120,31 +141,31 @@ def make_step(contender: str, network: str) -> Callable[[], None]:
 
 def measured(network: str, rounds: int, contenders: list[str]) -> dict[str, dict[str, float]]:
     """Milliseconds and operations of a step, by contender."""
-    with as_on_a_gpu(), mock.patch.object(bookkeeping, "_SMALL", NETWORKS[network][2]):
+    with as_on_a_gpu(), thin(network):
         steps = {name: make_step(name, network) for name in contenders}
-        operations = {}
+        counts = {}
         for name, step in steps.items():
             for _ in range(5):  # state is made, memory is found
                 step()
             with Counting() as counting:
                 step()
-            operations[name] = counting.operations
+            counts[name] = {"operations": counting.operations, "launches": counting.launches}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, step in steps.items():
-                began = time.thread_time()
-                step()
-                times[name].append(time.thread_time() - began)
-    return {
-        name: {"ms": 1e3 * statistics.median(times[name]), "operations": operations[name]} for name in contenders
-    }
+                step()  # awake again, and not measured
+                for _ in range(STEPS):
+                    began = time.thread_time()
+                    step()
+                    times[name].append(time.thread_time() - began)
+    return {name: {"ms": 1e3 * statistics.median(times[name]), **counts[name]} for name in contenders}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json")
     args = parser.parse_args()
     import warnings
@@ -164,13 +185,13 @@ def main() -> None:
     for network in args.models:
         contenders = [name for name in args.only if (name, network) not in REFUSED]
         rows = networks[network] = measured(network, args.rounds, contenders)
-        print(f"{network:62s} {'ms':>7s} {'/ hooks':>8s} {'/ plain':>8s} {'operations':>11s}")
+        print(f"{network:62s} {'ms':>7s} {'/ hooks':>8s} {'/ plain':>8s} {'operations':>11s} {'launches':>9s}")
         for name, row in rows.items():
             for key, base in (("over_hooks", "opacus-hooks"), ("over_plain", "plain")):
                 row[key] = row["ms"] / rows[base]["ms"] if base in rows else float("nan")
             print(
                 f"  {CONTENDERS[name]:60s} {row['ms']:7.2f} {row['over_hooks']:8.2f} {row['over_plain']:8.2f} "
-                f"{row['operations']:11d}"
+                f"{row['operations']:11d} {row['launches']:9d}"
             )
     if args.json:
         with open(args.json, "w") as file:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 _WHOLE = (Tensor, nn.Parameter)  # asked first: most are, and looking for a name that is not there is slow
 
 

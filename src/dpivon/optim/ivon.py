@@ -16,7 +16,7 @@ from dpivon.errors import DpivonError, PrivacyError, bad, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
 from dpivon.optim.ivon_rule import variance
-from dpivon.optim.ivon_state import begun, check_group
+from dpivon.optim.ivon_state import all_begun, begun, check_group
 from dpivon.optim.ivon_step import evidence_of_average, evidence_of_gradients, update
 from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import full_mean, full_means, restore
@@ -163,8 +163,11 @@ class IVON(Optimizer):
             if params := [p for p in group["params"] if p.requires_grad]:
                 states = self._states(params, group)
                 anneal_for = self.curvature if train else None
-                parts.append((params, draw(states, group, self._standard_normal, anneal_for=anneal_for)))
+                parts.append((params, draw(states, group, self._standard_normals, anneal_for=anneal_for)))
         return Perturbation(parts)
+
+    def _standard_normals(self, like: TensorList) -> TensorList:
+        return like.filled(self._standard_normal)
 
     def _standard_normal(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
@@ -354,8 +357,7 @@ class IVON(Optimizer):
         return begun(self.state[p], p, group, self.curvature)
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        estimator = self.curvature
-        return [begun(self.state[p], p, group, estimator) for p in params]
+        return all_begun([self.state[p] for p in params], params, group, self.curvature)
 
     def _mean(self, p: Tensor) -> Tensor:
         return full_mean(local(p), self.state[p])

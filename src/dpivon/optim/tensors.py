@@ -167,6 +167,13 @@ class TensorList:
             out = out._map(torch.clamp_max, torch._foreach_clamp_max, max)
         return out
 
+    def filled(self, draw: Callable[[Tensor], Tensor], *, at_once: bool = True) -> TensorList:
+        """New tensors of these shapes from ``draw``: one draw for all where the list is joined, else each in turn."""
+        flat = self.flat
+        if flat is not None and at_once:
+            return TensorList._of(draw(flat), self._shapes)
+        return TensorList([draw(t) for t in self.tensors])
+
     def copied(self, dtypes: Sequence[torch.dtype]) -> TensorList:
         """New tensors with these values, rounded to these dtypes; neighbours in memory where there is only one dtype."""
         flat, alike = self.flat, len(set(dtypes)) == 1

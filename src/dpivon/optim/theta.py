@@ -40,7 +40,7 @@ class Perturbation:
 def draw(
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    normal: Callable[[Tensor], Tensor],
+    normal: Callable[[TensorList], TensorList],
     *,
     anneal_for: CurvatureEstimator | None,
 ) -> TensorList:
@@ -49,7 +49,7 @@ def draw(
     In training it is annealed, unless ``anneal_for``, the estimator in use, reads curvature off the sample.
     """
     hess = TensorList([state["hess"] for state in states])
-    noise = TensorList([normal(h) for h in hess])
+    noise = normal(hess)
     sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
     if anneal_for is not None and (anneal := group.get("anneal", 0.0)):
         _check_anneal(anneal, anneal_for)

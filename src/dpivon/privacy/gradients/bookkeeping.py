@@ -31,10 +31,11 @@ from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
 from dpivon.privacy.layers.scaled import scaled
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use, merge, settled, views_of_examples
-from dpivon.privacy.precision import capturing, wide, wide_dtype
+from dpivon.privacy.precision import capturing, launches_cost, wide, wide_dtype
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 _SMALL = 4096  # elements of a parameter that is not worth kernels of its own
+_TRAY = 64 * 2**20  # bytes of gradients that are put side by side on a GPU: the copy takes less than launching for each
 
 
 class BookKeeper:
@@ -85,7 +86,7 @@ class BookKeeper:
         if not any(p.requires_grad for p in module.parameters()):
             return
         forward, rule = forward_for(module), rule_for(module)
-        if forward is not None:
+        if forward is not None and (rule is None or self.batch_first):  # a forward puts the batch first
             self._replace_forward(module, forward)
         elif rule is not None:
             self._hook(module, rule)
@@ -384,16 +385,28 @@ def _precision_for(layer: nn.Module) -> Callable[[Uses], Uses]:
     return (lambda uses: uses) if takes_bf16(layer) else (lambda uses: lambda g: uses(wide(g)))
 
 
-def _blocks(
-    params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool
-) -> list[tuple[list[int], Use | None]]:
+def _blocks(params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool) -> list[tuple[list[int], Use | None]]:
     """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side."""
-    small = [i for i, use in enumerate(uses) if joint and isinstance(use, Dense) and params[i].numel() <= _SMALL]
+    small = _beside(params, uses) if joint else []
     if len(small) < 2:
         return [([i], use) for i, use in enumerate(uses)]
     together = torch.cat([_rows(uses[i]) for i in small], 1)
     taken = set(small)
     return [(small, Dense(together)), *(([i], use) for i, use in enumerate(uses) if i not in taken)]
+
+
+def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
+    """Which are put side by side: small ones; where launches cost, beginning with the smallest as many as a tray holds."""
+    dense = [(i, use.g) for i, use in enumerate(uses) if isinstance(use, Dense)]
+    if not dense or not launches_cost(dense[0][1]):
+        return [i for i, _ in dense if params[i].numel() <= _SMALL]
+    room, chosen = _TRAY, []
+    for i, g in sorted(dense, key=lambda place: place[1].numel()):
+        room -= g.numel() * g.element_size()
+        if room < 0:
+            break
+        chosen.append(i)
+    return sorted(chosen)
 
 
 def _rows(use: Any) -> Tensor:
@@ -404,7 +417,11 @@ def _rows(use: Any) -> Tensor:
 
 def _dtype_of_sums(blocks: Sequence[tuple[list[int], Use | None]]) -> torch.dtype:
     """What the clip factors are cast to, once for all blocks: that of every sum, or else double, and each casts its own."""
-    kinds = {wide_dtype(use.g) if isinstance(use, Dense | Outer | Rows) else torch.float64 for _, use in blocks if use is not None}
+    kinds = {
+        wide_dtype(use.g) if isinstance(use, Dense | Outer | Rows) else torch.float64
+        for _, use in blocks
+        if use is not None
+    }
     return kinds.pop() if len(kinds) == 1 else torch.float64
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
-from dpivon.privacy.precision import capturing, product, weighted_product, wide, wide_dtype
+from dpivon.privacy.precision import capturing, launches_cost, product, weighted_product, wide, wide_dtype
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
+_FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
 
 
 _batch = threading.local()
@@ -246,7 +247,8 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
     """An :class:`Outer`, materialised at once where memory allows.
 
     Materialised, a gradient gives its norm and its share of the sum for 2Tpd operations; kept as A and G, the sum alone costs
-    that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made.
+    that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made; a small one is, on a GPU,
+    where it goes side by side with others.
     """
     b, _, d = a.shape
     p = g.shape[2]
@@ -257,7 +259,8 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
 
 def materialises(g: Tensor, d: int, p: int) -> bool:
     """Whether per-example gradients of p·d elements, each a sum over the positions of g [B, T, …], are made and kept."""
-    return g.shape[1] > 1 and 4 * len(g) * p * d <= memory_cap(g)
+    size = 4 * g.shape[0] * p * d
+    return size <= memory_cap(g) if g.shape[1] > 1 else size <= _FEW_BYTES and launches_cost(g)
 
 
 class views_of_examples:
