@@ -37,7 +37,7 @@ from dpivon.privacy.precision import capturing
 
 BATCH = 2
 STEPS = 5  # in one turn of a contender
-FEW = 1000  # elements of a last layer's weight, of which gradients are made; a hidden layer's has more
+FEW = 160  # elements of a last layer's weight, of which gradients are made; a hidden layer's has more
 CONTENDERS = {
     "plain": "non-private SGD",
     "opacus-hooks": "Opacus DP-SGD, hooks",
@@ -49,10 +49,10 @@ REFUSED = {("opacus-hooks", "text"), ("opacus-hooks", "vit")}  # attention as to
 #: name: (network, one example's shape, gradients of an example that are put side by side). The last is as much smaller than a
 #: GPU's as the network is thinner, so that as many parameters are as in the whole one with the batches of ``benchmarks.step``.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "cnn": (lambda: PaperCNN(widths=(8, 16, 16), hidden=80, image_size=8), (3, 8, 8), 2800),
-    "text": (lambda: TextEncoder(vocabulary=64, length=8, width=16), (8,), 1200),
-    "vit": (lambda: VisionTransformer(image_size=8, width=16), (3, 8, 8), 2100),
-    "wrn": (lambda: WideResNet(width=1), (3, 8, 8), 9000),
+    "cnn": (lambda: PaperCNN(3, 4, widths=(2, 4, 4), hidden=24, groups=2, image_size=16), (3, 16, 16), 300),
+    "text": (lambda: TextEncoder(vocabulary=16, length=8, width=8), (8,), 420),
+    "vit": (lambda: VisionTransformer(image_size=8, width=8), (3, 8, 8), 760),
+    "wrn": (lambda: WideResNet(width=2, groups=2, base=2), (3, 8, 8), 900),
 }
 
 
@@ -102,7 +102,7 @@ def thin(network: str) -> Iterator[None]:
 
 def batch_of(network: str) -> tuple[Tensor, Tensor]:
     shape = (BATCH, *NETWORKS[network][1])
-    return torch.randint(64, shape) if network == "text" else torch.randn(shape), torch.randint(4, (BATCH,))
+    return torch.randint(16, shape) if network == "text" else torch.randn(shape), torch.randint(4, (BATCH,))
 
 
 def make_step(contender: str, network: str) -> Callable[[], None]:

@@ -291,6 +291,7 @@ class BookKeeper:
         self._scale = None
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = _blocks(params, uses, joint=clipping.joint and self._scatter is None)
+        del uses, recorded  # what was put side by side need not be kept twice
         norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
         table = (
