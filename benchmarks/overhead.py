@@ -188,11 +188,12 @@ def main() -> None:
         print(f"{network:62s} {'ms':>7s} {'/ hooks':>8s} {'/ plain':>8s} {'operations':>11s} {'launches':>9s}")
         for name, row in rows.items():
             for key, base in (("over_hooks", "opacus-hooks"), ("over_plain", "plain")):
-                row[key] = row["ms"] / rows[base]["ms"] if base in rows else float("nan")
-            print(
-                f"  {CONTENDERS[name]:60s} {row['ms']:7.2f} {row['over_hooks']:8.2f} {row['over_plain']:8.2f} "
-                f"{row['operations']:11d} {row['launches']:9d}"
+                if base in rows:
+                    row[key] = row["ms"] / rows[base]["ms"]
+            ratios = " ".join(
+                f"{row[key]:8.2f}" if key in row else f"{'–':>8s}" for key in ("over_hooks", "over_plain")
             )
+            print(f"  {CONTENDERS[name]:60s} {row['ms']:7.2f} {ratios} {row['operations']:11d} {row['launches']:9d}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(facts | {"networks": networks}, file, indent=1)
