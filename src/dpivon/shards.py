@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_WHOLE = (Tensor, nn.Parameter)  # asked first: most are, and looking for a name that is not there is slow
 
 
 def is_sharded(t: Tensor) -> bool:
-    return hasattr(t, "to_local")
+    return type(t) not in _WHOLE and hasattr(t, "to_local")
 
 
 def local(t: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ if not torch.cuda.is_available() or not dist.is_nccl_available():
     pytest.skip("needs a CUDA device and NCCL: run `pytest tests/gpu` on a machine with both", allow_module_level=True)
 
 import dpivon
+from dpivon.optim.tensors import TensorList
 from dpivon.shards import part_of
 
 DEVICE = torch.device("cuda")
@@ -71,7 +72,7 @@ def trained(kind: str, method: str) -> tuple[dpivon.Posterior, float]:
     )
     optimizer.noise, theta = Placed(optimizer, 1000), Placed(optimizer, 2000)
     if method == "ivon":
-        inner._standard_normal = lambda like: theta.normal(like, 1.0)
+        inner._standard_normals = lambda like: TensorList([theta.normal(t, 1.0) for t in like])  # by place, not at once
     for x, y in loader:
         optimizer.zero_grad()
         if method == "ivon":

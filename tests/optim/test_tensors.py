@@ -85,3 +85,33 @@ def test_copies_are_rounded_once_and_share_no_memory_with_the_list(monkeypatch, 
     for copy in copies:
         copy.zero_()
     assert all(torch.equal(t, b) for t, b in zip(given, before, strict=True))
+
+
+def test_pieces_of_memory_that_happen_to_follow_each_other_are_no_neighbours(monkeypatch):
+    """As blocks of an allocator may: a view from the first into the second would reach beyond what the first owns."""
+    monkeypatch.setattr(tensors, "joins", lambda several: True)
+    memory = memoryview(bytearray(range(64)))
+    parts = [torch.frombuffer(memory[at : at + 16], dtype=torch.float32) for at in (0, 16, 32)]
+    assert parts[1].data_ptr() == parts[0].data_ptr() + 16
+    assert tensors.neighbours(parts) is None
+    assert torch.equal(TensorList(parts).flat, torch.cat(parts))
+
+
+def test_tensors_without_elements_do_no_harm(monkeypatch):
+    monkeypatch.setattr(tensors, "joins", lambda several: True)
+    given = [torch.rand(2), torch.rand(0, 3), torch.rand(3)]
+    doubled = TensorList((TensorList(given) * 2.0).tensors) * 1.0
+    assert [tuple(t.shape) for t in doubled] == [(2,), (0, 3), (3,)]
+    assert all(torch.equal(d, 2.0 * g) for d, g in zip(doubled, given, strict=True))
+
+
+@pytest.mark.parametrize(("joins", "at_once", "drawn"), [(True, True, [60]), (True, False, None), (False, True, None)])
+def test_a_list_is_filled_by_one_draw_or_by_one_a_tensor(monkeypatch, joins, at_once, drawn):
+    monkeypatch.setattr(tensors, "joins", lambda several: joins)
+    like, asked = [*lists(1)[:4], torch.rand(38)], []
+    filled = TensorList(like).filled(
+        lambda t: asked.append(t.numel()) or torch.full_like(t, len(asked)), at_once=at_once
+    )
+    assert asked == (drawn or [t.numel() for t in like])
+    for i, (t, made) in enumerate(zip(like, filled, strict=True), start=1):
+        assert torch.equal(made, torch.full_like(t, 1 if drawn else i))

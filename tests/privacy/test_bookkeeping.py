@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.overhead import as_on_a_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.layers import DPLSTM
@@ -18,6 +19,7 @@ from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum, row_norms
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import Dense, Outer, Rows, register_rule, uses
+from dpivon.privacy.layers.standardised import standardised_conv, standardised_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using padding=.same.")
 
@@ -714,6 +716,50 @@ def test_standardised_convolutions(monkeypatch, cap):
         first.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
     model = nn.Sequential(first, nn.GroupNorm(2, 4), nn.ReLU(), second)
     both_precisions(model, torch.randn(4, 3, 6, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("cap", [uses.MEMORY_CAP, 0])
+def test_a_standardised_forward_and_the_rule_come_to_the_same_bits(monkeypatch, cap, dtype):
+    """Outputs, and gradients of examples; also of a row at its floor, and where the forward's findings are too coarse."""
+    monkeypatch.setattr(uses, "MEMORY_CAP", cap)
+    torch.manual_seed(0)
+    layer = StandardisedConv2d(3, 4, 3, padding=1).to(dtype)
+    with torch.no_grad():
+        layer.weight[1] = 0.3
+    x, g = torch.randn(5, 3, 6, 6, dtype=dtype), torch.randn(5, 4, 6, 6, dtype=dtype)
+    observed = []
+    z = standardised_forward(layer, lambda z, uses: observed.append(uses) or z, x)
+    assert torch.equal(z, layer(x))
+    assert not z.requires_grad
+    kept, again = observed[0](g), standardised_conv(layer, (x,), g)
+    assert set(kept) == set(again) == {layer.weight, layer.bias}
+    for p in again:
+        assert type(kept[p]) is type(again[p])
+        assert torch.equal(kept[p].squared_norm(), again[p].squared_norm())
+        assert torch.equal(kept[p].weighted_sum(torch.rand(5).fill_(0.3)), again[p].weighted_sum(torch.full((5,), 0.3)))
+
+
+def test_a_forward_that_puts_the_batch_first_is_not_used_where_it_is_second():
+    made = {}
+    for batch_first in (True, False):
+        layer = StandardisedConv2d(3, 4, 3)
+        keeper = BookKeeper(nn.Sequential(layer), batch_first=batch_first, loss_reduction="mean")
+        made[batch_first] = keeper._patched
+    assert len(made[True]) == 1
+    assert made[False] == []
+
+
+@pytest.mark.parametrize("few", [uses._FEW_BYTES, 0])
+def test_the_branches_of_a_gpu_agree_with_the_loop(monkeypatch, few):
+    """Convolutions, norms and last layers, of which a few gradients are made where that saves launches."""
+    monkeypatch.setattr(uses, "_FEW_BYTES", few)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5), nn.Linear(5, 2)
+    )
+    with as_on_a_gpu():
+        both_precisions(model, torch.randn(4, 3, 6, 6))
 
 
 def test_standardised_weights_have_mean_zero_and_norm_one():

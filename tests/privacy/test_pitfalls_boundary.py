@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
 from dpivon import ArgumentError, DpivonError, PrivacyError
+from dpivon.privacy import guards
 
 
 def test_upstream_ivon_is_refused_by_name_and_left_alone():
@@ -199,3 +200,28 @@ def test_a_second_plain_loss_does_not_bypass_clipping(mode):
     with pytest.raises((DpivonError, ValueError, RuntimeError)):
         add_plain_loss()
     assert all(count(total) <= 1 + 1e-5 for total in run.contributions)
+
+
+@pytest.mark.parametrize("where", ["none", "root", "deep", "shared", "an empty name"])
+def test_the_quick_walk_finds_the_buffers_that_torch_names(where):
+    deep = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.Sequential(nn.Sequential(deep), nn.Identity(), deep if where == "shared" else nn.Identity())
+    target = {"root": model, "deep": deep[1], "shared": deep[0], "an empty name": deep}.get(where)
+    if target is not None:
+        target.register_buffer("seen", None if where == "an empty name" else torch.zeros(3))
+    found, named = guards._buffers(model), dict(model.named_buffers())
+    assert list(found) == list(named)
+    assert all(found[name] is named[name] for name in named)
+    assert len(named) == (where not in ("none", "an empty name"))
+
+
+def test_the_spec_of_a_release_follows_what_it_is_made_of():
+    optimizer = make("bookkeeping").optimizer
+    first = optimizer._spec_of_release()
+    assert optimizer._spec_of_release() is first
+    optimizer.noise_multiplier = 3.0
+    assert optimizer._spec_of_release().noise_multiplier == 3.0
+    optimizer.max_grad_norm = 0.25
+    assert optimizer._spec_of_release().max_grad_norm == 0.25
+    optimizer.noise.origin = "cryptographic"
+    assert optimizer._spec_of_release().drawn_by[0] == "cryptographic"

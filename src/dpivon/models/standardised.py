@@ -16,7 +16,7 @@ class StandardisedConv2d(nn.Conv2d):
     """
 
     def standardised(self) -> Tensor:
-        centred, scale = _centred(self.weight)
+        centred, _, scale = centred_rows(self.weight)
         return (centred * scale).view_as(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,20 +29,30 @@ class StandardisedConv2d(nn.Conv2d):
 
 def directions(weight: Tensor) -> tuple[Tensor, Tensor]:
     """u = ŵ of every row, [out, fan-in], but zero where ‖c‖ is at its floor (a constant has no slope); and 1/‖c‖, [out, 1]."""
-    centred, scale = _centred(weight)
-    return torch.where(centred.square().sum(1, keepdim=True) > FLOOR, centred * scale, 0.0), scale
+    centred, squares, scale = centred_rows(weight)
+    return with_slope(centred * scale, squares), scale
+
+
+def with_slope(rows: Tensor, squares: Tensor) -> Tensor:
+    """u from ŵ, [out, fan-in], and ‖c‖²."""
+    return torch.where(squares > FLOOR, rows, 0.0)
 
 
 def pull_back(weight: Tensor, g: Tensor) -> Tensor:
-    """From gradients in the ŵ of these weights to gradients in the weights: (g − mean(g) − u ⟨u, g⟩) / ‖c‖ by row."""
-    unit, scale = directions(weight.to(g.dtype))
+    """From gradients in the ŵ of these weights to gradients in the weights."""
+    return pull_back_along(*directions(weight.to(g.dtype)), g)
+
+
+def pull_back_along(unit: Tensor, scale: Tensor, g: Tensor) -> Tensor:
+    """(g − mean(g) − u ⟨u, g⟩) / ‖c‖ by row, with the weights' :func:`directions`."""
     flat = g.flatten(-3)
     flat = flat - flat.mean(-1, keepdim=True) - unit * (unit * flat).sum(-1, keepdim=True)
     return (flat * scale).view_as(g)
 
 
-def _centred(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """c, and 1/‖c‖."""
+def centred_rows(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """c, ‖c‖² and 1/‖c‖."""
     rows = weight.flatten(1)
     centred = rows - rows.mean(1, keepdim=True)
-    return centred, centred.square().sum(1, keepdim=True).clamp(min=FLOOR).rsqrt()
+    squares = centred.square().sum(1, keepdim=True)
+    return centred, squares, squares.clamp(min=FLOOR).rsqrt()

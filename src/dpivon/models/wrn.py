@@ -19,6 +19,7 @@ class WideResNet(nn.Module):
         in_channels: of the images.
         groups: of the normalisations.
         standardised: with False it is made of ordinary convolutions.
+        base: channels of the first convolution, and of the first group at k = 1.
     """
 
     def __init__(
@@ -29,11 +30,12 @@ class WideResNet(nn.Module):
         in_channels: int = 3,
         groups: int = 16,
         standardised: bool = True,
+        base: int = 16,
     ) -> None:
         super().__init__()
         conv = StandardisedConv2d if standardised else nn.Conv2d
         blocks = (depth - 4) // 6
-        channels = [16, 16 * width, 32 * width, 64 * width]
+        channels = [base, base * width, 2 * base * width, 4 * base * width]
         self.stem = conv(in_channels, channels[0], 3, padding=1)
         layers: list[nn.Module] = []
         for i in range(3):

@@ -16,10 +16,10 @@ from dpivon.errors import DpivonError, PrivacyError, bad, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
 from dpivon.optim.ivon_rule import variance
-from dpivon.optim.ivon_state import begun, check_group
+from dpivon.optim.ivon_state import all_begun, begun, check_group
 from dpivon.optim.ivon_step import evidence_of_average, evidence_of_gradients, update
 from dpivon.optim.names import parameter_names
-from dpivon.optim.precision import full_mean, restore
+from dpivon.optim.precision import full_mean, full_means, restore
 from dpivon.optim.releases import noise_variance
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, draw, set_aside
@@ -141,7 +141,7 @@ class IVON(Optimizer):
             perturbation = self._samples.next(lambda: self._draw(train=True))
         else:
             perturbation = self._draw()
-        here = [local(p) for p in perturbation]
+        here = [local(p) for p in perturbation.params]
         saved = self._aside = set_aside(here, self._aside)
         self._inside = "train" if train else "predict"
         try:
@@ -158,21 +158,27 @@ class IVON(Optimizer):
 
     @torch.no_grad()
     def _draw(self, train: bool = False) -> Perturbation:
-        perturbation: Perturbation = {}
+        parts = []
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.requires_grad]:
-                states = [self._state(p, group) for p in params]
+                states = self._states(params, group)
                 anneal_for = self.curvature if train else None
-                perturbation |= draw(params, states, group, self._standard_normal, anneal_for=anneal_for)
-        return perturbation
+                parts.append((params, draw(states, group, self._standard_normals, anneal_for=anneal_for)))
+        return Perturbation(parts)
+
+    def _standard_normals(self, like: TensorList) -> TensorList:
+        return like.filled(self._standard_normal)
 
     def _standard_normal(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
 
     @torch.no_grad()
     def _perturb(self, saved: list[Tensor], here: list[Tensor], perturbation: Perturbation) -> None:
-        means = TensorList([full_mean(m, self.state[p]) for p, m in zip(perturbation, saved, strict=True)])
-        (means + TensorList(list(perturbation.values()))).copy_to(here)
+        at = 0
+        for params, epsilon in perturbation.parts:
+            own = slice(at, at := at + len(params))
+            means = TensorList(full_means(saved[own], [self.state[p] for p in params]))
+            (means + epsilon).copy_to(here[own])
 
     # ---- the step
 
@@ -196,6 +202,7 @@ class IVON(Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.requires_grad and self._has_gradient(p, release)]
             if params:
+                self._states(params, group)
                 self._update(group, params, self._evidence(group, params, release))
                 stepped = True
         self.discard_samples()
@@ -216,7 +223,7 @@ class IVON(Optimizer):
         return total if total is None else total / self.mc_samples
 
     def _update(self, group: dict[str, Any], params: list[Tensor], evidence: Evidence[TensorList]) -> None:
-        states = [self._state(p, group) for p in params]
+        states = [self.state[p] for p in params]
         for state in states:
             state["step"] += 1
         estimator = self.curvature
@@ -230,7 +237,7 @@ class IVON(Optimizer):
         update(params, states, group, evidence, estimator)
 
     def _evidence(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> Evidence[TensorList]:
-        hess = TensorList([self._state(p, group)["hess"] for p in params])
+        hess = TensorList([self.state[p]["hess"] for p in params])
         if release is None and self._average is not None:
             return evidence_of_average(self._average, params, hess, group)
         return evidence_of_gradients(
@@ -348,6 +355,9 @@ class IVON(Optimizer):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return begun(self.state[p], p, group, self.curvature)
+
+    def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
+        return all_begun([self.state[p] for p in params], params, group, self.curvature)
 
     def _mean(self, p: Tensor) -> Tensor:
         return full_mean(local(p), self.state[p])

@@ -18,7 +18,7 @@ from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import IVONState
 from dpivon.optim.precision import follow, full_dtype
 from dpivon.optim.tensors import TensorList
-from dpivon.shards import local
+from dpivon.shards import is_sharded, local
 
 State = dict[str, Any]
 
@@ -43,6 +43,30 @@ def begun(state: State, p: Tensor, group: dict[str, Any], estimator: CurvatureEs
             state[_MEMORY + name] = torch.zeros_like(here, dtype=full_dtype(p), requires_grad=False)
     follow(here, state)
     return state
+
+
+def all_begun(
+    states: Sequence[State], params: Sequence[Tensor], group: dict[str, Any], estimator: CurvatureEstimator
+) -> list[State]:
+    """:func:`begun` for each; most need nothing, and are passed by."""
+    plain = not memory_of(estimator)
+    return [
+        state if plain and _needs_nothing(state, p) else begun(state, p, group, estimator)
+        for state, p in zip(states, params, strict=True)
+    ]
+
+
+def _needs_nothing(state: State, p: Tensor) -> bool:
+    """Whether it is ``step``, ``momentum`` and ``hess`` alone, in the parameter's own precision, which is full, and place."""
+    momentum, hess = state.get("momentum"), state.get("hess")
+    return (
+        len(state) == 3
+        and momentum is not None
+        and hess is not None
+        and momentum.dtype is hess.dtype is p.dtype is full_dtype(p)
+        and momentum.device == hess.device == p.device
+        and not is_sharded(p)
+    )
 
 
 def memory(states: Sequence[State], estimator: CurvatureEstimator) -> dict[str, TensorList]:

@@ -17,7 +17,7 @@ from dpivon.optim import ivon_state
 from dpivon.optim.curvature import CurvatureEstimator, Evidence
 from dpivon.optim.ivon_rule import IVONState, ivon_update
 from dpivon.optim.ivon_state import State
-from dpivon.optim.precision import dense, full_mean
+from dpivon.optim.precision import dense, full_means
 from dpivon.optim.rule import debias
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation
@@ -47,12 +47,17 @@ def evidence_of_gradients(
 ) -> Evidence[TensorList]:
     """Of one gradient: that of ``p.grad``, or a released one. ``epsilons`` are the perturbations at which it was taken, if the
     estimator reads them."""
-    g = TensorList([dense(gradients[p]).to(h.dtype) for p, h in zip(params, hess, strict=True)])
+    g = TensorList([_as(h, dense(gradients[p])) for p, h in zip(params, hess, strict=True)])
     # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
-    sampled = bool(epsilons) and all(p in epsilon for epsilon in epsilons for p in params)
-    shift = [sum((epsilon[p] for epsilon in epsilons[1:]), start=epsilons[0][p]) for p in params] if sampled else None
+    known = [epsilon.by_parameter for epsilon in epsilons]
+    sampled = bool(known) and all(p in epsilon for epsilon in known for p in params)
+    shift = [sum((epsilon[p] for epsilon in known[1:]), start=known[0][p]) for p in params] if sampled else None
     g_perturbation = None if shift is None else g * TensorList(shift)
     return _evidence(group, hess, g, g.square(), g_perturbation, noise_variance, batch_size)
+
+
+def _as(h: Tensor, g: Tensor) -> Tensor:
+    return g if g.dtype is h.dtype else g.to(h.dtype)
 
 
 def _evidence(
@@ -90,7 +95,7 @@ def update(
     lr, beta1, weight_decay = group["lr"], group["beta1"], group["weight_decay"]
     new = ivon_update(
         IVONState(
-            mean=TensorList([full_mean(local(p), state) for p, state in zip(params, states, strict=True)]),
+            mean=TensorList(full_means([local(p) for p in params], states)),
             momentum=TensorList([state["momentum"] for state in states]),
             hess=evidence.hess,
         ),

@@ -6,6 +6,7 @@ and the model's are rounded from them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,19 @@ def full_mean(p: Tensor, state: dict[str, Any]) -> Tensor:
     return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
+def full_means(params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """:func:`full_mean` of each. Without gradients, and without a master among them, they are their own."""
+    if not torch.is_grad_enabled() and not any("mean" in state for state in states):
+        return list(params)
+    return [full_mean(p, state) for p, state in zip(params, states, strict=True)]
+
+
 def follow(p: Tensor, state: dict[str, Any]) -> None:
     """Bring state to where p is now, if the model was moved or cast, and keep a master exactly where one is needed."""
-    dtype = full_dtype(p)
+    dtype, device = full_dtype(p), p.device
     for key, value in state.items():
-        if isinstance(value, Tensor) and (value.device != p.device or value.dtype != dtype):
-            state[key] = value.to(device=p.device, dtype=dtype)
+        if isinstance(value, Tensor) and (value.dtype is not dtype or value.device != device):
+            state[key] = value.to(device=device, dtype=dtype)
     if dtype == p.dtype:
         state.pop("mean", None)
     elif "mean" not in state:

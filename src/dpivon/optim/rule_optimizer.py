@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.optim.hyper import check_hyper
-from dpivon.optim.precision import dense, follow, full_dtype, full_mean, restore
+from dpivon.optim.precision import dense, follow, full_dtype, full_means, restore
 from dpivon.optim.releases import noise_variance
 from dpivon.optim.rule import UpdateRule
 from dpivon.optim.tensors import TensorList
@@ -87,13 +87,13 @@ class RuleOptimizer(Optimizer):
         remembered = [key for key in states[0] if key not in ("step", "mean")]
         before = {key: TensorList([state[key] for state in states]) for key in remembered}
         here = [local(p) for p in params]
-        before["mean"] = TensorList([full_mean(p, state) for p, state in zip(here, states, strict=True)])
+        before["mean"] = TensorList(full_means(here, states))
         after = self.rule.step(
             before,
             g,
             t=[state["step"] for state in states],
             noise_variance=told,
-            normal=TensorList([self._standard_normal(x) for x in g]) if self.rule.draws else None,
+            normal=g.filled(self._standard_normal) if self.rule.draws else None,
             hyper=group,
         )
         after["mean"].copy_to(here)

@@ -18,7 +18,8 @@ Operand: TypeAlias = "TensorList | Tensor | Sequence[float] | float"
 
 def joins(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors are computed with as one flat tensor: on a GPU, where a launch costs more than the copy."""
-    return all(t.is_cuda and t.dtype == tensors[0].dtype and t.device == tensors[0].device for t in tensors)
+    dtype, index = tensors[0].dtype, tensors[0].get_device()
+    return all(t.is_cuda and t.dtype is dtype and t.get_device() == index for t in tensors)
 
 
 def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -27,12 +28,16 @@ def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
     Asked anew every time: a parameter or a state may have been given other memory since.
     """
     first = tensors[0]
-    memory, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    size, begin = first.element_size(), first.data_ptr()
+    at = begin
     for t in tensors:
-        if t.untyped_storage().data_ptr() != memory or t.storage_offset() != at or not t.is_contiguous():
+        if t.data_ptr() != at or not t.is_contiguous():
             return None
-        at += t.numel()
-    return first.as_strided((at - first.storage_offset(),), (1,))
+        at += t.numel() * size
+    memory = first.untyped_storage()
+    if at > memory.data_ptr() + memory.nbytes():
+        return None  # pieces of memory that happen to follow each other
+    return first.as_strided(((at - begin) // size,), (1,))
 
 
 def room_for(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -51,26 +56,33 @@ class TensorList:
     are joined again without a copy.
     """
 
-    __slots__ = ("_flat", "_shapes", "_tensors")
+    __slots__ = ("_flat", "_known", "_tensors")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: list[Tensor] | None = list(tensors)
         self._flat: Tensor | None = None
-        self._shapes = [t.shape for t in self._tensors]
+        self._known: list[torch.Size] | None = None
 
     @classmethod
     def _of(cls, flat: Tensor, shapes: list[torch.Size]) -> TensorList:
-        result = cls(())
-        result._tensors, result._flat, result._shapes = None, flat, shapes
+        result = object.__new__(cls)
+        result._tensors, result._flat, result._known = None, flat, shapes
         return result
+
+    @property
+    def _shapes(self) -> list[torch.Size]:
+        if self._known is None:
+            self._known = [t.shape for t in self.tensors]
+        return self._known
 
     @property
     def tensors(self) -> list[Tensor]:
         if self._tensors is None:
             assert self._flat is not None
-            parts = self._flat.split([shape.numel() for shape in self._shapes])
+            shapes = self._shapes
+            parts = self._flat.split_with_sizes([shape.numel() for shape in shapes])
             self._tensors = [
-                part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)
+                part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)
             ]
         return self._tensors
 
@@ -84,7 +96,7 @@ class TensorList:
         return self._flat
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._shapes if self._tensors is None else self._tensors)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.tensors)
@@ -98,7 +110,7 @@ class TensorList:
         if flat is not None:
             if isinstance(other, TensorList):
                 right: Any = other.flat if other._shapes == self._shapes else None
-            elif isinstance(other, Sequence):
+            elif isinstance(other, list | tuple):
                 right = other[0] if len(set(other)) == 1 else None
             else:
                 right = other
@@ -154,6 +166,13 @@ class TensorList:
         if max is not None:
             out = out._map(torch.clamp_max, torch._foreach_clamp_max, max)
         return out
+
+    def filled(self, draw: Callable[[Tensor], Tensor], *, at_once: bool = True) -> TensorList:
+        """New tensors of these shapes from ``draw``: one draw for all where the list is joined, else each in turn."""
+        flat = self.flat
+        if flat is not None and at_once:
+            return TensorList._of(draw(flat), self._shapes)
+        return TensorList([draw(t) for t in self.tensors])
 
     def copied(self, dtypes: Sequence[torch.dtype]) -> TensorList:
         """New tensors with these values, rounded to these dtypes; neighbours in memory where there is only one dtype."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,28 +20,41 @@ from dpivon.optim.ivon_rule import annealed, std
 from dpivon.optim.precision import dense, full_dtype
 from dpivon.optim.tensors import TensorList, room_for
 
-Perturbation = dict[Tensor, Tensor]
+
+class Perturbation:
+    """ε of a θ-sample, in parts as it was drawn: the parameters of a group, and what is added to them."""
+
+    def __init__(self, parts: Sequence[tuple[list[Tensor], TensorList]]) -> None:
+        self.parts = parts
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for params, _ in self.parts for p in params]
+
+    @cached_property
+    def by_parameter(self) -> dict[Tensor, Tensor]:
+        """For those who ask parameter by parameter."""
+        return {p: e for params, epsilon in self.parts for p, e in zip(params, epsilon, strict=True)}
 
 
 def draw(
-    params: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    normal: Callable[[Tensor], Tensor],
+    normal: Callable[[TensorList], TensorList],
     *,
     anneal_for: CurvatureEstimator | None,
-) -> Perturbation:
+) -> TensorList:
     """ε = σ ⊙ N(0, I) for the parameters of a group, with σ² = 1 / (N_ess (h + δ)).
 
     In training it is annealed, unless ``anneal_for``, the estimator in use, reads curvature off the sample.
     """
     hess = TensorList([state["hess"] for state in states])
-    noise = TensorList([normal(h) for h in hess])
+    noise = normal(hess)
     sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
     if anneal_for is not None and (anneal := group.get("anneal", 0.0)):
         _check_anneal(anneal, anneal_for)
         sigma = sigma * annealed(anneal, [state["step"] + 1 for state in states])
-    return dict(zip(params, noise * sigma, strict=True))
+    return noise * sigma
 
 
 def _check_anneal(anneal: float, estimator: CurvatureEstimator) -> None:
@@ -110,7 +124,7 @@ class GradientAverage:
             for total, value in (
                 (self.g, g),
                 (self.g_squared, g.square()),
-                (self.g_perturbation, g * perturbation[p]),
+                (self.g_perturbation, g * perturbation.by_parameter[p]),
             ):
                 total[p] = total[p] + value if p in total else value.clone()
             p.grad = None

@@ -119,17 +119,18 @@ class ForwardWatch:
             return
         if torch.is_grad_enabled():
             self.batch = tensors_in((args, kwargs))
-        buffers = {name: (b, b._version, b.clone() if self._first else None) for name, b in module.named_buffers()}
+        buffers = {name: (b, b._version, b.clone() if self._first else None) for name, b in _buffers(module).items()}
         frozen = {name: (p, p._version, None) for name, p in self._frozen.items()}
         self._before_forward, self._first = buffers | frozen, False
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        now = dict(module.named_buffers()) | self._frozen
-        for name, (tensor, version, value) in self._before_forward.items():
-            same = now.get(name) is tensor and tensor._version == version
-            if not same or (value is not None and not _bits_equal(value, tensor)):
-                self._changed.append(name)
-        self._before_forward = {}
+        if self._before_forward:
+            now = _buffers(module) | self._frozen
+            for name, (tensor, version, value) in self._before_forward.items():
+                same = now.get(name) is tensor and tensor._version == version
+                if not same or (value is not None and not _bits_equal(value, tensor)):
+                    self._changed.append(name)
+            self._before_forward = {}
         if module.training and torch.is_grad_enabled():
             self._losses.watch(output)
 
@@ -146,6 +147,18 @@ class ForwardWatch:
         return len(earlier) == len(self.batch) and all(
             a is b or _bits_equal(a, b) for a, b in zip(earlier, self.batch, strict=True)
         )
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """``dict(module.named_buffers())``; if there are none, which most models for private training have, after a quick walk."""
+    walk, seen = [module], {module}
+    for layer in walk:
+        if layer._buffers:
+            return dict(module.named_buffers())
+        new = [child for child in layer._modules.values() if child is not None and child not in seen]
+        seen.update(new)
+        walk += new
+    return {}
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:

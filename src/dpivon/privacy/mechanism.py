@@ -31,7 +31,7 @@ def release(
     """
     charge(spec)
     sums = TensorList([total.double() for total in clipped_sums.values()])
-    noises = TensorList([noise.normal(total, spec.noise_std) for total in sums])
+    noises = sums.filled(lambda like: noise.normal(like, spec.noise_std), at_once=getattr(noise, "at_once", False))
     released = ((noises + sums) / spec.divisor).copied([full_dtype(p) for p in clipped_sums])
     return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
 

@@ -32,6 +32,8 @@ class TorchNoise:
     same noise again. With one it is reproducible from its seed, and only as secret as that seed.
     """
 
+    at_once = True  # all parameters in one draw where they are joined; others may draw by parameter, and are asked so
+
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.origin = OS_ENTROPY if generator is None else SEEDED
         self.generator = generator if generator is not None else own_generator()

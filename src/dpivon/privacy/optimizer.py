@@ -25,7 +25,7 @@ from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.metric import Scaling
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
-from dpivon.privacy.precision import full_precision
+from dpivon.privacy.precision import full_precision, without_autocast
 from dpivon.privacy.ranks.together import Alone, Journal, Together
 from dpivon.privacy.sampling import Draws
 from dpivon.privacy.spec import NoiseSpec
@@ -71,6 +71,7 @@ class DPOptimizer(OpacusNames):
         self._batch = LogicalBatch()
         self._passes = ThetaPasses(source, watch)
         self._in_closure = False
+        self._known_spec: tuple[tuple[NoiseSpec, int, tuple[str, str]], NoiseSpec] | None = None
         sums.drop(self.original_optimizer)
         self._connect()
 
@@ -165,7 +166,7 @@ class DPOptimizer(OpacusNames):
         self._passes.check_complete(self.original_optimizer)
         self.watch.check_buffers()
         self._batch.check(self._spec, drawn=self.draws is not None)
-        spec = self._spec.replace(accumulated=self.accumulated_iterations, drawn_by=self.drawn_by)
+        spec = self._spec_of_release()
         self._batch.spec = self._spec
         self.clip_and_accumulate()
         self._batch.is_summed = True
@@ -176,9 +177,15 @@ class DPOptimizer(OpacusNames):
             return False
         return self._release(spec)
 
+    def _spec_of_release(self) -> NoiseSpec:
+        """The spec with what is known now: that of the last release, which was checked, unless something has changed."""
+        known = (self._spec, self.accumulated_iterations, self.drawn_by)
+        if self._known_spec is None or self._known_spec[0] != known:
+            self._known_spec = known, self._spec.replace(accumulated=known[1], drawn_by=known[2])
+        return self._known_spec[1]
+
     def clip_and_accumulate(self) -> None:
-        # Without autocast, which would take the sum in bf16 if the caller's step() is inside one.
-        with full_precision(), torch.autocast(self.params[0].device.type, enabled=False):
+        with full_precision(), without_autocast(self.params[0].device.type):
             metric = () if self._scaling is None else (self._scaling.factors(self.params),)
             clipped = self.source.clipped_sums(self.params, self._clipping, *metric)
         sums.add(self.params, clipped)

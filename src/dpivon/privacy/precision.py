@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ def full_precision() -> Iterator[None]:
     finally:
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Nothing inside is computed in bf16 because the caller is inside an autocast."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def wide(t: Tensor) -> Tensor:
@@ -66,6 +72,11 @@ def weighted_product(a: Tensor, g: Tensor, *, parts: int = 3) -> Tensor:
 def readable(t: Tensor) -> bool:
     """Whether to look at values of t, and do less if they allow it. On a GPU that waits for all work under way."""
     return not t.is_cuda and not capturing()
+
+
+def launches_cost(t: Tensor) -> bool:
+    """Whether an operation on t costs more to launch than small tensors to copy: on a GPU, unless a compiler joins them."""
+    return t.is_cuda and not capturing()
 
 
 def capturing() -> bool:

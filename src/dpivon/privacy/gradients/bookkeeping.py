@@ -30,11 +30,12 @@ from dpivon.privacy.layers.fallback import opacus_rule
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
 from dpivon.privacy.layers.scaled import scaled
-from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
-from dpivon.privacy.precision import capturing, wide
+from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use, merge, settled, views_of_examples
+from dpivon.privacy.precision import capturing, launches_cost, wide, wide_dtype
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 _SMALL = 4096  # elements of a parameter that is not worth kernels of its own
+_TRAY = 64 * 2**20  # bytes of gradients that are put side by side on a GPU: the copy takes less than launching for each
 
 
 class BookKeeper:
@@ -85,7 +86,7 @@ class BookKeeper:
         if not any(p.requires_grad for p in module.parameters()):
             return
         forward, rule = forward_for(module), rule_for(module)
-        if forward is not None:
+        if forward is not None and (rule is None or self.batch_first):  # a forward puts the batch first
             self._replace_forward(module, forward)
         elif rule is not None:
             self._hook(module, rule)
@@ -102,13 +103,15 @@ class BookKeeper:
                 self._watch(child)
 
     def _hook(self, layer: nn.Module, rule: Rule) -> None:
+        in_precision = _precision_for(layer)
+
         def before(layer: nn.Module, args: Any) -> None:
             self._detached.append(self._detach(layer) if self._recording(layer) else [])
 
         def after(layer: nn.Module, args: Any, output: Any) -> Any:
             weights = self._detached.pop()
             for p in weights:
-                p.requires_grad_(True)
+                p.requires_grad = True
             if not weights or output is None:
                 return output
             if not isinstance(output, Tensor):
@@ -119,7 +122,7 @@ class BookKeeper:
             if any(output is t for t in args):
                 output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
             inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
-            uses = _in_precision(layer, lambda g: rule(layer, self._batch_major(inputs), g))
+            uses = in_precision(lambda g: rule(layer, self._batch_major(inputs), g))
             return self._observe(output, self._of_owner(layer, uses), inputs)
 
         self._handles.append(layer.register_forward_pre_hook(before))
@@ -128,7 +131,7 @@ class BookKeeper:
         )  # before a hook changes z
 
     def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        original = layer.forward
+        original, in_precision = layer.forward, _precision_for(layer)
 
         def watched(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._recording(layer):
@@ -137,7 +140,7 @@ class BookKeeper:
             saved = [t.detach() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
 
             def observe(z: Tensor, uses: Uses) -> Tensor:
-                return self._observe(z, self._of_owner(layer, _in_precision(layer, uses)), saved, batch_major=True)
+                return self._observe(z, self._of_owner(layer, in_precision(uses)), saved, batch_major=True)
 
             return forward(layer, observe, *args, **kwargs)
 
@@ -178,9 +181,13 @@ class BookKeeper:
         return layer.training and torch.is_grad_enabled()
 
     def _detach(self, layer: nn.Module) -> list[Tensor]:
-        weights: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
-        for p in weights:
-            p.requires_grad_(False)
+        # Of a layer without children its own are all of them, and known without a walk.
+        own = layer.parameters() if layer._modules else layer._parameters.values()
+        weights: list[Tensor] = []
+        for p in own:
+            if p is not None and p.requires_grad:
+                p.requires_grad = False
+                weights.append(p)
         return weights
 
     # ---- recording uses
@@ -227,29 +234,34 @@ class BookKeeper:
             # Rows of two forwards are different examples: clipped as one, each could move the sum by 2C.
             self._second_pass |= self._recorded not in (None, origin)
             self._recorded = origin
-            with torch.no_grad():
-                self._record(uses, g if batch_major else self._batch_major((g,))[0])
+            g = g if batch_major else self._batch_major((g,))[0]
+            if torch.is_grad_enabled():  # with create_graph=True
+                with torch.no_grad():
+                    self._record(uses, g)
+            else:
+                self._record(uses, g)
 
         z.register_hook(arrived)
         return z
 
     def _record(self, uses: Uses, g: Tensor) -> None:
         self._arrived = True
-        if self.rows is not None and len(g) != self.rows:
+        rows = g.shape[0]
+        if self.rows is not None and rows != self.rows:
             raise PrivacyError(
-                f"A layer saw {len(g)} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
+                f"A layer saw {rows} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
                 "would not bound "
                 "an example. Keep the batch as the first dimension of every layer's input."
             )
         # A mean divides every example's gradient by the rows of the batch; undone at the end, on norms and sums.
-        scale = (len(g) if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
+        scale = (rows if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
         if self._scale not in (None, scale):
             raise PrivacyError(
                 f"Layers saw batches of different sizes in one step (scales {self._scale} and {scale}): call zero_grad() "
                 "and run forward and backward on one batch."
             )
         self._scale = scale
-        with self._pool.active(), views_of_examples(self.augmentations):
+        with self._pool, views_of_examples(self.augmentations):
             found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
             use = settled(use.grouped(self.augmentations)) if self.augmentations > 1 else use
@@ -269,34 +281,38 @@ class BookKeeper:
     ) -> list[Tensor]:
         self._check(params)
         _check_unchanged(self._kept)
-        uses = {p: merge(self._uses[p]) for p in params if p in self._uses}
+        recorded = [self._uses.get(p) for p in params]
+        uses = [None if found is None else merge(found) for found in recorded]
         if metric is not None:
-            uses |= {p: scaled(uses[p], d) for p, d in zip(params, metric, strict=True) if p in uses}
+            uses = [None if use is None else scaled(use, d) for use, d in zip(uses, metric, strict=True)]
         scale = self._scale or 1.0
         self._uses.clear()
         self._kept.clear()
         self._scale = None
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = _blocks(params, uses, joint=clipping.joint and self._scatter is None)
+        del uses, recorded  # what was put side by side need not be kept twice
         norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
         table = (
             torch.stack([torch.zeros_like(known) if n is None else n for n in norms]).clamp_(min=0.0).sqrt_() * scale
         )
         factors = clipping.factors(table)
-        struck = struck_examples(factors)
-        sums: dict[Tensor, Tensor] = {}
-        for (members, use), c in zip(blocks, factors * scale, strict=True):
+        struck, recording = struck_examples(factors), capturing()
+        weights = (factors * scale).to(_dtype_of_sums(blocks))
+        sums: list[Any] = [None] * len(params)
+        for (members, use), c in zip(blocks, weights.unbind(), strict=True):
             if use is None:
-                found = {p: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in members}
+                found = [torch.zeros(params[i].shape, dtype=torch.float64, device=params[i].device) for i in members]
             else:
                 # While recording, sums over materialised gradients pass over struck rows by themselves.
-                if struck is not None and not (capturing() and isinstance(use, Dense)):
+                if struck is not None and not (recording and isinstance(use, Dense)):
                     use = use.without(struck)
-                found = _split(use.weighted_sum(c), members)
-            sums |= found if self._scatter is None else {p: self._scatter(p, total) for p, total in found.items()}
+                found = _split(use.weighted_sum(c), [params[i].shape for i in members])
+            for i, total in zip(members, found, strict=True):
+                sums[i] = total if self._scatter is None else self._scatter(params[i], total)
         self._pool.take_back()
-        return [sums[p] for p in params]
+        return sums
 
     def _check(self, params: Sequence[Tensor]) -> None:
         if self._second_pass:
@@ -365,29 +381,58 @@ def _whole(p: Tensor) -> Uses:
     return lambda g: {p: Dense(wide(g).unsqueeze(1))}
 
 
-def _in_precision(layer: nn.Module, uses: Uses) -> Uses:
-    """The same, given fp32 or better unless the layer's rule asks for bf16 as it comes."""
-    return uses if takes_bf16(layer) else lambda g: uses(wide(g))
+def _precision_for(layer: nn.Module) -> Callable[[Uses], Uses]:
+    """How uses are given their gradients: in fp32 or better, unless the layer's rule asks for bf16 as it comes."""
+    return (lambda uses: uses) if takes_bf16(layer) else (lambda uses: lambda g: uses(wide(g)))
 
 
-def _blocks(
-    params: Sequence[Tensor], uses: Mapping[Tensor, Use], *, joint: bool
-) -> list[tuple[list[Tensor], Use | None]]:
-    """Parameters and their use. Where one factor clips all parameters, the many small ones are put side by side."""
-    small = [p for p in params if joint and p.numel() <= _SMALL and isinstance(uses.get(p), Dense)]
+def _blocks(params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool) -> list[tuple[list[int], Use | None]]:
+    """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side."""
+    small = _beside(params, uses) if joint else []
     if len(small) < 2:
-        return [([p], uses.get(p)) for p in params]
-    together = torch.cat([uses[p].materialise().flatten(1) for p in small], 1)
-    return [(small, Dense(together)), *(([p], uses.get(p)) for p in params if all(p is not s for s in small))]
+        return [([i], use) for i, use in enumerate(uses)]
+    together = torch.cat([_rows(uses[i]) for i in small], 1)
+    taken = set(small)
+    return [(small, Dense(together)), *(([i], use) for i, use in enumerate(uses) if i not in taken)]
 
 
-def _split(total: Tensor, members: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """The sum of parameters that were put side by side, each contiguous in its own shape."""
-    parts = [total] if len(members) == 1 else total.split([p.numel() for p in members])
-    return {
-        p: part if part.shape == p.shape and part.is_contiguous() else part.reshape(p.shape).contiguous()
-        for p, part in zip(members, parts, strict=True)
+def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
+    """Which are put side by side: small ones; where launches cost, beginning with the smallest as many as a tray holds."""
+    dense = [(i, use.g) for i, use in enumerate(uses) if isinstance(use, Dense)]
+    if not dense or not launches_cost(dense[0][1]):
+        return [i for i, _ in dense if params[i].numel() <= _SMALL]
+    room, chosen = _TRAY, []
+    for i, g in sorted(dense, key=lambda place: place[1].numel()):
+        room -= g.numel() * g.element_size()
+        if room < 0:
+            break
+        chosen.append(i)
+    return sorted(chosen)
+
+
+def _rows(use: Any) -> Tensor:
+    """Per-example gradients as rows of a matrix."""
+    made: Tensor = use.materialise()
+    return made if made.dim() == 2 else made.flatten(1)
+
+
+def _dtype_of_sums(blocks: Sequence[tuple[list[int], Use | None]]) -> torch.dtype:
+    """What the clip factors are cast to, once for all blocks: that of every sum, or else double, and each casts its own."""
+    kinds = {
+        wide_dtype(use.g) if isinstance(use, Dense | Outer | Rows) else torch.float64
+        for _, use in blocks
+        if use is not None
     }
+    return kinds.pop() if len(kinds) == 1 else torch.float64
+
+
+def _split(total: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The sum of parameters that were put side by side, each contiguous in its own shape."""
+    parts = [total] if len(shapes) == 1 else total.split_with_sizes([shape.numel() for shape in shapes])
+    return [
+        part if part.shape == shape and part.is_contiguous() else part.reshape(shape).contiguous()
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 class _Seed(torch.autograd.Function):

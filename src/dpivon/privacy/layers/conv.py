@@ -45,20 +45,21 @@ def conv(layer: _ConvNd, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, 
 def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """The common case, channels last: a patch's rows are then contiguous in memory, and so are the output's positions."""
     uses: dict[Tensor, Use] = {}
-    if layer.weight.requires_grad:
+    weight, bias = layer.weight, layer.bias
+    out = _positions(g)
+    if weight.requires_grad:
         if takes(layer, x, g):
-            uses[layer.weight] = convolved(layer, x, g, lambda: _unfolded(layer, x, g))
+            uses[weight] = convolved(layer, x, g, lambda: _unfolded(layer, x, g, out))
         else:
-            uses[layer.weight] = _unfolded(layer, x, g)
-    if layer.bias is not None and layer.bias.requires_grad:
-        out = _positions(g)
-        uses[layer.bias] = Dense(out.sum(1, dtype=wide_dtype(out)))
+            uses[weight] = _unfolded(layer, x, g, out)
+    if bias is not None and bias.requires_grad:
+        uses[bias] = Dense(out.sum(1, dtype=wide_dtype(out)))
     return uses
 
 
-def _unfolded(layer: _ConvNd, x: Tensor, g: Tensor) -> Use:
-    out, p, c = _positions(g), g.shape[1], x.shape[1]
-    x = _pad(layer, x.to(g.dtype)).permute(0, 2, 3, 1).contiguous()
+def _unfolded(layer: _ConvNd, x: Tensor, g: Tensor, out: Tensor) -> Use:
+    p, c = g.shape[1], x.shape[1]
+    x = _padded_channels_last(layer, x.to(g.dtype))
     b, h, w, ch = x.stride()
     (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
     view = x.as_strided((len(x), g.shape[2], g.shape[3], kh, kw, c), (b, sh * h, sw * w, dh * h, dw * w, ch))
@@ -116,6 +117,15 @@ def unfold(layer: _ConvNd, x: Tensor) -> Tensor:
         ),
     )
     return view.reshape(*x.shape[:2], torch.Size(kernel).numel(), torch.Size(out).numel())
+
+
+def _padded_channels_last(layer: _ConvNd, x: Tensor) -> Tensor:
+    """[B, C, H, W] padded, as [B, H, W, C] in order; zeros are put around it in the copy that orders it."""
+    if layer.padding_mode == "zeros":
+        pads = layer._reversed_padding_repeated_twice
+        x = x.permute(0, 2, 3, 1)
+        return (F.pad(x, (0, 0, *pads)) if any(pads) else x).contiguous()
+    return _pad(layer, x).permute(0, 2, 3, 1).contiguous()
 
 
 def _pad(layer: _ConvNd, x: Tensor) -> Tensor:

@@ -18,10 +18,15 @@ from dpivon.privacy.precision import wide
 @register_rule(nn.Linear, NonDynamicallyQuantizableLinear, RNNLinear, bf16=True)
 def linear(layer: nn.Linear, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
     uses: dict[Tensor, Use] = {}
-    g = g.reshape(len(g), -1, g.shape[-1])
-    if layer.weight.requires_grad:
-        a = inputs[0].to(g.dtype).reshape(len(g), -1, inputs[0].shape[-1])
-        uses[layer.weight] = projected(a, g, layer.weight.shape)
-    if layer.bias is not None and layer.bias.requires_grad:
-        uses[layer.bias] = Dense(wide(g).sum(1))
+    weight, bias = layer.weight, layer.bias
+    g = _rows_of_positions(g)
+    if weight.requires_grad:
+        uses[weight] = projected(_rows_of_positions(inputs[0].to(g.dtype)), g, weight.shape)
+    if bias is not None and bias.requires_grad:
+        uses[bias] = Dense(wide(g).sum(1))
     return uses
+
+
+def _rows_of_positions(t: Tensor) -> Tensor:
+    """[B, …, n] as [B, T, n]."""
+    return t if t.dim() == 3 else t.reshape(t.shape[0], -1, t.shape[-1])

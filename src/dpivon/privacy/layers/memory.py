@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,9 +16,10 @@ _active = threading.local()
 
 
 class Pool:
-    """Buffers of one book-keeper, lent out until :meth:`take_back`."""
+    """Buffers of one book-keeper, lent out until :meth:`take_back`. Inside a ``with`` block :func:`empty` takes from it."""
 
     def __init__(self) -> None:
+        self._before: list[Pool | None] = []
         self._free: list[Tensor] = []
         self._lent: list[Tensor] = []
 
@@ -44,15 +43,12 @@ class Pool:
         """Nothing that was lent is needed any more."""
         self._free, self._lent = self._free + self._lent, []
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Inside, :func:`empty` takes from this pool."""
-        before = getattr(_active, "pool", None)
+    def __enter__(self) -> None:
+        self._before.append(getattr(_active, "pool", None))
         _active.pool = self
-        try:
-            yield
-        finally:
-            _active.pool = before
+
+    def __exit__(self, *error: object) -> None:
+        _active.pool = self._before.pop()
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:

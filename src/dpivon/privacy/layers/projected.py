@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry
 from dpivon.privacy.layers.convolved import Convolved, kernels_take
 from dpivon.privacy.layers.uses import Use, materialises, outer_or_dense
@@ -20,6 +21,8 @@ _FEW = 256  # positions up to which making a gradient a second time is faster th
 def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False) -> Use:
     """The use of a weight of shape [p, d], or [d, p] if ``transposed``, of which g_i = Σ_t G_it ⊗ A_it; a is [B, T, d], g is
     [B, T, p]."""
+    if not conv_ops.wanted():
+        return outer_or_dense(a, g, shape, transposed)
     left, right = (g, a) if transposed else (a, g)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # pictures of one column, channels last
     if not kernels_take(x, out) or not _worth(a, g):

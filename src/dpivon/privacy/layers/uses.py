@@ -10,8 +10,7 @@ rounded sum, would let one example contribute more than C.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
-from dpivon.privacy.precision import capturing, product, weighted_product, wide, wide_dtype
+from dpivon.privacy.precision import capturing, launches_cost, product, weighted_product, wide, wide_dtype
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
+_FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
 
 
 _batch = threading.local()
@@ -247,7 +247,8 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
     """An :class:`Outer`, materialised at once where memory allows.
 
     Materialised, a gradient gives its norm and its share of the sum for 2Tpd operations; kept as A and G, the sum alone costs
-    that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made.
+    that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made; a small one is, on a GPU,
+    where it goes side by side with others.
     """
     b, _, d = a.shape
     p = g.shape[2]
@@ -258,18 +259,24 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
 
 def materialises(g: Tensor, d: int, p: int) -> bool:
     """Whether per-example gradients of p·d elements, each a sum over the positions of g [B, T, …], are made and kept."""
-    return g.shape[1] > 1 and 4 * len(g) * p * d <= memory_cap(g)
+    size = 4 * g.shape[0] * p * d
+    return size <= memory_cap(g) if g.shape[1] > 1 else size <= _FEW_BYTES and launches_cost(g)
 
 
-@contextmanager
-def views_of_examples(rows: int) -> Iterator[None]:
+class views_of_examples:
     """Inside, so many consecutive rows of a batch are one example, whose gradients the book-keeper adds up."""
-    before = rows_of_an_example()
-    _batch.rows = rows
-    try:
-        yield
-    finally:
-        _batch.rows = before
+
+    __slots__ = ("_before", "_rows")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        self._before = rows_of_an_example()
+        _batch.rows = self._rows
+
+    def __exit__(self, *error: object) -> None:
+        _batch.rows = self._before
 
 
 def rows_of_an_example() -> int:
