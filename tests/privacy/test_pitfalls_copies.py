@@ -32,6 +32,8 @@ from private_runs import (
 from torch import Tensor, nn
 
 from dpivon import ArgumentError, PrivacyError
+from dpivon.models.standardised import StandardisedConv2d
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
 
 def test_a_copy_shares_account_and_noise_stream(mode):
@@ -54,6 +56,21 @@ def test_a_copy_shares_account_and_noise_stream(mode):
     assert len(run.engine.accountant) == 2
     assert float((noises[0] - noises[1]).abs().min()) > 0.0
     assert abs(float(torch.corrcoef(torch.stack(noises))[0, 1])) < 0.6
+
+
+def test_a_copied_model_predicts_with_its_own_weights():
+    """Layers with a training forward of their own kept calling the original's, so a snapshot went on learning."""
+    model = nn.Sequential(StandardisedConv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, CLASSES))
+    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
+    x = torch.randn(2, 3, 6, 6)
+    twin = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        before = twin(x)
+        model[0].weight.normal_()
+        assert torch.equal(twin(x), before)
+        twin[0].weight.copy_(model[0].weight)
+        assert torch.equal(twin(x), model.eval()(x))
+    keeper.detach_from_model()
 
 
 def test_a_copied_optimizer_cannot_step_its_inner_one_either():

@@ -24,7 +24,9 @@ from private_runs import (
     parameters,
 )
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import dpivon
 from dpivon import ArgumentError, PrivacyError
 from dpivon.privacy.clipping import FlatClipping, clipped_sum
 
@@ -88,6 +90,28 @@ class Normalised(nn.Module):
         h = self.inner(x)
         h = h / h.norm(dim=1, keepdim=True)
         return self.outer(h.square().sum(1, keepdim=True).sqrt() * h)
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier=0")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_backward_inside_autocast_does_not_round_what_is_measured(seed):
+    """A product of fp32 comes out in bf16 there. The norm of such gradients was rounded to bf16, and their sum was not."""
+    torch.manual_seed(seed)
+    x, y = torch.randn(1, 8, 6, 6), torch.tensor([1])
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64 * 16, 3))
+    model, optimizer, _ = dpivon.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=1),
+        noise_multiplier=0.0,
+        max_grad_norm=1e-3,
+        poisson_sampling=False,
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+    optimizer.step()
+    released = [g.double().square().sum() for g in optimizer.last_release.gradients.values()]
+    assert float(sum(released).sqrt()) == pytest.approx(1e-3, rel=1e-5)
 
 
 def deep() -> nn.Module:

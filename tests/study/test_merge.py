@@ -7,6 +7,7 @@ from tables import IVON, rows
 
 from dpivon.errors import ArgumentError
 from dpivon.study import table
+from dpivon.study.folder import Results, record
 from dpivon.study.merge import merge
 from dpivon.study.plan import Plan, PlannedRun
 
@@ -48,6 +49,20 @@ def test_every_run_once_with_the_larger_epsilon(machines, tmp_path):
     assert list(merge(out, machines).values()) == [0, 0]
     assert len(table.read(out / "runs.csv")) == 90
     assert sorted(p.name for p in (out / "ledgers").iterdir()) == ["id-a", "id-b"]
+
+
+def test_a_stack_that_is_evaluated_again_takes_no_cost_back(machines):
+    """After a merge the rows of a stack under way say what two machines charged; recorded anew, they said what one did."""
+    here, elsewhere = machines
+    own = table.read(here / "runs.csv")
+    merge(here, [elsewhere])
+    record(here, plan(), Results([row | {"accuracy": 0.5} for row in own], [], [], {}))
+    found = [row for row in table.read(here / "runs.csv") if row["id"] in {r["id"] for r in own}]
+    assert {r["batch_size"]: (r["epsilon"], r["epsilon_tempered"], r["releases"]) for r in found} == {
+        128: (10.0, 12.5, 100),
+        256: (12.0, 15.0, 120),
+    }
+    assert {r["accuracy"] for r in found} == {0.5}
 
 
 def test_a_table_from_before_a_column_takes_nothing_away(machines, tmp_path):

@@ -128,7 +128,8 @@ def open_stack(folder: Path, runs: Sequence[PlannedRun]) -> None:
 
 
 def record(out: Path, plan: Plan, results: Results) -> None:
-    """Add finished runs to the tables. Done twice it is done once: no run stands twice."""
+    """Add finished runs to the tables. Done twice it is done once: no run stands twice. What its row said it cost, perhaps on
+    another machine, is never taken back."""
     for run, content in results.posteriors.items():
         target = out / "posteriors" / f"{run}.safetensors"
         target.parent.mkdir(exist_ok=True)
@@ -136,4 +137,6 @@ def record(out: Path, plan: Plan, results: Results) -> None:
     table.add(out / "diagnostics.csv", results.diagnostics, table.DIAGNOSTIC_COLUMNS)
     if results.beyond:
         table.add(out / BEYOND, results.beyond, table.BEYOND_COLUMNS)
-    table.add(out / plan.table, results.rows)
+    before = {row["id"]: row for row in table.read(out / plan.table)}
+    rows = [row | table.larger(before[row["id"]], row) if row["id"] in before else row for row in results.rows]
+    table.add(out / plan.table, rows)

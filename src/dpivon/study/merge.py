@@ -16,9 +16,6 @@ from dpivon.study.plan import read_plan
 #: Tables of several rows a run.
 BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "beyond.csv": table.BEYOND_COLUMNS}
 
-#: What a run cost.
-COST = ("epsilon", "epsilon_pld", "epsilon_tempered", "releases")
-
 
 def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     """Add to ``out`` the runs that it lacks; how many came from each folder.
@@ -46,7 +43,7 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         mine = {row["id"]: row for row in table.read(out / plan.table)}
         theirs = table.read(folder / plan.table)
         new = {row["id"] for row in theirs} - mine.keys()
-        both = [mine[r["id"]] | _larger(mine[r["id"]], r) for r in theirs if r["id"] in mine]
+        both = [mine[r["id"]] | table.larger(mine[r["id"]], r) for r in theirs if r["id"] in mine]
         dearer = [row for row in both if row != mine[row["id"]]]
         for name, columns in BESIDE.items():
             points = [d for d in table.read(folder / name) if d["id"] in new]
@@ -55,11 +52,6 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         table.add(out / plan.table, [*(r for r in theirs if r["id"] in new), *dearer])
         added[folder] = len(new)
     return added
-
-
-def _larger(a: table.Row, b: table.Row) -> table.Row:
-    """The larger of two costs each; a table from before a column does not know it, and takes nothing away."""
-    return {k: max((row[k] for row in (a, b) if row.get(k) is not None), default=None) for k in COST}
 
 
 def _copy_whole(source: Path, folder: Path) -> None:

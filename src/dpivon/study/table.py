@@ -21,6 +21,7 @@ COLUMNS = (
     "steps", "releases", "train_size", "dataset", "network", "augment", "split",
     "seconds", "stack_size", "stack_methods", "precision", "hardware", "torch", "version", "id",
 )  # fmt: skip
+COST = ("epsilon", "epsilon_pld", "epsilon_tempered", "releases")  # what a run cost
 DIAGNOSTIC_COLUMNS = (
     "id", "step", "epoch", "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
 )  # fmt: skip
@@ -95,6 +96,11 @@ def add(path: Path, rows: Iterable[Row], columns: tuple[str, ...] = COLUMNS) -> 
     rows = list(rows)
     new = {row["id"] for row in rows}
     write(path, [*(row for row in read(path) if row["id"] not in new), *rows], columns)
+
+
+def larger(a: Row, b: Row) -> Row:
+    """The larger of two costs of a run each; a table from before a column does not know it, and takes nothing away."""
+    return {k: max((row[k] for row in (a, b) if row.get(k) is not None), default=None) for k in COST}
 
 
 def _value(key: str, text: str | None) -> Any:

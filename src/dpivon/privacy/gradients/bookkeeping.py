@@ -31,7 +31,7 @@ from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
 from dpivon.privacy.layers.scaled import scaled
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use, merge, settled, views_of_examples
-from dpivon.privacy.precision import capturing, launches_cost, wide, wide_dtype
+from dpivon.privacy.precision import capturing, launches_cost, wide, wide_dtype, without_autocast
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 _SMALL = 4096  # elements of a parameter that is not worth kernels of its own
@@ -131,11 +131,14 @@ class BookKeeper:
         )  # before a hook changes z
 
     def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        original, in_precision = layer.forward, _precision_for(layer)
+        original: Any = layer.forward
+        in_precision = _precision_for(layer)
+        own = getattr(original, "__self__", None) is layer
 
         def watched(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._recording(layer):
-                return original(*args, **kwargs)
+                # Of the layer that is called: a deep copy has this function too, and weights of its own.
+                return original.__func__(layer, *args, **kwargs) if own else original(*args, **kwargs)
             # Attention says itself where its batch is, and always observes with the batch first.
             saved = [t.detach() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
 
@@ -261,7 +264,8 @@ class BookKeeper:
                 "and run forward and backward on one batch."
             )
         self._scale = scale
-        with self._pool, views_of_examples(self.augmentations):
+        # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
+        with self._pool, views_of_examples(self.augmentations), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
             use = settled(use.grouped(self.augmentations)) if self.augmentations > 1 else use
