@@ -15,10 +15,11 @@ import dpivon
 from dpivon.demo import Result, run_demo
 from dpivon.demo.data import PIXEL_RANGE, load_digits
 from dpivon.demo.methods import CANDIDATES, ENTRIES, METHODS
-from dpivon.demo.train import BATCH_SIZE, one_thread, stream, train
+from dpivon.demo.train import BATCH_SIZE, stream, train
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
 from dpivon.posterior import Posterior
+from dpivon.threads import one_thread
 
 EPSILON, DELTA, EPOCHS = 8.0, 1e-4, 10
 

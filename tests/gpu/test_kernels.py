@@ -218,12 +218,14 @@ def test_no_example_moves_the_compiled_sum_of_any_network_by_more_than_c(data, d
     network = AnyNetwork(conv_net)
     theta, bound = network.initial(0).unsqueeze(0).to(DEVICE), torch.full((1,), 0.1, device=DEVICE)
     gradients = network.gradients(1, 516, DEVICE, dtype)
-    batch = batch_of([513], alike, labels)
-    whole = gradients.clipped_sums(theta, batch, bound)
+    whole = gradients.clipped_sums(theta, batch_of([513], alike, labels), bound)
     for gone in (0, 200, 512):
-        places = batch.places.masked_fill(batch.places == gone, 516)  # nobody else moves: tests/gpu/test_shares.py
-        moved = whole - gradients.clipped_sums(theta, dataclasses.replace(batch, places=places), bound)
-        assert 0.05 < float(moved.norm()) <= 0.1 * (1 + 1e-5), f"without {gone}"
+        kept = torch.arange(516, device=DEVICE) != gone
+        fewer = torch.cat([alike[kept], alike[:1]]), torch.cat([labels[kept], labels[:1]])
+        batch = batch_of([512], *fewer, spare=4)
+        batch = dataclasses.replace(batch, places=torch.nn.functional.pad(batch.places, (0, 1), value=516))
+        moved = float((whole - gradients.clipped_sums(theta, batch, bound)).norm())
+        assert 0.05 < moved <= 0.1 * (1 + 1e-5)
 
 
 VIEWED = Augmentation(3, flip=True, crop=4)
@@ -286,3 +288,27 @@ def test_a_captured_step_makes_new_views_every_time():
     assert stack._graph is not None
     for a, b in itertools.pairwise(seen[3:]):
         assert float((a - b).norm()) > 0.01 * float(a.norm())
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_no_example_moves_the_compiled_sum_of_its_views_by_more_than_c(data, offset):
+    images, labels = data
+    alike, labels = images[:1] + 0.01 * images[:516] + offset, labels[:1].expand(516).contiguous()
+    network = AnyNetwork(CompactCNN)
+    theta, bound = network.initial(0).unsqueeze(0).to(DEVICE), torch.full((1,), 0.1, device=DEVICE)
+    gradients = PaddedGradients(network, DEVICE, torch.bfloat16, VIEWED, at_once=128)
+    streams, numbers = Streams([9], DEVICE), torch.arange(516 * 3, device=DEVICE).view(-1, 3)
+    run, at = torch.zeros(516, dtype=torch.int32, device=DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
+    views = VIEWED.choice(streams.words(run, numbers, at, VIEWS))
+
+    def sums(rows, count):
+        batch = batch_of([count], alike[rows], labels[rows], spare=516 - count)
+        places = torch.nn.functional.pad(batch.places, (0, 520 - batch.places.shape[1]), value=516)
+        return gradients.clipped_sums(theta, dataclasses.replace(batch, places=places, views=views[rows]), bound)
+
+    every = torch.arange(516, device=DEVICE)
+    whole = sums(every, 513)
+    for gone in (0, 200, 512):
+        rows = torch.cat([every[every != gone], every[:1]])
+        moved = float((whole - sums(rows, 512)).norm())
+        assert 0.05 < moved <= 0.1 * (1 + 1e-5)

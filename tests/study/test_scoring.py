@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dpivon import metrics
-from dpivon.study.calm import one_thread
 from dpivon.study.scoring import scored, told_apart
 from dpivon.study.table import COVERAGES, SCORES, SELECTIVE
+from dpivon.threads import one_thread
 
 
 def sets(n, classes=5):

@@ -16,9 +16,10 @@ from dpivon.demo.methods import DELTA, EPOCHS, EPSILON, Entry, chosen
 from dpivon.demo.output import claim
 from dpivon.demo.plots import BINS, Panel, posterior_width, reliability_diagram
 from dpivon.demo.report import Report, Result
-from dpivon.demo.train import Run, one_thread, stream, train
+from dpivon.demo.train import Run, stream, train
 from dpivon.errors import bad, check_number, check_whole
 from dpivon.metrics import accuracy, brier, ece, nll
+from dpivon.threads import one_thread
 
 SAMPLES = 32
 

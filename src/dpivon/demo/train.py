@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,17 +136,6 @@ def _train_openly(
             diagnostics.observe()
         on_epoch(epoch, math.inf)
     return Run(method, learner, math.inf, 0.0, epochs * len(loader), diagnostics, initial_std)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and on a busy machine waiting for it costs minutes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _width(posterior: Posterior) -> float:

@@ -13,8 +13,9 @@ from statistics import fmean
 from dpivon.demo.data import load_digits
 from dpivon.demo.methods import CANDIDATES, DELTA, ENTRIES, EPOCHS, EPSILON
 from dpivon.demo.run import SAMPLES, predict_with
-from dpivon.demo.train import one_thread, train
+from dpivon.demo.train import train
 from dpivon.metrics import evaluate
+from dpivon.threads import one_thread
 
 SEEDS = (101, 102, 103)  # not the demonstration's own
 

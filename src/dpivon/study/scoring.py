@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from dpivon.study.calm import one_thread
 from dpivon.study.table import COVERAGES
+from dpivon.threads import one_thread
 
 BINS = 15
 ACCEPTED = 0.95

@@ -11,10 +11,10 @@ from torch import Tensor
 from dpivon.privacy.noise import SEEDED, TorchNoise
 from dpivon.privacy.temperature import BOUND, HALVINGS, choose
 from dpivon.study.asked import Another, Asked
-from dpivon.study.calm import one_thread
 from dpivon.study.datasets import StudyData
 from dpivon.study.scoring import scored
 from dpivon.temperature import log_probabilities, temper
+from dpivon.threads import one_thread
 
 
 @dataclass(frozen=True, eq=False)
