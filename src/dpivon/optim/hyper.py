@@ -26,6 +26,7 @@ RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "ema": ({"at_least": 0.0, "below": 1.0}, "Use a number such as 0.99, below 1"),
     "metric": (_SHARE, "Use 0.25 or 0.5, or 0 for none"),
     "trace": (_NOT_NEGATIVE, "Use 1 for the spread of the iterates itself, or 0 for none"),
+    "jitter": (_NOT_NEGATIVE, "Use about 0.25 of the weights' size, or 0 for gradients at the mean"),
     "steps": (_NOT_NEGATIVE, "Use the planned number of steps, or 0 where nobody knows it"),
     "fade": (_SHARE, "Use 0 for a constant step, or 1 for one that shrinks to nothing"),
     "ramp": (_NOT_NEGATIVE, "Use 400, or 0 for a first step of full size however few there are"),

@@ -25,6 +25,7 @@ from dpivon.optim.curvature import (
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
 from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std
+from dpivon.optim.jitter import jitter_std
 from dpivon.optim.metric import MEMORY, FactoredMetric, flat
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
@@ -96,6 +97,27 @@ class AveragedRows:
         if self.traced:
             own["spread"] = spread_update(state["spread"], before, new["mean"], decay=decay, t=t)
         return {**new, **own}
+
+
+@dataclass(frozen=True)
+class JitteredRows:
+    """Rows that take their gradients at draws of N(m, (j w)² I) instead of at m (:mod:`dpivon.optim.jitter`)."""
+
+    rule: PointRows
+    samples = True
+
+    @property
+    def per_coordinate(self) -> bool:
+        return self.rule.per_coordinate
+
+    def start(self, mean: Tensor, hyper: Rows) -> Rows:
+        return self.rule.start(mean, hyper)
+
+    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
+        return state["mean"] + noise * jitter_std(hyper["jitter"], hyper["scale"])
+
+    def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
+        return self.rule.step(state, g, noise, t, hyper)
 
 
 @dataclass(frozen=True)
@@ -262,3 +284,6 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 #: Methods whose iterates are averaged unless ``ema`` is 0, and how much of their spread is width.
 AVERAGED: dict[str, float] = {"dp-steady": 1.0}
+
+#: Methods that take their gradients at draws around their mean unless ``jitter`` is 0, and how wide.
+JITTERED: dict[str, float] = {}

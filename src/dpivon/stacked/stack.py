@@ -19,6 +19,7 @@ from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check
 from dpivon.optim.average import window_decay
 from dpivon.optim.hyper import check_hyper
 from dpivon.optim.ivon_rule import variance
+from dpivon.optim.jitter import jitter_std
 from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
@@ -32,10 +33,13 @@ from dpivon.stacked.rules import (
     AVERAGED,
     DEFAULTS,
     FILLED,
+    JITTERED,
     RULES,
     AveragedRows,
     IVONRows,
+    JitteredRows,
     MetricRows,
+    PointRows,
     Rows,
     Rule,
     estimator_of,
@@ -51,6 +55,7 @@ class Kind(NamedTuple):
     curvature: str  # the estimator it names
     traced: bool
     metric: bool
+    jittered: bool
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Run:
         options: override the method's defaults (``beta1``, ``ess``, ``hess_init``, …). ``ema``, for every method, keeps an
             average of the iterates beside them: ``Stack.average``; ``trace`` adds so many times their spread to the
             posterior's variance. ``metric``, for every method too, clips in a metric learned from past releases
-            (:mod:`dpivon.optim.metric`) with this power; 0 is none. ``curvature`` names another estimator of
+            (:mod:`dpivon.optim.metric`) with this power; 0 is none. ``jitter``, for every method that trains at its mean,
+            takes gradients at draws around it (:mod:`dpivon.optim.jitter`). ``curvature`` names another estimator of
             :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
     """
 
@@ -85,8 +91,8 @@ class Run:
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
-        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace", "metric"}
-        if "steps" in DEFAULTS[self.method]:
+        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace", "metric", "jitter"}
+        if "steps" in DEFAULTS[self.method] or "jitter" in self.options:
             unknown -= {"scale"}
         if estimator_of(self.method) is not None:
             unknown -= {"curvature"}
@@ -115,6 +121,13 @@ class Run:
                 f"{named!r} knows one noise variance for all coordinates, and under a metric each has its own",
                 "Set per_coordinate = True if it takes them, or leave the metric out",
             )
+        if self.kind.jittered and not (isinstance(rows, PointRows) and not rows.rule.draws):
+            raise bad(
+                "jitter",
+                self.jitter,
+                f"{self.method!r} draws by itself",
+                "Leave it out, or use a method that trains at its mean, such as 'dp-steady'",
+            )
         if self.options.get("anneal") and isinstance(rows, IVONRows) and rows.estimator.needs_sample:
             raise bad(
                 "anneal",
@@ -134,10 +147,16 @@ class Run:
         return float(self.options.get("trace", AVERAGED.get(self.method, 0.0)))
 
     @property
+    def jitter(self) -> float:
+        """How far from its mean its gradients are taken, in sizes of its weights."""
+        return float(self.options.get("jitter", JITTERED.get(self.method, 0.0)))
+
+    @property
     def kind(self) -> Kind:
         """Rows of one kind are updated together."""
         metric = float(self.options.get("metric", 0.0)) > 0
-        return Kind(self.method, self.averaged, str(self.options.get("curvature", "")), self.trace > 0, metric)
+        curvature = str(self.options.get("curvature", ""))
+        return Kind(self.method, self.averaged, curvature, self.trace > 0, metric, self.jitter > 0)
 
 
 class Stack:
@@ -224,9 +243,10 @@ class Stack:
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
     def _part(self, kind: Kind, mean: Tensor, n: int) -> _Part:
-        method, averaged, curvature, traced, metric = kind
+        method, averaged, curvature, traced, metric, jittered = kind
         rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
-        kept = [*(["ema"] if averaged else []), *(["trace"] if traced else []), *(["metric"] if metric else [])]
+        wanted = {"ema": averaged, "trace": traced, "metric": metric, "jitter": jittered}
+        kept = [name for name, used in wanted.items() if used]
         keys = ["lr", *FILLED, *DEFAULTS[method], *kept]
         columns = []
         for i in rows:
@@ -238,16 +258,20 @@ class Stack:
         place = slice(rows[0], rows[-1] + 1)
         hyper["scaled_variance" if metric else "noise_variance"] = self.mechanism.variance[place]
         rule: Rule = rows_of(method, curvature, self.network.matrices)
+        rule = JitteredRows(rule) if jittered and isinstance(rule, PointRows) else rule
         rule = AveragedRows(rule, traced) if averaged else rule
         rule = MetricRows(rule, self.network.matrices) if metric else rule
         return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
 
     def _own(self, run: Run, mean: Tensor, n: int) -> dict[str, float]:
         """What no table of defaults can know."""
-        own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size), "scale": 1.0, "trace": run.trace}
+        own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size), "scale": 1.0}
+        own |= {"trace": run.trace, "jitter": run.jitter}
         if "steps" in DEFAULTS[run.method]:
+            own["steps"] = float(self.steps)
+        if "steps" in DEFAULTS[run.method] or run.kind.jittered:
             shapes = self.network.matrices
-            own |= {"scale": weight_scale(mean.split([r * c for r, c in shapes]), shapes), "steps": float(self.steps)}
+            own["scale"] = weight_scale(mean.split([r * c for r, c in shapes]), shapes)
         return own | {"ema": window_decay(float(run.options.get("steps", self.steps)))}
 
     # ---- training
@@ -453,4 +477,6 @@ def _std(part: _Part) -> Tensor:
         v = v * h["temperature"] if "temperature" in h else v
     if "spread" in state:
         v = v + state["spread"] * h["trace"]
+    if "jitter" in h:
+        v = v + jitter_std(h["jitter"], h["scale"]).square()
     return v.sqrt()
