@@ -77,7 +77,7 @@ def steady(
         inputs,
         labels,
         method="dp-steady",
-        **{"lr": 5.0, **options},
+        **{"lr": 3.5, **options},
         batch_size=batch_size,
         epochs=epochs,
         delta=delta,

@@ -46,11 +46,11 @@ METHODS = (
         predicts="average over weight draws",
         choose="no tuning: one dimensionless rate for every ε, batch, number of steps and network",
         reference="this library; De et al. 2022; Maddox et al. 2019",
-        lr=5.0,
+        lr=3.5,
         build=_build(SteadyOptimizer),
         defaults={"curvature": CURVATURE, "ess": None, **rule_defaults(Steady()), "scale": None},
         samples=32,
         averages=True,
-        trace=1.0,
+        trace=0.25,
     ),
 )

@@ -29,7 +29,7 @@ class SteadyOptimizer(CalmOptimizer):
         self,
         params: Any,
         *,
-        lr: float = 5.0,
+        lr: float = 3.5,
         curvature: str | CurvatureEstimator = CURVATURE,
         scale: float | None = None,
         **hyper: Any,
