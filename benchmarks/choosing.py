@@ -19,7 +19,8 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.estimators import DELTA, EPOCHS, BatchedMLP, graded, layers
+from benchmarks.estimators import DELTA, EPOCHS
+from benchmarks.mlp import BatchedMLP, graded, layers
 from dpivon.demo.data import load_digits
 from dpivon.stacked import Run, Stack
 

@@ -28,7 +28,7 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.estimators import BatchedMLP, graded
+from benchmarks.mlp import BatchedMLP, graded
 from benchmarks.strong import BOUND, OUT, Digits, Fashion, hardware, score
 from dpivon.models import MLP, SmallCNN
 from dpivon.optim.average import window_decay

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.estimators import BatchedMLP, graded
+from benchmarks.mlp import BatchedMLP, graded
 from benchmarks.strong import BOUND, EPSILONS, OUT, Digits, hardware, predicted
 from dpivon.stacked import Run, Stack
 

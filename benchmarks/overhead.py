@@ -31,7 +31,7 @@ import dpivon
 from dpivon.models import PaperCNN, TextEncoder, VisionTransformer, WideResNet
 from dpivon.optim import tensors
 from dpivon.privacy import clipping
-from dpivon.privacy.gradients import bookkeeping
+from dpivon.privacy.gradients import side_by_side
 from dpivon.privacy.layers import conv, memory, uses
 from dpivon.privacy.precision import capturing
 
@@ -82,7 +82,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(tensors, "joins", alike),
         mock.patch.object(clipping, "readable", return_value=False),
-        mock.patch.object(bookkeeping, "launches_cost", untraced),
+        mock.patch.object(side_by_side, "launches_cost", untraced),
         mock.patch.object(uses, "launches_cost", untraced),
         mock.patch.object(conv, "_in_cache", return_value=False),
         mock.patch.object(memory.Pool, "lend", lambda pool, shape, dtype: torch.empty(shape, dtype=dtype)),
@@ -94,7 +94,7 @@ def as_on_a_gpu() -> Iterator[None]:
 def thin(network: str) -> Iterator[None]:
     """Limits in bytes as much smaller as the network and its batch are."""
     with (
-        mock.patch.object(bookkeeping, "_TRAY", 4 * BATCH * NETWORKS[network][2]),
+        mock.patch.object(side_by_side, "_TRAY", 4 * BATCH * NETWORKS[network][2]),
         mock.patch.object(uses, "_FEW_BYTES", 4 * BATCH * FEW),
     ):
         yield

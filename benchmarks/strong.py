@@ -27,7 +27,7 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.estimators import BatchedMLP, graded, layers
+from benchmarks.mlp import BatchedMLP, graded, layers
 from dpivon.data import load_fashion_mnist, normalised
 from dpivon.demo.data import load_digits
 from dpivon.privacy.temperature import clipped_sum, temperature_cost, temperature_noise

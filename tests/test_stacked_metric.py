@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.estimators import BatchedMLP, BatchedSums
+from benchmarks.mlp import BatchedMLP, BatchedSums
 from torch import Tensor, nn
 
 from dpivon import ArgumentError, Augmentation, FactoredMetric

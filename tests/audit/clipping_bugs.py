@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dpivon.privacy.clipping as clipping
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
+import dpivon.privacy.gradients.side_by_side as side_by_side
 from dpivon.audit.subject import PATHS
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.ghost import GhostCriterion
@@ -185,7 +186,7 @@ def cross_terms_dropped() -> dict[str, Patch | str]:
         return merge
 
     # Small parameters are put side by side and their norm is taken of that, so the uses must stay apart here.
-    apart = both(attr(bookkeeping, "merge", merged), lambda: mock.patch.object(bookkeeping, "_SMALL", 0))
+    apart = both(attr(bookkeeping, "merge", merged), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
     whole = "the norm is taken of the whole gradient, in which the uses have been added up"
     refused = "ghost mode refuses a layer that is used twice"
     return {

@@ -87,7 +87,7 @@ def test_modules_that_are_run_exist_and_have_the_options_named() -> None:
         if not line.startswith("python -m ") or line.split()[2] == "pytest":
             continue
         module = line.split()[2].replace(".", "/")
-        places = [ROOT / f"{module}.py", ROOT / "src" / f"{module}.py", ROOT / "src" / module / "__main__.py"]
+        places = [root / name for root in (ROOT, ROOT / "src") for name in (f"{module}.py", f"{module}/__main__.py")]
         assert any(p.exists() for p in places), (page, line)
         source = "".join(p.read_text() for p in places if p.exists())
         if module == "dpivon/study":

@@ -52,7 +52,7 @@ ROWS: dict[str, list[str]] = {
     "out of memory on a micro-batch": ["faults/test_retry.py"],
     "exception inside sampled_params": [
         "privacy/test_pitfalls_theta.py::test_an_exception_inside_sampled_params_restores_the_mean",
-        "optim/test_ivon_optimizer.py::test_weights_are_restored_exactly_whatever_happens_inside",
+        "optim/test_ivon_sampling.py::test_weights_are_restored_exactly_whatever_happens_inside",
     ],
     "data file short or flipped": [
         "data/test_cifar10.py::test_one_wrong_byte_is_refused",

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpivon
 from dpivon.models import PaperCNN, SmallCNN
 from dpivon.privacy import clipping, mechanism
-from dpivon.privacy.gradients import bookkeeping
+from dpivon.privacy.gradients import side_by_side
 from dpivon.privacy.layers.uses import Dense
 from dpivon.privacy.spec import NoiseSpec
 
@@ -171,7 +171,7 @@ def test_gradients_side_by_side_are_clipped_and_summed_as_those_that_are_not(tra
     """Nothing, some and all of the network's parameters on the tray, against sums of each by itself; no noise, no posterior."""
     found = []
     for context in (nullcontext(), as_on_a_gpu()):
-        with context, mock.patch.object(bookkeeping, "_TRAY", tray), mock.patch.object(bookkeeping, "_SMALL", 0):
+        with context, mock.patch.object(side_by_side, "_TRAY", tray), mock.patch.object(side_by_side, "_SMALL", 0):
             step, parameters = a_step("sgd", build=SmallCNN, shape=(1, 8, 8), spoiled=spoiled, sigma=0.0)
             step()
             found.append(torch.cat([p.grad.flatten() for p in parameters]))
@@ -182,17 +182,17 @@ def test_gradients_side_by_side_are_clipped_and_summed_as_those_that_are_not(tra
 def test_a_tray_takes_the_smallest_first_and_nothing_that_does_not_fit():
     uses = [Dense(torch.zeros(2, n)) for n in (100, 3, 50, 20)] + [None]
     parameters = [torch.zeros(n) for n in (100, 3, 50, 20, 7)]
-    with as_on_a_gpu(), mock.patch.object(bookkeeping, "_TRAY", 2 * 4 * 80):
-        assert bookkeeping._beside(parameters, uses) == [1, 2, 3]
-        assert [members for members, _ in bookkeeping._blocks(parameters, uses, joint=True)] == [[1, 2, 3], [0], [4]]
-        assert [members for members, _ in bookkeeping._blocks(parameters, uses, joint=False)] == [
+    with as_on_a_gpu(), mock.patch.object(side_by_side, "_TRAY", 2 * 4 * 80):
+        assert side_by_side._beside(parameters, uses) == [1, 2, 3]
+        assert [members for members, _ in side_by_side.in_blocks(parameters, uses, joint=True)] == [[1, 2, 3], [0], [4]]
+        assert [members for members, _ in side_by_side.in_blocks(parameters, uses, joint=False)] == [
             [0],
             [1],
             [2],
             [3],
             [4],
         ]
-    assert bookkeeping._beside(parameters, uses) == [0, 1, 2, 3]  # on a CPU by their own size alone
+    assert side_by_side._beside(parameters, uses) == [0, 1, 2, 3]  # on a CPU by their own size alone
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])

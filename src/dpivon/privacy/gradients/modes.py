@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad
 from dpivon.privacy.gradients.base import GradientSource
-from dpivon.privacy.gradients.bookkeeping import BookKeeper, BookKeepingHooks, BookKeepingModule, has_rules
+from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.gradients.collect import collect
 from dpivon.privacy.gradients.ghost import GhostGradients
 from dpivon.privacy.gradients.per_example import PerExampleGradients
+from dpivon.privacy.gradients.wrapping import BookKeepingHooks, BookKeepingModule
 
 MODES = ("bookkeeping", "hooks", "functorch", "ew", "ghost")
 

@@ -1,0 +1,66 @@
+"""Which parameters' gradients are measured and summed as one matrix, put side by side, and their sums taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
+from dpivon.privacy.precision import launches_cost, wide_dtype
+
+_SMALL = 4096  # elements of a parameter that is not worth kernels of its own
+_TRAY = 64 * 2**20  # bytes of gradients that are put side by side on a GPU: the copy takes less than launching for each
+
+
+def in_blocks(
+    params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool
+) -> list[tuple[list[int], Use | None]]:
+    """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side."""
+    small = _beside(params, uses) if joint else []
+    if len(small) < 2:
+        return [([i], use) for i, use in enumerate(uses)]
+    together = torch.cat([_rows(uses[i]) for i in small], 1)
+    taken = set(small)
+    return [(small, Dense(together)), *(([i], use) for i, use in enumerate(uses) if i not in taken)]
+
+
+def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
+    """Which are put side by side: small ones; where launches cost, beginning with the smallest as many as a tray holds."""
+    dense = [(i, use.g) for i, use in enumerate(uses) if isinstance(use, Dense)]
+    if not dense or not launches_cost(dense[0][1]):
+        return [i for i, _ in dense if params[i].numel() <= _SMALL]
+    room, chosen = _TRAY, []
+    for i, g in sorted(dense, key=lambda place: place[1].numel()):
+        room -= g.numel() * g.element_size()
+        if room < 0:
+            break
+        chosen.append(i)
+    return sorted(chosen)
+
+
+def _rows(use: Any) -> Tensor:
+    """Per-example gradients as rows of a matrix."""
+    made: Tensor = use.materialise()
+    return made if made.dim() == 2 else made.flatten(1)
+
+
+def dtype_of_sums(blocks: Sequence[tuple[list[int], Use | None]]) -> torch.dtype:
+    """What the clip factors are cast to, once for all blocks: that of every sum, or else double, and each casts its own."""
+    kinds = {
+        wide_dtype(use.g) if isinstance(use, Dense | Outer | Rows) else torch.float64
+        for _, use in blocks
+        if use is not None
+    }
+    return kinds.pop() if len(kinds) == 1 else torch.float64
+
+
+def split(total: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The sum of parameters that were put side by side, each contiguous in its own shape."""
+    parts = [total] if len(shapes) == 1 else total.split_with_sizes([shape.numel() for shape in shapes])
+    return [
+        part if part.shape == shape and part.is_contiguous() else part.reshape(shape).contiguous()
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
