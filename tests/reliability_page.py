@@ -58,6 +58,11 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("SIGKILL of a study", "a sweep killed", "a sweep's worker killed or hung"),
     ),
     (
+        "a sweep's evaluation killed or repeated",
+        "rows stay as they were written; answers are those that were lost, or new and charged; no row's ε falls",
+        ("a sweep's evaluation killed or repeated",),
+    ),
+    (
         "a rank killed or hung",
         "all ranks end with an error; the run resumes; ε does not fall",
         ("a rank killed or hung",),

@@ -51,6 +51,14 @@ def test_a_run_in_a_stack_equals_the_same_run_alone(data):
             torch.testing.assert_close(together.posterior(i).variance[name], v, rtol=1e-5, atol=0)
 
 
+def test_a_caller_in_autocast_changes_nothing(data):
+    """Norms and sums were rounded to bf16 apart, so that one example could move a sum by 1.001 C."""
+    outside = trained(RUNS[:2], data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = trained(RUNS[:2], data)
+    assert torch.equal(inside.mean, outside.mean)
+
+
 def test_runs_differ_from_each_other_by_their_seed_alone(data):
     twins = [Run("dp-sgd", seed, 1.0, 1.0, 0.1, 8) for seed in (1, 1, 2)]
     stack = trained(twins, data)

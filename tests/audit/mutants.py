@@ -11,6 +11,7 @@ from account_bugs import (
     roundings_dropped,
     too_small_epsilon,
 )
+from autocast_bugs import gradients_made_in_autocast, summed_in_autocast
 from boundary_bugs import posterior_reads_data, raw_gradient
 from clipping_bugs import (
     biases_left_out,
@@ -202,6 +203,17 @@ def mutants() -> list[Mutant]:
         Mutant(
             "only the first rank charges", "ε as another rank states it is 0", first_once, other_ranks_do_not_charge()
         ),
+        *_of_autocast(moves),
+    ]
+
+
+def _of_autocast(moves: str) -> list[Mutant]:
+    made, summed = gradients_made_in_autocast(), summed_in_autocast()
+    return [
+        Mutant(
+            "gradients made in autocast", "norms in bf16 of what is summed in fp32", moves, made, {"autocast": True}
+        ),
+        Mutant("summed in autocast", "rounded to bf16 after the norm", moves, summed, {"autocast": True}),
     ]
 
 

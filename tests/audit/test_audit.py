@@ -51,8 +51,18 @@ def test_it_passes_in_a_metric_and_with_views_too(path: str, varied: dict[str, A
     assert sum(f.holds is True for f in findings) >= 14
 
 
-@pytest.mark.parametrize("path", ["ghost", "distributed"])
-@pytest.mark.parametrize("varied", [{"metric": True}, {"views": 3}], ids=["metric", "views"])
+@pytest.mark.parametrize("path", [p for p in RUNNABLE if p != "ghost"])
+def test_it_passes_inside_the_callers_autocast(path: str) -> None:
+    findings = [check(probe(path, METHOD, autocast=True)) for check in TIER_A]
+    assert [f for f in findings if f.holds is False] == []
+    assert sum(f.holds is True for f in findings) >= 9
+
+
+@pytest.mark.parametrize(
+    ("path", "varied"),
+    [(p, on) for p in ("ghost", "distributed") for on in ({"metric": True}, {"views": 3})]
+    + [("ghost", {"autocast": True})],
+)
 def test_what_a_path_cannot_do_is_refused_by_name(path: str, varied: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=f"{next(iter(varied))}=.*path='{path}'"):
         probe(path, METHOD, **varied)
@@ -170,13 +180,15 @@ def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> Non
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["holds"] is False
 
 
-def test_a_metric_is_audited_by_name() -> None:
+def test_a_metric_and_autocast_are_audited_by_name() -> None:
     subject = probe("hooks", METHOD)
     data, told = (subject.inputs, subject.labels), []
     report = dpivon.audit(subject.model, data, path="hooks", metric=True, views=2, quick=True, progress=told.append)
     assert report.holds, report.failures
     assert report.path == "hooks, metric, 2 views"
     assert any("frozen" in name for name in told)
+    report = dpivon.audit(subject.model, data, path="stacked", autocast=True, quick=True)
+    assert (report.holds, report.path) == (True, "stacked, autocast")
     with pytest.raises(ArgumentError, match="one noise variance"):
         dpivon.audit(subject.model, data, method="dp-sgld", metric=True)
 

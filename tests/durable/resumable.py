@@ -31,11 +31,13 @@ class Run:
         if (change := options.pop("change_data", None)) is not None:
             x[change] += 1
         self.net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
-        inner: Any = (
-            dpivon.IVON(self.net.parameters(), lr=0.3, ess=EXAMPLES)
-            if method == "ivon"
-            else torch.optim.Adam(self.net.parameters(), lr=0.05)
-        )
+        self.draws = options.pop("mc_samples", 1)
+        inner: Any = torch.optim.Adam(self.net.parameters(), lr=0.05)
+        if method == "ivon":
+            own = {"mc_samples": self.draws, "curvature": options.pop("curvature", None)}
+            inner = dpivon.IVON(self.net.parameters(), lr=0.3, ess=EXAMPLES, **own)
+        elif method == "rule":
+            inner = dpivon.RuleOptimizer(self.net.parameters(), options.pop("rule"), lr=0.05)
         self.engine = PrivacyEngine(secure_mode=options.pop("secure_mode", False))
         self.views = options.pop("augmentations", 1)
         self.model, self.optimizer, self.loader = self.engine.make_private(
@@ -48,7 +50,8 @@ class Run:
                 generator=torch.Generator().manual_seed(3) if options.pop("own_generator", False) else None,
             ),
             noise_multiplier=options.pop("sigma", 1.0),
-            max_grad_norm=1.0,
+            max_grad_norm=options.pop("max_grad_norm", 1.0),
+            clipping=options.pop("clipping", "flat"),
             metric=options.pop("metric", None),
             augmentations=self.views,
             grad_sample_mode=options.pop("grad_sample_mode", None),
@@ -64,8 +67,9 @@ class Run:
         x, y = (t.repeat_interleave(self.views, 0) for t in (x, y))
         self.optimizer.zero_grad()
         if self.ivon:
-            with self.optimizer.sampled_params(train=True):
-                nn.functional.cross_entropy(self.model(x), y).backward()
+            for _ in range(self.draws):
+                with self.optimizer.sampled_params(train=True):
+                    nn.functional.cross_entropy(self.model(x), y).backward()
         else:
             nn.functional.cross_entropy(self.model(x), y).backward()
         self.optimizer.step()

@@ -13,6 +13,8 @@ from resumable import DELTA, STEPS, Run
 from dpivon import ArgumentError, Checkpoints, FactoredMetric, PrivacyEngine, PrivacyError, PrivacyWarning, budget
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError
+from dpivon.optim.adam_rule import Adam
+from dpivon.optim.sgd_rule import SGD
 from dpivon.privacy.accounting.recorded import drawn
 from dpivon.privacy.noise import SecureNoise
 from dpivon.privacy.resume import repeatable
@@ -274,22 +276,87 @@ def test_a_run_goes_on_with_the_augmentations_it_was_begun_with(tmp_path, mode):
     assert torch.equal(Run(tmp_path, "adam", augmentations=2, **options).train().weights, whole.weights)
 
 
-@pytest.mark.parametrize("views", [1, 2])
-def test_a_checkpoint_from_before_augmentations_were_written_down_goes_on(tmp_path, monkeypatch, views):
+PER_LAYER = [0.5, 0.5, 0.5, 0.5]  # √Σ C_l² = 1, as the flat bound
+OTHER_LAYERS = [0.1, 0.7, 0.1, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("method", "begun", "changed", "words"),
+    [
+        ("adam", {}, {"clipping": "per_layer", "max_grad_norm": PER_LAYER}, "clipping='per_layer'.* with 'flat'"),
+        ("adam", {"clipping": "per_layer", "max_grad_norm": PER_LAYER}, {}, "clipping='flat'.* with 'per_layer'"),
+        (
+            "adam",
+            {"clipping": "per_layer", "max_grad_norm": PER_LAYER},
+            {"clipping": "per_layer", "max_grad_norm": OTHER_LAYERS},
+            r"max_grad_norm=\[0.1, 0.7, 0.1, 0.7\].* with \[0.5, 0.5, 0.5, 0.5\]",
+        ),
+        ("ivon", {}, {"mc_samples": 2}, "mc_samples=2.* with 1"),
+        ("ivon", {"mc_samples": 3}, {"mc_samples": 2}, "mc_samples=2.* with 3"),
+        ("ivon", {}, {"curvature": "reparam"}, "curvature='reparam'.* with 'gradsq-corrected'"),
+        ("rule", {"rule": SGD()}, {"rule": Adam()}, "rule='adam'.* with 'sgd'"),
+    ],
+)
+def test_a_run_goes_on_by_the_clipping_and_the_steps_it_was_begun_with(tmp_path, method, begun, changed, words):
+    """Bounds of one norm, so that σ, C and every charge are alike: nothing else would tell."""
+    first = Run(tmp_path, method, **begun).train(stop_at=2)
+    first.kept.save()
+    first.close()
+    run = Run(tmp_path, method, **changed)
+    with pytest.raises(ArgumentError, match=rf"^{words}\. Go on with what the run was begun with"):
+        run.kept.restore()
+    assert run.engine.ledger.record.releases == 2
+    run.close()
+    whole = Run(tmp_path / "whole", method, **begun).train()
+    assert torch.equal(Run(tmp_path, method, **begun).train().weights, whole.weights)
+
+
+def test_a_scheduler_of_c_is_no_other_clipping(tmp_path):
+    per_layer = {"clipping": "per_layer", "max_grad_norm": PER_LAYER}
+    first = Run(tmp_path, "adam", **per_layer).train(stop_at=2)
+    first.optimizer.max_grad_norm = 0.5
+    first.kept.save()
+    first.close()
+    second = Run(tmp_path, "adam", **per_layer)
+    assert second.kept.restore().steps == 2
+    assert second.optimizer.clipping.given == [0.25] * 4
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "since"),
+    [
+        ("adam", {"augmentations": 1}, ("augmentations",)),
+        ("adam", {"augmentations": 2}, ("augmentations",)),
+        ("adam", {"clipping": "flat"}, ("clipping",)),
+        ("adam", {"clipping": "per_layer", "max_grad_norm": OTHER_LAYERS}, ("clipping",)),
+        ("ivon", {"mc_samples": 2, "curvature": "gradsq"}, ("mc_samples", "curvature")),
+        ("rule", {"rule": SGD()}, ("rule",)),
+    ],
+)
+def test_a_checkpoint_from_before_this_was_written_down_goes_on(tmp_path, monkeypatch, method, options, since):
     with monkeypatch.context() as patch:
         now = Checkpoints._fingerprint
-        patch.setattr(
-            Checkpoints, "_fingerprint", lambda self: {k: v for k, v in now(self).items() if k != "augmentations"}
-        )
-        first = Run(tmp_path, "adam", augmentations=views).train(stop_at=2)
+
+        def before(self):
+            norm = {"max_grad_norm": self._optimizer.first_spec.max_grad_norm} if "clipping" in since else {}
+            return {k: v for k, v in (now(self) | norm).items() if k not in since}
+
+        patch.setattr(Checkpoints, "_fingerprint", before)
+        first = Run(tmp_path, method, **options).train(stop_at=2)
         first.kept.save()
         first.close()
-    assert "augmentations" not in first.kept._files.read()["config"]
-    whole = Run(tmp_path / "whole", "adam", augmentations=views).train()
-    second = Run(tmp_path, "adam", augmentations=views).train()
+    assert not set(since) & set(first.kept._files.read()["config"])
+    if since == ("clipping",):
+        with pytest.raises(ArgumentError, match=r"max_grad_norm=2.0: .* begun with (1.0|0.99)"):
+            (other := Run(tmp_path, method, max_grad_norm=2.0)).kept.restore()
+        other.close()
+    whole = Run(tmp_path / "whole", method, **options).train()
+    second = Run(tmp_path, method, **options).train()
     assert torch.equal(second.weights, whole.weights)
     second.kept.save()
-    assert second.kept._files.read()["config"]["augmentations"] == views
+    written = second.kept._files.read()["config"]
+    for name, value in options.items():
+        assert written[name] == getattr(value, "name", value)
 
 
 def test_a_scheduler_goes_on_where_it_was(tmp_path):

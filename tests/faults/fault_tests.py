@@ -63,6 +63,21 @@ ROWS: dict[str, list[str]] = {
         "study/test_run.py::test_killed_while_finishing_nothing_stands_twice",
         "study/test_run.py::test_a_crash_anywhere_changes_nothing",
     ],
+    "a sweep's evaluation killed or repeated": [
+        f"study/test_evaluation_kills.py::{name}"
+        for name in (
+            "test_a_kill_changes_no_row_no_account_and_no_answer",
+            "test_killed_again_and_again",
+            "test_other_sums_get_other_noise_and_are_charged_again",
+            "test_questions_that_nobody_remembers_are_charged_again",
+            "test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone",
+            "test_a_row_of_an_earlier_training_is_made_again",
+        )
+    ]
+    + [
+        "study/test_ray.py::test_rows_that_a_killed_worker_has_delivered_are_not_made_again",
+        "study/test_merge.py::test_a_stack_that_is_evaluated_again_takes_no_cost_back",
+    ],
     "a sweep's worker killed or hung": [
         "study/test_ray.py::test_a_killed_worker_changes_nothing_where_the_folder_is_seen",
         "study/test_ray.py::test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged",

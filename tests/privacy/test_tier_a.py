@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from private_runs import CLASSES, EXAMPLES, FEATURES, CapturingNoise, Run, convn
 from torch import Tensor, nn
 
 import dpivon
+from dpivon import stacked
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
 C, SIGMA = 0.7, 1.3
 TOLERANCE = 1e-5
@@ -241,20 +244,53 @@ def test_with_the_released_gradient_frozen_other_data_give_a_bit_equal_state(mod
 
 
 def test_sums_are_taken_in_full_precision_whatever_the_caller_has_switched_on(mode, monkeypatch):
-    """TF32 in the sum but not in the norm would let one example contribute more than C on a GPU."""
+    """TF32 or bf16 in the sum but not in the norm would let one example contribute more than C."""
     run, seen = make(mode), []
     original = type(run.optimizer.source).clipped_sums
 
     def watched(self, *args):
-        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        seen.append(products())
         return original(self, *args)
 
     monkeypatch.setattr(type(run.optimizer.source), "clipped_sums", watched)
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
+    with low_precision():
         run.release(*data())
-        assert seen == ["ieee"]
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert seen == [("ieee", "ieee")]
+        assert products() == ("tf32", "bf16")
+
+
+def test_so_are_a_stacks(monkeypatch):
+    seen, original = [], BookKeeper.clipped_sums
+
+    def watched(self, *args):
+        seen.append(products())
+        return original(self, *args)
+
+    monkeypatch.setattr(BookKeeper, "clipped_sums", watched)
+    network, labels = stacked.AnyNetwork(lambda: nn.Linear(4, 3)), torch.zeros(8, dtype=torch.long)
+    stack = stacked.Stack([stacked.Run("dp-sgd", 1, 1.0, 1.0, 0.1, 8)], network, torch.randn(8, 4), labels)
+    with low_precision():
+        assert list(stack.train(1)) == [1]
+        assert set(seen) == {("ieee", "ieee")}
+        assert products() == ("tf32", "bf16")
+
+
+PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+
+def products() -> tuple[str, ...]:
+    """In what fp32 operands are multiplied, on a GPU and on a CPU."""
+    return tuple(switch.fp32_precision for switch in PRODUCTS)
+
+
+@contextmanager
+def low_precision():
+    """What ``torch.set_float32_matmul_precision("medium")`` comes to."""
+    before = products()
+    for switch, value in zip(PRODUCTS, ("tf32", "bf16"), strict=True):
+        switch.fp32_precision = value
+    try:
+        yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        for switch, value in zip(PRODUCTS, before, strict=True):
+            switch.fp32_precision = value

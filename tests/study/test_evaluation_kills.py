@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 import signal
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -18,12 +21,17 @@ from dpivon.privacy.stack import StackedMechanism
 from dpivon.privacy.temperature import HALVINGS, temperature_releases, temperature_spec
 from dpivon.stacked import Stack
 from dpivon.study import grouped, runner, table
-from dpivon.study.asked import Asked
+from dpivon.study.asked import ASKED, Asked
+from dpivon.study.cluster.desk import Desk, Superseded
+from dpivon.study.datasets import load_data
+from dpivon.study.folder import under_way
 from dpivon.study.grouped import Grouped
 from dpivon.study.plan import PlannedRun, noise_seed
+from dpivon.study.progress import Progress
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings
 from dpivon.study.status import status_lines
+from dpivon.study.work import Custody, Work
 
 # Since Python 3.12 a fork beside other threads is warned of; here nobody else computes.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -161,18 +169,24 @@ def test_groups_change_nothing(trained, whole, tmp_path, monkeypatch):
     assert rows_of(other) == whole
 
 
-def test_other_sums_get_other_noise_and_are_charged_again(trained, whole, tmp_path, monkeypatch):
-    """As on a GPU that rounds differently: what was answered and lost is not what would be answered now."""
-    out, drawn = copied(trained, tmp_path / "out"), []
-    killed(out, TorchNoise, "normal", HALVINGS + 2)  # the second run was asked twice
-    predicted, normal = grouped.predicted, TorchNoise.normal
+def rounded(predicted):
+    """As on a GPU that rounds differently."""
 
-    def rounded(*args, **kwargs):
+    def found_otherwise(*args, **kwargs):
         found = predicted(*args, **kwargs)
         for answers in found.values():
             for answer in answers:
                 answer.probs.mul_(1 - 1e-6)
         return found
+
+    return found_otherwise
+
+
+def test_other_sums_get_other_noise_and_are_charged_again(trained, whole, tmp_path, monkeypatch):
+    """What was answered and lost is not what would be answered now."""
+    out, drawn = copied(trained, tmp_path / "out"), []
+    killed(out, TorchNoise, "normal", HALVINGS + 2)  # the second run was asked twice
+    normal = TorchNoise.normal
 
     def noted(self, like, std):
         noise = normal(self, like, std)
@@ -180,7 +194,7 @@ def test_other_sums_get_other_noise_and_are_charged_again(trained, whole, tmp_pa
         return noise
 
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "predicted", rounded)
+        patch.setattr(grouped, "predicted", rounded(grouped.predicted))
         patch.setattr(TorchNoise, "normal", noted)
         record = finish(out, patch)
     assert (record.releases, temperature_releases(record)) == (STEPS + 2 * HALVINGS, 2 * HALVINGS)
@@ -199,6 +213,54 @@ def test_other_sums_get_other_noise_and_are_charged_again(trained, whole, tmp_pa
         assert row["epsilon_tempered"] == pytest.approx(whole_cost.epsilon)
         assert (row["releases"], row["steps"]) == (STEPS, STEPS)
     assert sum(row == whole[row["id"]] for row in rows) == 1  # the first, which had its row
+
+
+class Fenced(Custody):
+    """A worker that sees the folder, as :mod:`dpivon.study.cluster.attempt` has it, without Ray."""
+
+    def __init__(self, desk, stack, attempt):
+        self.desk, self.of = desk, (stack, attempt)
+        desk.expect(*self.of)
+
+    def ahead(self, terms, upto):
+        self.desk.reserve(*self.of, terms, upto)
+
+
+@pytest.mark.parametrize("lost_in_run", [1, 2])
+def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained, tmp_path, monkeypatch, lost_in_run):
+    """On a drive whose locks do not hold. Its own note in their place, what they asked would have been forgotten: asked again
+    with other sums, they would have got the same noise."""
+    monkeypatch.setattr(fcntl, "flock", lambda *a: None)
+    out, cpu = copied(trained, tmp_path / "out"), torch.device("cpu")
+    ((folder, ids),) = under_way(TEMPERED, out)
+    runs = [next(run for run in RUNS if run.id == i) for i in ids]
+    data, desk, predicted, calls = load_data(TEMPERED, tmp_path, cpu), Desk(out / "stacks"), grouped.predicted, []
+
+    def evaluate(attempt):
+        with Progress(1.0, 0.0, quiet=True) as progress:
+            custody = Fenced(desk, folder.name, attempt)
+            work = Work(TEMPERED, runs, folder, data, [], ONE_BY_ONE, cpu, progress, "one", custody)
+            with closing(work.kept):
+                work.evaluate(lambda results: None)
+
+    def taken_over_in(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == lost_in_run:
+            evaluate(attempt=2)
+            calls.append((folder / ASKED).read_bytes())
+        return predicted(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped, "predicted", taken_over_in)
+        with pytest.raises(Superseded):
+            evaluate(attempt=1)
+    (newer,) = (call for call in calls if call != 1)
+    assert sorted(json.loads(newer)["sums"]) == sorted(ids)
+    assert (folder / ASKED).read_bytes() == newer
+    assert temperature_releases(read(folder / "ledger.jsonl")) == HALVINGS
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped, "predicted", rounded(predicted))
+        assert temperature_releases(finish(out, patch)) == 2 * HALVINGS
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_text("{}")])

@@ -38,8 +38,9 @@ def test_whoever_else_keeps_the_stack_hears_of_a_temperature_before_it_is_charge
         kept = []
         assert work.evaluate(kept.append)
     ((row,),) = (results.rows for results in kept)
-    terms, upto, charged = custody.seen[-1]
-    assert [t["mechanism"] for t in terms] == ["gaussian, temperature"]
+    tempered = [seen for seen in custody.seen if [t["mechanism"] for t in seen[0]] == ["gaussian, temperature"]]
+    (_, upto, charged), *notes = tempered  # and before every note of what is asked
+    assert [seen[1:] for seen in notes] == [(upto, upto)] * HALVINGS
     assert (upto, charged) == (trained + HALVINGS, trained)
     assert work.stack.mechanism.charged == upto
     assert row["epsilon_tempered"] > row["epsilon"]

@@ -150,12 +150,13 @@ class EngineSession:
         self._t += 1
         self.optimizer.zero_grad()
         draws = self.inner.mc_samples if isinstance(self.inner, IVON) else 1
-        for _ in range(draws):
-            with self.optimizer.sampled_params(train=True) if isinstance(self.inner, IVON) else nullcontext():
-                theta = [p.detach().clone() for p in self.module.parameters() if p.requires_grad]
-                self.criterion(self.model(x), y).backward()
         scale = self._scale()
-        self.optimizer.step()
+        with self.subject.around_a_step():
+            for _ in range(draws):
+                with self.optimizer.sampled_params(train=True) if isinstance(self.inner, IVON) else nullcontext():
+                    theta = [p.detach().clone() for p in self.module.parameters() if p.requires_grad]
+                    self.criterion(self.model(x), y).backward()
+            self.optimizer.step()
         release = self.optimizer.last_release
         if release is None:  # of a part of a batch
             return Observed(torch.zeros(0), 0.0, theta, draws)

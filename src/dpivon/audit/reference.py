@@ -45,6 +45,13 @@ def stretched(rows: Tensor, seen: Observed) -> Tensor:
     return rows if seen.scale is None else rows * seen.scale
 
 
+def unknown(subject: Subject) -> str:
+    """Why what is above cannot be held against a run to rounding; empty where it can."""
+    if subject.autocast and not subject.stacked:  # a stack has a precision of its own
+        return "autocast rounds the forward pass, so the definition, in double, is another number"
+    return "the forward pass is random, so the definition cannot be evaluated beside it" if is_random(subject) else ""
+
+
 def is_random(subject: Subject) -> bool:
     """Whether two training passes over one batch differ, as with dropout or layers that draw their weights."""
     model = start(subject, Setting(), silence).network_as_trained().train()

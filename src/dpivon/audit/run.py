@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from dpivon.audit.distributed_session import check_forks
 from dpivon.audit.finding import Check, Finding
-from dpivon.audit.reference import is_random
+from dpivon.audit.reference import unknown
 from dpivon.audit.session import silence, start
 from dpivon.audit.subject import Loss, MakeOptimizer, Setting, Subject
 from dpivon.audit.tier_a import TIER_A
@@ -97,6 +97,7 @@ def audit(
     seed: int = 0,
     metric: bool = False,
     views: int = 1,
+    autocast: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Audit:
     """Look for signs that private training of this model, by this method on this path, is not as private as it says.
@@ -119,11 +120,12 @@ def audit(
         seed: of all randomness in the audited runs.
         metric: clip in a metric (:class:`dpivon.FactoredMetric`), as a run does that goes on from a D it has learned.
         views: several of every example, averaged before clipping; all alike, so that what they must give is known.
+        autocast: make every step inside bf16 autocast, as a caller may who wants speed. Not in ghost mode.
         progress: called with the name of each check before it runs.
     """
     inputs, labels = _take(data)
     views = check_whole("views", views, "Use 1 for the example itself", at_least=1)
-    subject = Subject(model, inputs, labels, method, path, loss, seed, metric, views)
+    subject = Subject(model, inputs, labels, method, path, loss, seed, metric, views, autocast)
     if path == "distributed":
         check_forks(path)
     if metric:
@@ -138,6 +140,7 @@ def audit(
     size = sum(p.numel() for p in subject.trained())
     spent = round(time.perf_counter() - begun, 1)
     how = [path, *(["metric"] if metric else []), *([f"{views} views"] if views > 1 else [])]
+    how += ["autocast"] if autocast else []
     return Audit(", ".join(how), subject.name, type(model).__name__, size, findings, audited, spent)
 
 
@@ -153,7 +156,7 @@ def _curve(subject: Subject, tell: Callable[[str], None]) -> list[Audited]:
         out.append(single_releases(subject, sigma))
     tell("C: canaries in one training run")
     out.append(one_run(subject, 1.0))
-    if plain(subject) and not is_random(subject):
+    if plain(subject) and not unknown(subject):
         tell("C: a canary in the model itself")
         out.append(own_model(subject, 1.0, OWN_GUESSES))
     return out

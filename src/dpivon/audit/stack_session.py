@@ -174,8 +174,9 @@ class StackSession:
         return False
 
     def train(self, steps: int) -> None:
-        for _ in self.stack.train(steps):
-            pass
+        with self.subject.around_a_step():
+            for _ in self.stack.train(steps):
+                pass
 
     # ---- what is stated and kept
 

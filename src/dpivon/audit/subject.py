@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +68,7 @@ class Subject:
     seed: int = 0  # of all randomness in its runs
     metric: bool = False  # clip in a metric: every run goes on from a D that was known before
     views: int = 1  # of every example, all alike, so that their mean is what one of them gives
+    autocast: bool = False  # whether all of a step is made inside the caller's bf16 autocast
 
     def __post_init__(self) -> None:
         check_choice("path", self.path, PATHS, "Choose a way to compute clipped sums")
@@ -79,6 +81,8 @@ class Subject:
         if (self.metric or self.views > 1) and self.path not in VARIED_PATHS:
             named = ("metric", self.metric) if self.metric else ("views", self.views)
             raise bad(*named, f"is not for path={self.path!r}", f"Use one of {', '.join(map(repr, VARIED_PATHS))}")
+        if self.autocast and self.path == "ghost":
+            raise bad("autocast", True, "is not for path='ghost', which refuses it", "Use another path, or False")
         if self.stacked and self.views > 1 and self.inputs.dim() != 4:
             problem = f"are of pictures on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
             raise bad(
@@ -101,6 +105,10 @@ class Subject:
     def but(self, **changes: Any) -> Subject:
         return replace(self, **changes)
 
+    def around_a_step(self) -> AbstractContextManager[Any]:
+        """What the caller has switched on while a step is made."""
+        return torch.autocast(self.inputs.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
@@ -112,11 +120,13 @@ class Subject:
 
 def probe(path: str, method: str | MakeOptimizer, **varied: Any) -> Subject:
     """A small network on made-up data. One layer is used twice, except in ghost mode, which refuses that. ``varied`` is
-    ``metric`` and ``views``."""
+    ``metric``, ``views`` and ``autocast``; in the last a layer has several positions, over which its gradient is added up."""
     generator = torch.Generator().manual_seed(11)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model = Uses(1 if path == "ghost" else 2)
+        model: nn.Module = Uses(1 if path == "ghost" else 2)
+        if varied.get("autocast"):
+            model = nn.Sequential(nn.Conv2d(1, 6, (1, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))
     x = torch.randn(12, 5, generator=generator)
     return Subject(model, _pictures(x), torch.randint(3, (12,), generator=generator), method, path, **varied)
 

@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation, bytes_of
 from dpivon.durable.ledger import Record
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
+from dpivon.optim.ivon import IVON
+from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.optimizer import DPOptimizer
@@ -289,8 +292,10 @@ class Checkpoints:
                     f"{self._ledger.path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: "
                     "it was cut short or replaced by an older copy. Put back the newest."
                 )
-        ours = self._fingerprint()
-        for name, value in state["config"].items():  # what was not written down when it was begun is not compared
+        ours, begun = self._fingerprint(), state["config"]
+        if "clipping" not in begun:  # from before it was written down: of a list of bounds there was their norm alone
+            ours["max_grad_norm"] = self._optimizer.first_spec.max_grad_norm
+        for name, value in begun.items():  # what was not written down when it was begun is not compared
             if ours.get(name) != value:
                 raise bad(name, ours.get(name), f"but the run in {self.folder} was begun with {value!r}", fix)
         if self._data_digest(bytes(state["key"].tolist())) != state["data"]:
@@ -300,15 +305,17 @@ class Checkpoints:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
-        optimizer, spec = self._optimizer, self._optimizer.first_spec
+        optimizer, spec, clipping = self._optimizer, self._optimizer.first_spec, self._optimizer.first_clipping
         shapes = [
             [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in optimizer.module.named_parameters()
         ]
         return {
             "module": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
             "optimizer": type(optimizer.original_optimizer).__name__,
+            **_of_inner(optimizer.original_optimizer),
             "noise_multiplier": spec.noise_multiplier,
-            "max_grad_norm": spec.max_grad_norm,
+            "clipping": clipping.name,
+            "max_grad_norm": clipping.given,
             "sample_rate": spec.sample_rate,
             "expected_batch_size": spec.expected_batch_size,
             "loss_reduction": spec.loss_reduction,
@@ -375,6 +382,13 @@ class Checkpoints:
         self._signal = None
         self._save({}, inside)
         raise SystemExit(128 + number)
+
+
+def _of_inner(inner: Optimizer) -> dict[str, Any]:
+    """What an optimizer does that neither its class nor its state tells: its groups are in the state, these are not."""
+    if isinstance(inner, IVON):
+        return {"mc_samples": inner.mc_samples, "curvature": inner.curvature.name}
+    return {"rule": inner.rule.name} if isinstance(inner, RuleOptimizer) else {}
 
 
 def _names(optimizer: DPOptimizer) -> list[str]:

@@ -35,6 +35,16 @@ class Clipping(Protocol):
     def sensitivity(self) -> float: ...
 
     @property
+    def name(self) -> str:
+        """As ``make_private(clipping=…)`` knows it."""
+        ...
+
+    @property
+    def given(self) -> float | list[float]:
+        """The bound or bounds, as ``make_private(max_grad_norm=…)`` takes them."""
+        ...
+
+    @property
     def joint(self) -> bool:
         """Whether one factor clips all of an example's parameters, so that it matters not which rows they are in."""
         ...
@@ -49,7 +59,12 @@ class FlatClipping:
     """One bound C on the norm over all parameters (the paper's)."""
 
     sensitivity: float
+    name = "flat"
     joint = True
+
+    @property
+    def given(self) -> float:
+        return self.sensitivity
 
     def factors(self, norms: Tensor) -> Tensor:
         total = torch.linalg.vector_norm(norms, dim=0, keepdim=True)
@@ -64,7 +79,12 @@ class PerLayerClipping:
     """A bound C_l for every parameter tensor; the sensitivity is (Σ C_l²)^½, and the noise is calibrated to that."""
 
     bounds: tuple[float, ...]
+    name = "per_layer"
     joint = False
+
+    @property
+    def given(self) -> list[float]:
+        return list(self.bounds)
 
     @property
     def sensitivity(self) -> float:

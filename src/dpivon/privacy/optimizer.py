@@ -60,7 +60,7 @@ class DPOptimizer(OpacusNames):
         scaling: Scaling | None = None,
     ) -> None:
         super().__init__(optimizer, spec=spec, clipping=clipping, noise=noise)
-        self.first_spec = spec
+        self.first_spec, self.first_clipping = spec, clipping
         self.journal: Journal | None = None
         self.source, self.charge = source, charge
         self.module, self.watch, self.draws = module, watch, draws

@@ -13,8 +13,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Matrix products in fp32 proper. TF32 keeps ten bits: what is summed would then not be what was measured."""
-    switches = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
+    """Matrix products in fp32 proper. TF32 keeps ten bits, and bf16, to which ``set_float32_matmul_precision("medium")`` lets
+    CPUs round that have units for it, seven: what is summed would then not be what was measured."""
+    on_gpu = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
+    switches: list[Any] = [*on_gpu, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv]  # type: ignore[attr-defined]
     before = [switch.fp32_precision for switch in switches]
     try:
         for switch in switches:

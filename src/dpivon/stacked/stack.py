@@ -25,6 +25,7 @@ from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.precision import without_autocast
 from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
@@ -284,7 +285,8 @@ class Stack:
             # The device knows: a block that failed midway made some steps, and their batches must not be drawn again.
             self.steps_done = int(self._t)
             self.mechanism.reserve(n)
-            self._make(n)
+            with without_autocast(self.device.type):  # the caller's: sums in bf16 would be more than was measured
+                self._make(n)
             self.steps_done += n
             steps -= n
             yield self.steps_done

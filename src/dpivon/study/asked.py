@@ -32,7 +32,8 @@ class Another(Exception):
 
 
 class Asked:
-    """The questions of a stack that is kept in ``folder``. ``ahead`` hears of charges before they are made."""
+    """The questions of a stack that is kept in ``folder``. ``ahead`` hears of charges before they are made, and of every note
+    before it is written: it raises where somebody newer is at work on the stack."""
 
     def __init__(
         self,
@@ -56,7 +57,6 @@ class Asked:
         """Charge every run for answers to come, all of them new. The file first: it tells what the charge is for."""
         self.at, self.sums = self.mechanism.charged, {}
         self._write()
-        self.ahead(self._terms, self.at + HALVINGS)
         self.mechanism.charge_beside(self.spec, HALVINGS)
 
     def covers(self, spec: NoiseSpec) -> None:
@@ -105,4 +105,7 @@ class Asked:
             return -1, {}
 
     def _write(self) -> None:
+        """Not by who was given up for lost. Locks keep him from the folder, but on a drive whose locks do not hold he would put
+        his own questions in the place of newer ones; asked again, those could get the noise that another sum has had."""
+        self.ahead(self._terms, self.at + HALVINGS)
         replace(self.path, json.dumps({"at": self.at, "sums": self.sums}).encode())

@@ -12,6 +12,7 @@ from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.precision import full_precision
 
 
 class RowModel(Protocol):
@@ -41,6 +42,7 @@ class LoopedGradients:
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
+    @full_precision()
     def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
         sums = torch.zeros(theta.shape, dtype=torch.float64, device=theta.device)
         for k, row in enumerate(theta):

@@ -1,0 +1,33 @@
+"""Bugs of a step inside the caller's autocast, where a product of fp32 comes out in bf16 unless somebody sees to it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+from sowing import Patch, attr, both, everywhere
+
+import dpivon.privacy.gradients.bookkeeping as bookkeeping
+import dpivon.privacy.optimizer as optimizer
+import dpivon.stacked.stack as stacked
+
+_REFUSED = "ghost mode refuses autocast"
+
+
+def _unguarded(module: Any) -> Patch:
+    return attr(module, "without_autocast", lambda original: lambda device: nullcontext())
+
+
+def gradients_made_in_autocast() -> dict[str, Patch | str]:
+    """A layer's rule makes gradients in backward. In bf16 their norm was rounded to bf16, and their sum was not."""
+    # Small parameters are put side by side and measured as one matrix, in which the rounding is the same for norm and sum.
+    rule = both(_unguarded(bookkeeping), lambda: mock.patch.object(bookkeeping, "_SMALL", 0))
+    kept = "Opacus makes gradients as autocast has them, and measures and sums what it made"
+    stack = "a stack leaves the caller's autocast for the whole of a step"
+    return everywhere(rule, stack, hooks=kept, functorch=kept, ghost=_REFUSED)
+
+
+def summed_in_autocast() -> dict[str, Patch | str]:
+    """Of a stack all of the step: its gradients, its norms and its sums."""
+    return everywhere(_unguarded(optimizer), _unguarded(stacked), ghost=_REFUSED)
