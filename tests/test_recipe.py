@@ -40,7 +40,8 @@ def test_training_and_temperature_cost_what_was_asked_for_together() -> None:
     x, y = data(n)
     torch.manual_seed(1)
     settings: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-4, "batch_size": 600, "epochs": 2}
-    made = dpivon.steady(build(), x, y, **settings, seed=3)
+    model = build()
+    made = dpivon.steady(model, x, y, **settings, seed=3)
     fitted: Any = made.predictor
     spent = fitted.account.get_epsilon(1e-4)
     assert 0.99 * 2.0 < spent <= 2.0
@@ -53,6 +54,9 @@ def test_training_and_temperature_cost_what_was_asked_for_together() -> None:
     assert float((prediction.label == y[:200]).double().mean()) > 0.6
     assert bool((prediction.mutual_information > 0).any())  # the average of the iterates has width
     assert fitted.posterior.metadata["method"] == "dp-steady"
+    whole: Any = dpivon.steady(model, x, y, **settings, seed=3, options={"trace": 1.0}).predictor
+    for name, v in fitted.posterior.variance.items():
+        torch.testing.assert_close(v, 0.25 * whole.posterior.variance[name])
     raw = fitted.predict(x, samples=16).probs
     before, after = metrics.nll(raw, y), metrics.nll(made.predict(x, samples=16).probs, y)
     assert after < before + 0.005
@@ -61,8 +65,11 @@ def test_training_and_temperature_cost_what_was_asked_for_together() -> None:
 def test_on_few_data_the_temperature_is_left_out_and_training_has_it_all() -> None:
     x, y = data()
     settings: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "batch_size": 30, "epochs": 3}
-    made = dpivon.steady(build(), x, y, **settings)
+    model = build()
+    made = dpivon.steady(model, x, y, **settings, seed=3)
     fitted: Any = made.predictor
+    spread: Any = dpivon.steady(model, x, y, **settings, seed=3, options={"trace": 1.0}).predictor
+    assert all(torch.equal(v, spread.posterior.variance[name]) for name, v in fitted.posterior.variance.items())
     alone = dpivon.budget(dataset_size=N, batch_size=30, epochs=3, delta=1e-3, target_epsilon=2.0)
     assert made.temperature == 1.0
     assert fitted.account.history == [(alone.noise_multiplier, 0.25, 12)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,6 +224,18 @@ def test_taking_a_batch_in_parts_changes_nothing_but_rounding(data):
             assert parts[0].shape[1] <= at_once
             assert sorted(torch.cat(list(parts), 1)[0].tolist())[:most] == sorted(batch.places[0].tolist())
             torch.testing.assert_close(gradients.clipped_sums(theta, batch, bound), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_all_parts_of_the_first_batch_have_the_program_of_later_ones(data, monkeypatch):
+    """Two programs for one thing may round otherwise, and a compiler would be asked twice."""
+    stack = stack_of(data, runs=[RUNS[0], replace(RUNS[0], seed=99)])
+    batch, bound = stack._batch(*stack.sampler.parts(0)[0]), stack.mechanism.bound
+    gradients = PaddedGradients(stack.network, stack.device, torch.float32, at_once=7)
+    assert len(gradients._parts(batch)) > 2
+    traces, trace = [], PaddedGradients._trace
+    monkeypatch.setattr(PaddedGradients, "_trace", lambda self, *args: traces.append(1) or trace(self, *args))
+    gradients.clipped_sums(stack._theta(), batch, bound)
+    assert len(traces) == 1
 
 
 def test_parts_are_filled_to_whole_blocks_where_memory_allows(data):

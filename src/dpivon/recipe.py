@@ -2,10 +2,11 @@
 
 What is in it, and why (docs/strong-privacy.md has the measurements, part by part):
 
-1. **A step in units of the weights** (``dp-steady``): α = 5 w/√T, divided by the root mean square of what is released, whose
+1. **A step in units of the weights** (``dp-steady``): α = 3.5 w/√T, divided by the root mean square of what is released, whose
    noise is known. σ, C, b and T drop out of the choice. Where T is below 400 the first steps climb to it.
 2. **Averaged iterates** over the last tenth of the training: noise moves every iterate, and averaging loses most of it.
-3. **A posterior as wide as the iterates are spread** in that window; predictions average over draws of it.
+3. **A posterior from the spread of the iterates** in that window; predictions average over draws of it. Its variance is a
+   quarter of theirs where there is a temperature, which does most of what width is for, and all of it where there is none.
 4. **A private temperature**, chosen on the training data itself and charged to the same account. Training under privacy
    can hardly fit examples one by one, so training data tell the temperature nearly as well as held-out data, and nobody is
    left out of the training. It gets an ε of ``temperature_share`` of the whole by itself; since costs add up in squares, the
@@ -25,6 +26,12 @@ from dpivon.errors import check_number
 from dpivon.fit import fit
 from dpivon.privacy.temperature import BOUND, calibrate_temperature, temperature_cost, temperature_noise
 from dpivon.temperature import Tempered
+
+#: r, the step in units of the weights.
+RATE = 3.5
+
+#: How much of the iterates' spread is width, with a temperature and without.
+WIDTH, WIDTH_ALONE = 0.25, 1.0
 
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
@@ -65,19 +72,20 @@ def steady(
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
-        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, ``lr=`` for another r than 5, or ``options={"ramp": 0}`` for
-            first steps of full size however few there are.
+        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, ``lr=`` for another r than 3.5, or ``options={"ramp": 0}``
+            for first steps of full size however few there are.
     """
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     sigma = temperature_noise(share * target, delta)
     worth = blur(sigma, options.get("dataset_size") or len(inputs)) <= WORTH
+    own = {"trace": WIDTH if worth else WIDTH_ALONE, **(options.pop("options", None) or {})}
     fitted = fit(
         model,
         inputs,
         labels,
         method="dp-steady",
-        **{"lr": 3.5, **options},
+        **{"lr": RATE, "options": own, **options},
         batch_size=batch_size,
         epochs=epochs,
         delta=delta,
@@ -88,9 +96,9 @@ def steady(
     )
     if not worth:
         return Tempered(fitted, 1.0)
-    own = None if seed is None else torch.Generator().manual_seed(seed ^ 0x7E3F)
+    drawn = None if seed is None else torch.Generator().manual_seed(seed ^ 0x7E3F)
     return calibrate_temperature(
-        fitted, (inputs, labels), account=fitted.account, noise_multiplier=sigma, generator=own, samples=samples
+        fitted, (inputs, labels), account=fitted.account, noise_multiplier=sigma, generator=drawn, samples=samples
     )
 
 

@@ -25,11 +25,13 @@ from dpivon.optim.curvature import (
     RankOne,
     ShrunkRankOne,
     Signed,
+    estimate,
     memory_of,
     remembered,
     resolve,
 )
 from dpivon.optim.curvature.averages import squared_weights
+from dpivon.optim.tensors import TensorList
 
 S2 = 0.25  # variance of the privacy noise
 RHO = 0.9
@@ -224,6 +226,26 @@ def test_empirical_bayes_without_noise_is_the_average_and_without_a_signal_the_m
     assert float(v.mean()) == pytest.approx(float(a.mean()))
 
 
+def test_one_number_for_all_is_their_mean_with_the_noise_of_all() -> None:
+    """Unbiased for the mean of unequal v_i, with variance e²/P; the same from rows of a stack and from tensors."""
+    repetitions, weights, steps = 3000, 12, 5
+    v = torch.linspace(0.0, 2.0, weights).double()
+    gradients = v.sqrt() + S2**0.5 * normals(steps, repetitions, weights)
+    estimator = resolve("whole")
+    evidence = after(estimator, gradients)
+    found = estimate(estimator, evidence, [(3, 4)])
+    assert bool((found == found[:, :1]).all())
+    share = float(squared_weights(evidence.decay, steps))
+    variance = share * float((2 * S2**2 + 4 * v * S2).mean()) / weights
+    close(found[:, 0], float(v.mean()), variance)
+    one = {name: value[0] for name, value in evidence.memory.items()}
+    lists = {name: TensorList([value[:5], value[5:].view(1, 7)]) for name, value in one.items()}
+    g = TensorList([gradients[-1, 0, :5], gradients[-1, 0, 5:].view(1, 7)])
+    apart = estimate(estimator, replace(evidence, g=g, g_squared=g.square(), hess=g, memory=lists))
+    for each in apart:
+        torch.testing.assert_close(each, found[0, 0].expand_as(each))
+
+
 def test_equal_curvature_pooled_by_rank_one_has_the_variance_of_rows_and_columns() -> None:
     rows, columns, v = 8, 20, 1.0
     evidence = after(RankOne(), normals(20, 1, 2, 2))
@@ -292,7 +314,9 @@ def released(optimizer: IVON, gradients: dict[Tensor, Tensor], batch: float | No
     optimizer.step(release=Release(gradients, S2, batch))
 
 
-@pytest.mark.parametrize("name", ["signed", "averaged", "floored", "empirical-bayes", "rank-one", "rank-one-shrunk"])
+@pytest.mark.parametrize(
+    "name", ["signed", "averaged", "floored", "empirical-bayes", "rank-one", "rank-one-shrunk", "whole"]
+)
 def test_the_fisher_scale_is_the_batch_instead_of_the_data_set(name: str) -> None:
     g = normals(3, 1, 4, 5)
     evidence = after(resolve(name), g, ess=1000.0, batch_size=16.0)

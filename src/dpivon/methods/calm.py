@@ -51,6 +51,6 @@ METHODS = (
         defaults={"curvature": CURVATURE, "ess": None, **rule_defaults(Steady()), "scale": None},
         samples=32,
         averages=True,
-        trace=0.25,
+        trace=1.0,
     ),
 )

@@ -283,7 +283,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 }
 
 #: Methods whose iterates are averaged unless ``ema`` is 0, and how much of their spread is width.
-AVERAGED: dict[str, float] = {"dp-steady": 0.25}
+AVERAGED: dict[str, float] = {"dp-steady": 1.0}
 
 #: Methods that take their gradients at draws around their mean unless ``jitter`` is 0, and how wide.
 JITTERED: dict[str, float] = {}

@@ -16,8 +16,17 @@ from dpivon.optim.curvature.rank_one_shrunk import ShrunkRankOne
 from dpivon.optim.curvature.reparam import Reparameterised
 from dpivon.optim.curvature.scale import SecondMoment
 from dpivon.optim.curvature.signed import Signed
+from dpivon.optim.curvature.whole import Whole
 
-_SECOND_MOMENTS: tuple[type[SecondMoment], ...] = (Signed, Averaged, Floored, EmpiricalBayes, RankOne, ShrunkRankOne)
+_SECOND_MOMENTS: tuple[type[SecondMoment], ...] = (
+    Signed,
+    Averaged,
+    Floored,
+    EmpiricalBayes,
+    RankOne,
+    ShrunkRankOne,
+    Whole,
+)
 _MADE: tuple[CurvatureEstimator, ...] = (
     Reparameterised(),
     SquaredGradient(),
@@ -67,6 +76,7 @@ __all__ = [
     "ShrunkRankOne",
     "Signed",
     "SquaredGradient",
+    "Whole",
     "by_tensor",
     "estimate",
     "matrix",

@@ -41,7 +41,7 @@ def estimate(estimator: CurvatureEstimator, evidence: Evidence[Any], matrices: M
             "knows one noise variance for all coordinates, and under a metric each has its own",
             "Set per_coordinate = True if it takes them, or train without metric",
         )
-    if estimator.elementwise:
+    if estimator.elementwise or getattr(estimator, "whole", False):
         return estimator(evidence)
     if isinstance(evidence.g, TensorList):
         shaped = matrix if getattr(estimator, "pools", False) else None

@@ -56,6 +56,8 @@ class CurvatureEstimator(Protocol):
     One that pools over a tensor and is to be used in stacks also has ``pools = True``: it is then given each tensor as K
     matrices [K, rows, columns] (K = 1 outside a stack; a vector is one row), which it must not mix.
 
+    One that pools over all parameters at once has ``whole = True`` and no ``elementwise``.
+
     One that keeps something between steps also has ``remembers``, the names of its tensors, which have the shape of
     the parameters and begin at zero, and ``remember(evidence)``, which returns them after this step given those
     before it, coordinate by coordinate. ``__call__`` then finds the new ones in ``evidence.memory``.

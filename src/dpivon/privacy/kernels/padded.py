@@ -82,8 +82,9 @@ class PaddedGradients:
         sums = []
         with full_precision():
             for k, (row, c, d) in enumerate(zip(theta, self._numbers(bound), scales, strict=True)):
-                program = self._compiled(c, bool(d))
-                each = (program(row, batch.inputs, batch.labels, places[k], *views, *d) for places in parts)
+                rest = [(batch.inputs, batch.labels, places[k], *views, *d) for places in parts]
+                # Asked for again for every part: the first part makes it, the others are to have the same.
+                each = (self._compiled(c, bool(d))(row, *part) for part in rest)
                 sums.append(functools.reduce(torch.add, each))
         return torch.stack(sums)
 
