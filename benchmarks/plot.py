@@ -90,7 +90,7 @@ def scaling(path):
         axis.set_xticks(
             sizes, [f"{s / 1e6:.2g} M" if s >= 1e5 else f"{s / 1e3:.0f} k" if s >= 1e4 else str(s) for s in sizes]
         )
-        axis.set_yticks(times, [f"{t:.0f}" for t in times])
+        axis.set_yticks(times, [f"{t:.0f}" if t >= 20 else f"{t:.2g}" for t in times])
         axis.minorticks_off()
         axis.set_xlabel({"batch": "batch", "parameters": "parameters", "runs": "stacked runs"}[name])
         axis.set_title(f"cost ∝ size^{sweep['exponent']:.2f}", fontsize=10)

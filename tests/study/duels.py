@@ -6,9 +6,9 @@ from dpivon.study import table
 from dpivon.study.plan import Plan, PlannedRun, changed
 
 SIGMAS = {11.5: (0.991, 0.999), 4.3: (2.993, 2.997), 2.05: (7.491, 7.493)}  # ε of training, and with a temperature
-RATES = {"dp-sgd": (0.3, 1.0, 3.0), "dp-adam": (0.001, 0.003, 0.01), "dp-steady": (2.5, 5.0, 10.0)}
+RATES = {"dp-sgd": (0.3, 1.0, 3.0), "dp-adam": (0.001, 0.003, 0.01), "dp-steady": (2.5, 3.5, 10.0)}
 CHOSEN = {"dp-sgd": 1.0, "dp-adam": 0.003, "dp-steady": 10.0}
-DEFAULT = 5.0
+DEFAULT = 3.5
 JITTER = (-0.004, -0.001, 0.0, 0.002, 0.003)  # of accuracy, by repetition
 
 

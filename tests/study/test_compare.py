@@ -85,7 +85,7 @@ def test_calibrations_best_baseline_is_by_validation_nll(field):
 
 def test_without_validation_the_baseline_is_the_better_on_the_test_set(field):
     rows = final(rates={m: r for m, r in CHOSEN.items() if m != "dp-steady"})
-    rows += [row("dp-steady", s, i, DEFAULT, plain("dp-steady", s, 5.0)) for s in SIGMAS for i in range(5)]
+    rows += [row("dp-steady", s, i, DEFAULT, plain("dp-steady", s, 3.5)) for s in SIGMAS for i in range(5)]
     found = field(rows)
     best, by = found.best(found.cells[0], "accuracy")
     assert best.contender.method == "dp-adam"
@@ -123,7 +123,7 @@ def test_of_several_rates_validation_chooses_for_each_cell(field):
     for method, rates in (
         ("dp-sgd", (0.3, 1.0, 3.0)),
         ("dp-adam", (0.001, 0.003, 0.01)),
-        ("dp-steady", (2.5, 5.0, 10.0)),
+        ("dp-steady", (2.5, 3.5, 10.0)),
     ):
         for lr in rates:
             for sigma in SIGMAS:
@@ -133,7 +133,7 @@ def test_of_several_rates_validation_chooses_for_each_cell(field):
     found = field(rows, tuned=tuning(lambda *a: float(validation(*a))))
     chosen = {cell.noise_multiplier: found.entries[cell] for cell in found.cells}
     assert {s: e[Contender("dp-sgd")].lr for s, e in chosen.items()} == {11.5: 0.3, 4.3: 1.0, 2.05: 3.0}
-    assert {(e[TUNED].lr, e[SHIPPED].lr) for e in chosen.values()} == {(2.5, 5.0)}
+    assert {(e[TUNED].lr, e[SHIPPED].lr) for e in chosen.values()} == {(2.5, 3.5)}
     tied = changed(tuning(lambda *a: 0.5), lambda r: r["lr"] == 0.3, nll=1.4)
     assert {found.tuning.ranked("dp-sgd", "", c)[0].lr for found in [field(rows, tuned=tied)] for c in found.cells} == {
         0.3
@@ -159,7 +159,7 @@ def test_tuned_and_shipped_are_two_contenders_and_may_be_the_same_runs(field):
 
 def test_a_variant_is_not_tuned_by_the_methods_own_candidates(field):
     """Validation prefers the default, which the variant has too: it stays one contender, at its default."""
-    bare = [row("dp-steady", s, 0, DEFAULT, plain("dp-steady", s, 5.0), options='{"trace": 0.0}') for s in SIGMAS]
+    bare = [row("dp-steady", s, 0, DEFAULT, plain("dp-steady", s, 3.5), options='{"trace": 0.0}') for s in SIGMAS]
     likes = tuning(lambda m, s, lr: 0.5 + (lr == DEFAULT if m == "dp-steady" else lr == CHOSEN[m]))
     found = field([r for r in final() if r["lr"] != 10.0] + bare, tuned=likes)
     assert [c for c in found.contenders if c.variant] == [Contender("dp-steady", True, '{"trace": 0.0}')]
@@ -256,7 +256,7 @@ def test_every_bar_of_a_good_recipe(field):
     """By half a point at every ε, all repetitions alike: everything is met, and shown."""
     rows = final()
     rows += [
-        row("dp-steady", s, i, DEFAULT, plain("dp-steady", s, 5.0) | {"nll": 2.5}, options='{"trace": 0.0}')
+        row("dp-steady", s, i, DEFAULT, plain("dp-steady", s, 3.5) | {"nll": 2.5}, options='{"trace": 0.0}')
         for s in SIGMAS
         for i in range(5)
     ]
@@ -325,7 +325,7 @@ def test_thresholds_of_calibration(field):
 def test_averaging_is_credited_only_beyond_chance(field):
     def judged(gaps):
         bare = [
-            row("dp-steady", s, i, DEFAULT, plain("dp-steady", s, 5.0), options='{"trace": 0.0}')
+            row("dp-steady", s, i, DEFAULT, plain("dp-steady", s, 3.5), options='{"trace": 0.0}')
             for s in SIGMAS
             for i in range(5)
         ]
@@ -388,7 +388,7 @@ def test_the_papers_own_setting_from_two_folders(field):
 
     bare = ("temperature", "epsilon_tempered", "tempered_nll", "tempered_ece", "tempered_accuracy")
     others = [("dp-sgd", 0.01, 0.6), ("dp-adam", 1e-4, 0.59), ("dp-ivon-gradsq", 0.1, 0.61)]
-    found = field(rows([("dp-steady", 5.0, 0.605)]), rows(others, bare))
+    found = field(rows([("dp-steady", 3.5, 0.605)]), rows(others, bare))
     judged = bars(found, scope="paper")
     assert judged["3a"].verdict == "met"
     assert judged["3a"].numbers.startswith("+0.60 ")

@@ -26,7 +26,7 @@ def made(tmp_path_factory):
     """CIFAR-10 at three ε, and one cell of Fashion-MNIST, in two folders with one tuning study."""
     path = tmp_path_factory.mktemp("compare")
     bare = [
-        row("dp-steady", s, i, 5.0, plain("dp-steady", s, 5.0), options='{"trace": 0.0}')
+        row("dp-steady", s, i, 3.5, plain("dp-steady", s, 3.5), options='{"trace": 0.0}')
         for s in (4.3,)
         for i in range(5)
     ]
@@ -67,7 +67,7 @@ def test_the_tables_hold_what_the_page_says(made):
     assert len(rows) == 3 * 4 + 1 + 4
     names = ("method", "default", "noise_multiplier", "variant", "dataset")
     ours = next(r for r in rows if tuple(r[n] for n in names) == ("dp-steady", 1, 4.3, "", "cifar10"))
-    assert (ours["lr"], ours["runs"], ours["raw_accuracy"]) == (5.0, 5, pytest.approx(0.565, abs=1e-4))
+    assert (ours["lr"], ours["runs"], ours["raw_accuracy"]) == (3.5, 5, pytest.approx(0.565, abs=1e-4))
     bars = table.read(written[-2])
     assert len(bars) == 2 * (8 + 10 + 8 + 8 + 4)  # two contenders, every part of every bar
     shipped = {(b["scope"], b["number"]): b for b in bars if b["contender"] == "DP-Steady, default rate"}
@@ -155,9 +155,9 @@ def test_from_two_studies_to_a_verdict(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(text)
         return tmp_path / f"{name}.yaml"
 
-    first = study("first", SPLIT="tuning", SEEDS="1", SGD="[0.3, 1.0]", STEADY="[2.5, 5.0]", MORE="")
-    more = ", {method: dp-steady, lr: 5.0, tuned: false}"
-    second = study("second", SPLIT="final", SEEDS="2", SGD="1.0", STEADY="5.0", MORE=more)
+    first = study("first", SPLIT="tuning", SEEDS="1", SGD="[0.3, 1.0]", STEADY="[2.5, 3.5]", MORE="")
+    more = ", {method: dp-steady, lr: 3.5, tuned: false}"
+    second = study("second", SPLIT="final", SEEDS="2", SGD="1.0", STEADY="3.5", MORE=more)
     tuned, out = tmp_path / "tuned", tmp_path / "out"
     assert invoke("run", first, "--out", tuned, "-q").exit_code == 0
     assert invoke("pick", tuned, "--by-cell", "--to", tmp_path / "lr.json").exit_code == 0
@@ -170,7 +170,7 @@ def test_from_two_studies_to_a_verdict(tmp_path):
         for c in json.loads((tmp_path / "lr.json").read_text())["cells"]
     }
     for r in rows:
-        expected = 5.0 if r["default"] else picked[r["method"], round(r["noise_multiplier"])]
+        expected = 3.5 if r["default"] else picked[r["method"], round(r["noise_multiplier"])]
         assert r["lr"] == expected
         assert (r["runs"], r["missing"]) == (2, 0)
         assert r["epsilon_tempered"] > r["epsilon"]

@@ -13,7 +13,7 @@ from dpivon.cli import app
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
-from dpivon.study.ablations import draw_ablations
+from dpivon.study.ablations import ablations_page, draw_ablations, is_ablation, variants
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.report import write_report
 from dpivon.study.tuning import candidates, epsilon_with_tuning, pick
@@ -197,3 +197,24 @@ def test_what_lies_beside_a_study_goes_with_it(results, tmp_path):
 def test_plan_of_an_empty_study_is_refused():
     with pytest.raises(ArgumentError, match="nothing to run"):
         Plan("a", "digits", "small", "final", 1, 1e-5, 1, 0, ())
+
+
+def test_a_rate_for_each_cell_makes_no_variants():
+    """A method tuned cell by cell is one method; only several rates in one cell set variants apart."""
+    base = [r for r in rows()[0] if r["seed"] == 0]
+    by_cell = [r | {"lr": r["noise_multiplier"]} if r["method"] == "dp-sgd" else r for r in base]
+    assert not is_ablation(by_cell)
+    assert ("dp-sgd", "", None) in variants(by_cell)
+    again = [r | {"options": '{"ema": 0.9}'} for r in by_cell if r["method"] == "dp-sgd"]
+    again = [r | {"accuracy": r["accuracy"] + 0.1, "tempered_nll": 1.25} for r in again]
+    page = ablations_page(by_cell + again, title="mixed", plan=None)
+    assert page.count("| DP-SGD, ema = 0.9, a rate for each cell |") == len({cell(r) for r in base})
+    assert "NLL, tempered" in page
+    assert "1.25" in page
+    two = by_cell + [r | {"lr": 77.0} for r in by_cell if r["method"] == "dp-sgd" and r["noise_multiplier"] == 1.0]
+    assert is_ablation(two)
+    assert {lr for m, _, lr in variants(two) if m == "dp-sgd"} == {77.0, *(r["noise_multiplier"] for r in base)}
+
+
+def cell(row):
+    return row["batch_size"], row["noise_multiplier"], row["max_grad_norm"]

@@ -10,7 +10,7 @@ from dpivon.report.chart import Axis, Chart, Panel, Point, Series, View
 from dpivon.report.statement import shown
 from dpivon.study.ablations import describe, is_ablation, variants
 from dpivon.study.cells import Cells
-from dpivon.study.figures import DASHES, MARKERS, MEASURES, TITLES, colour, in_order
+from dpivon.study.figures import DASHES, MARKERS, MEASURES, colour, in_order, title_of
 from dpivon.study.table import Row
 
 _X = Axis("ε (RDP), privacy grows →", log=True, reverse=True)
@@ -64,7 +64,7 @@ def _panels(rows: Sequence[Row], lines_of: Callable[[Cells], Lines]) -> tuple[Pa
                 row for row in rows if (row["method"], row["options"], row["lr"]) == kind and row["batch_size"] == b
             ]
             cells = Cells(mine)
-            name = describe(kind) if several else TITLES.get(kind[0], kind[0])
+            name = describe(kind) if several else title_of(kind[0])
             # Variants of one method are told apart by the other colours.
             look = colour("" if several else kind[0], number if several else methods.index(kind[0]))
             for c, dash in zip(norms, DASHES * len(norms), strict=False):

@@ -14,7 +14,7 @@ from dpivon.report.statement import Reading
 from dpivon.report.study_folder import StudyFolder
 from dpivon.study.ablations import describe, variants
 from dpivon.study.cells import Cells
-from dpivon.study.figures import TITLES, in_order
+from dpivon.study.figures import in_order, title_of
 from dpivon.study.table import Row
 from dpivon.study.tuning import history
 
@@ -109,7 +109,7 @@ def headline(study: StudyFolder) -> list[tuple[str, str]]:
     rows = study.rows
     spent = [row["epsilon"] for row in rows if math.isfinite(row["epsilon"])]
     reach = f"{Reading(min(spent), 0.5).shown} to {Reading(max(spent), 0.5).shown}" if spent else "∞"
-    methods = ", ".join(TITLES.get(m, m) for m in in_order({row["method"] for row in rows}))
+    methods = ", ".join(title_of(m) for m in in_order({row["method"] for row in rows}))
     return [("runs", str(len(rows))), ("ε of a run", reach), ("δ", _listed(rows, "delta")), ("methods", methods)]
 
 

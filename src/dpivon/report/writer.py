@@ -16,7 +16,7 @@ from dpivon.report.figures import draw
 from dpivon.report.page import GENERATOR, Section, page
 from dpivon.report.statement import Reading
 from dpivon.study.ablations import is_ablation
-from dpivon.study.figures import TITLES, draw_figures
+from dpivon.study.figures import draw_figures, title_of
 
 REPORT, FORMATS = "report.html", ("png", "pdf")
 
@@ -86,7 +86,7 @@ def _of_run(folder: Path, again: str, figures: Path | None) -> _Parts:
         t = run.test
         facts += [("test accuracy", f"{accuracy(t.averaged, t.labels):.1%}".replace("%", " %"))]
         facts += [("test ECE", f"{ece(t.averaged, t.labels):.3f}")]
-    method = TITLES.get(summary.method, summary.method)
+    method = title_of(summary.method)
     size = "" if summary.dataset_size is None else f" on {summary.dataset_size:,} examples"
     words = [part for part in (summary.task.inputs, summary.task.network) if part]
     intro = f"One private training{size}{': ' + '; '.join(words) if words else ''}."

@@ -9,7 +9,7 @@ from typing import Any
 from dpivon.study.cells import Cells
 from dpivon.study.figures import STYLE, legend, new_figure
 
-Variant = tuple[str, str, float]  # method, options, learning rate
+Variant = tuple[str, str, float | None]  # method, options, learning rate; None where each cell has its own
 MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE"}
 
 

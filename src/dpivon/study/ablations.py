@@ -25,11 +25,22 @@ _COLUMNS = {
     "h_median": "median h",
     "std_median": "median σ_v",
 }
+_TEMPERED = {"tempered_nll": "NLL, tempered", "tempered_ece": "ECE, tempered"}
 
 
 def variants(rows: Sequence[Row]) -> list[Variant]:
-    """Every (method, options, learning rate) of the table, in its order."""
-    return list(dict.fromkeys((row["method"], row["options"], row["lr"]) for row in rows))
+    """Every (method, options, learning rate) of the table, in its order; no rate where each cell has its own."""
+    rates: dict[tuple[str, str], dict[tuple[Any, ...], set[float]]] = {}
+    for row in rows:
+        cell = (row["batch_size"], row["noise_multiplier"], row["max_grad_norm"])
+        rates.setdefault((row["method"], row["options"]), {}).setdefault(cell, set()).add(row["lr"])
+    by_cell = {
+        key
+        for key, cells in rates.items()
+        if len(set().union(*cells.values())) > 1 and all(len(found) == 1 for found in cells.values())
+    }
+    keys = ((row["method"], row["options"], row["lr"]) for row in rows)
+    return list(dict.fromkeys((m, o, None if (m, o) in by_cell else lr) for m, o, lr in keys))
 
 
 def is_ablation(rows: Sequence[Row]) -> bool:
@@ -42,14 +53,19 @@ def by_variant(rows: Sequence[Row]) -> tuple[dict[Variant, Cells], Variant]:
     """The cells of every variant, and the one that the others are held against."""
     found = variants(rows)
     base = next((v for v in found if v[0] == IVON and v[1] == ""), found[0])
-    return {v: Cells([r for r in rows if (r["method"], r["options"], r["lr"]) == v]) for v in found}, base
+    return {v: Cells([r for r in rows if _is(r, v)]) for v in found}, base
+
+
+def _is(row: Row, variant: Variant) -> bool:
+    method, options, lr = variant
+    return (row["method"], row["options"]) == (method, options) and lr in (None, row["lr"])
 
 
 def draw_ablations(rows: Sequence[Row]) -> Any:
     cells, base = by_variant(rows)
     one_rate = len({lr for _, _, lr in cells}) == 1
     return ablation_figure(
-        cells, base, {v: describe(v).removesuffix(f", lr {v[2]:g}" if one_rate else "") for v in cells}
+        cells, base, {v: describe(v).rpartition(", ")[0] if one_rate else describe(v) for v in cells}
     )
 
 
@@ -57,6 +73,7 @@ def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str
     """A table a cell of the grid: a line a variant, the difference from the plain method beside each score."""
     cells, base = by_variant(rows)
     found = list(cells)
+    columns = _COLUMNS | {k: v for k, v in _TEMPERED.items() if any(row.get(k) is not None for row in rows)}
     grid = sorted({(r["batch_size"], r["noise_multiplier"], r["max_grad_norm"]) for r in rows})
     lines = [
         f"# {title}",
@@ -71,10 +88,10 @@ def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str
     for b, sigma, c in grid:
         epsilons = [v.mean for key in found if (v := cells[key].get(key[0], b, sigma, c, "epsilon")) is not None]
         lines += [f"## b = {b}, σ = {sigma:g}, C = {c:g}: ε = {max(epsilons):.4g}", ""]
-        lines += ["| variant | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
+        lines += ["| variant | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
         for variant in found:
-            values = [cells[variant].get(variant[0], b, sigma, c, k) for k in _COLUMNS]
-            reference = [cells[base].get(base[0], b, sigma, c, k) for k in _COLUMNS]
+            values = [cells[variant].get(variant[0], b, sigma, c, k) for k in columns]
+            reference = [cells[base].get(base[0], b, sigma, c, k) for k in columns]
             if any(v is not None for v in values):
                 shown = [_shown(v, None if variant == base else r) for v, r in zip(values, reference, strict=True)]
                 lines.append(f"| {describe(variant)} | " + " | ".join(shown) + " |")
@@ -85,10 +102,11 @@ def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str
 
 
 def describe(variant: Variant) -> str:
-    """A variant in words: its method, what of it was changed, and its learning rate."""
+    """A variant in words: its method, what of it was changed, and last its learning rate."""
     method, options, lr = variant
     changes = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
-    return f"{METHODS[method].title if method in METHODS else method}{', ' + changes if changes else ''}, lr {lr:g}"
+    rate = "a rate for each cell" if lr is None else f"lr {lr:g}"
+    return f"{METHODS[method].title if method in METHODS else method}{', ' + changes if changes else ''}, {rate}"
 
 
 def _shown(value: Value | None, reference: Value | None) -> str:

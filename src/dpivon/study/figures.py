@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpivon.methods import METHODS
 from dpivon.study.cells import Cells, Value
 from dpivon.study.table import Row
 
@@ -14,7 +15,7 @@ IVON = "dp-ivon-gradsq"
 TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", IVON: "DP-IVON-Gradsq"}
 NOISE_ONLY = math.erf(math.sqrt(0.5))  # P(z² < 1): the share that pure noise projects to zero
 # Okabe and Ito's palette, told apart by colour-blind readers too.
-COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00"}
+COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00", "dp-steady": "#000000"}
 OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
 MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}
 MEASURES = {
@@ -47,6 +48,11 @@ def in_order(methods: Iterable[str]) -> list[str]:
     return sorted(methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
 
 
+def title_of(method: str) -> str:
+    """What figures and pages call a method."""
+    return METHODS[method].title if method in METHODS else method
+
+
 def colour(method: str, number: int) -> str:
     """The colour of a method that is the given one in its figure's order."""
     return COLOURS.get(method, OTHERS[number % len(OTHERS)])
@@ -55,7 +61,7 @@ def colour(method: str, number: int) -> str:
 def privacy_figure(cells: Cells, measure: str) -> Any:
     """A measure against ε on an inverted logarithmic axis: a panel a batch size, a dash a clipping norm."""
     batches = cells.axis("batch_size")
-    figure = new_figure(3.6 * len(batches) + 0.6, 3.9)
+    figure = new_figure(*_size(batches))
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     norms = cells.axis("max_grad_norm")
     diverged: list[str] = []
@@ -64,7 +70,7 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
             paint = colour(method, number)
             for c, dash in zip(norms, DASHES, strict=False):
                 averaged = cells.get(method, b, cells.axis("noise_multiplier")[0], c, f"mc_{measure}")
-                name = TITLES.get(method, method)
+                name = title_of(method)
                 if averaged is None:
                     lines = [(measure, name, 1.0)]
                 else:  # the posterior mean in a paler line under the Monte-Carlo average
@@ -86,8 +92,18 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
     spread = f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
     delta = cells.rows[0]["delta"]
     lost = f"; diverged, not drawn: {', '.join(sorted(set(diverged)))}" if diverged else ""
-    figure.suptitle(f"{MEASURES[measure]} against privacy, δ = {delta:g}, {spread}{lost}", fontsize=11)
+    figure.suptitle(f"{MEASURES[measure]} against privacy, δ = {delta:g},{_turn(batches)}{spread}{lost}", fontsize=11)
     return figure
+
+
+def _size(panels: Sequence[Any]) -> tuple[float, float]:
+    """Inches; a single panel has room for the legend under it."""
+    return max(6.2, 3.6 * len(panels) + 0.6), 3.9 if len(panels) > 1 else 4.6
+
+
+def _turn(panels: Sequence[Any]) -> str:
+    """Where a title goes on in the next line."""
+    return "\n" if len(panels) == 1 else " "
 
 
 def _line(axis: Any, cells: Cells, at: tuple[str, int, float], column: str, **look: Any) -> bool:
@@ -117,11 +133,12 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
     """IVON's projected share or curvature over training: a panel a batch size, a colour a noise multiplier."""
     from matplotlib import colormaps
 
+    rows = [row for row in rows if row["method"] == IVON] or rows  # others may have an h too
     by_id = {row["id"]: row for row in rows}
     batches = sorted({row["batch_size"] for row in rows})
     sigmas = sorted({row["noise_multiplier"] for row in rows})
     norms = sorted({row["max_grad_norm"] for row in rows})
-    figure = new_figure(3.6 * len(batches) + 0.6, 3.9)
+    figure = new_figure(*_size(batches))
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     colours = [colormaps["viridis"](0.85 * i / max(1, len(sigmas) - 1)) for i in range(len(sigmas))]
     curves: dict[tuple[int, float, float], dict[float, list[float]]] = {}
@@ -149,9 +166,9 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
     legend(figure, axes, [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     figure.suptitle(
-        "Share of curvature targets projected to zero, DP-IVON-Gradsq, mean over seeds"
+        f"Share of curvature targets projected to zero,{_turn(batches)}DP-IVON-Gradsq, mean over seeds"
         if share
-        else "Curvature h over training, DP-IVON-Gradsq, median over weights, mean over seeds",
+        else f"Curvature h over training, DP-IVON-Gradsq,{_turn(batches)}median over weights, mean over seeds",
         fontsize=11,
     )
     return figure

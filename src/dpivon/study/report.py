@@ -131,7 +131,9 @@ def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:
 
 
 def _tuning_page(rows: Sequence[Row], tuned: Sequence[Row]) -> str:
-    used = {row["method"]: row["lr"] for row in rows}
+    used: dict[str, set[float]] = {}
+    for row in rows:
+        used.setdefault(row["method"], set()).add(row["lr"])
     lines = [
         "# Learning rates",
         "",
@@ -141,7 +143,9 @@ def _tuning_page(rows: Sequence[Row], tuned: Sequence[Row]) -> str:
     lines += ["| method | rate | accuracy | NLL | |", "|---|---|---|---|---|"]
     for method, found in candidates(tuned).items():
         for i, c in enumerate(found):
-            words = [*(["chosen"] if i == 0 else []), *(["used in the grid"] if used.get(method) == c.lr else [])]
+            mine = used.get(method, set())
+            words = ["chosen"] if i == 0 and len(mine) < 2 else []  # not where every cell has its own
+            words += ["used in the grid" if len(mine) < 2 else "used in a part of the grid"] if c.lr in mine else []
             lines.append(f"| {method} | {c.lr:g} | {c.accuracy:.4f} | {c.nll:.4f} | {', '.join(words)} |")
     sigmas = sorted({row["noise_multiplier"] for row in tuned})
     lines += ["", "The best rate at each σ alone:", "", "| method | " + " | ".join(f"σ = {s:g}" for s in sigmas) + " |"]
