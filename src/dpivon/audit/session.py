@@ -26,9 +26,9 @@ def one_std(like: Tensor, std: float) -> Tensor:
     return torch.full_like(like, std)
 
 
-def drowned(batch: float) -> Answer:
-    """Noise so large that in fp32 a few gradients of norm 8 vanish in it: every coordinate of g_dp is 2²⁶."""
-    return lambda like, std: torch.full_like(like, batch * 2.0**26)
+def drowned(batch: float, bound: float) -> Answer:
+    """Noise so large that in fp32 a few gradients of that norm vanish in it: every coordinate of g_dp is 2²³ of it."""
+    return lambda like, std: torch.full_like(like, batch * bound * 2.0**23)
 
 
 @dataclass(frozen=True)
