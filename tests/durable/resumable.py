@@ -37,7 +37,9 @@ class Run:
             own = {"mc_samples": self.draws, "curvature": options.pop("curvature", None)}
             inner = dpivon.IVON(self.net.parameters(), lr=0.3, ess=EXAMPLES, **own)
         elif method == "rule":
-            inner = dpivon.RuleOptimizer(self.net.parameters(), options.pop("rule"), lr=0.05)
+            rule = options.pop("rule")
+            own = {"ess": EXAMPLES} if "ess" in rule.defaults else {}
+            inner = dpivon.RuleOptimizer(self.net.parameters(), rule, lr=0.05, **own)
         self.engine = PrivacyEngine(secure_mode=options.pop("secure_mode", False))
         self.views = options.pop("augmentations", 1)
         self.model, self.optimizer, self.loader = self.engine.make_private(

@@ -14,6 +14,10 @@ from dpivon import ArgumentError, Checkpoints, FactoredMetric, PrivacyEngine, Pr
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError
 from dpivon.optim.adam_rule import Adam
+from dpivon.optim.calm_rule import Calm
+from dpivon.optim.curvature import resolve
+from dpivon.optim.dpagd_rule import DPAGD
+from dpivon.optim.moments import Gradient, One
 from dpivon.optim.sgd_rule import SGD
 from dpivon.privacy.accounting.recorded import drawn
 from dpivon.privacy.noise import SecureNoise
@@ -276,6 +280,10 @@ def test_a_run_goes_on_with_the_augmentations_it_was_begun_with(tmp_path, mode):
     assert torch.equal(Run(tmp_path, "adam", augmentations=2, **options).train().weights, whole.weights)
 
 
+def calm(curvature):
+    return Calm(resolve(curvature))
+
+
 PER_LAYER = [0.5, 0.5, 0.5, 0.5]  # √Σ C_l² = 1, as the flat bound
 OTHER_LAYERS = [0.1, 0.7, 0.1, 0.7]
 
@@ -295,6 +303,9 @@ OTHER_LAYERS = [0.1, 0.7, 0.1, 0.7]
         ("ivon", {"mc_samples": 3}, {"mc_samples": 2}, "mc_samples=2.* with 3"),
         ("ivon", {}, {"curvature": "reparam"}, "curvature='reparam'.* with 'gradsq-corrected'"),
         ("rule", {"rule": SGD()}, {"rule": Adam()}, "rule='adam'.* with 'sgd'"),
+        ("rule", {"rule": calm("averaged")}, {"rule": calm("whole")}, "curvature='whole'.* with 'averaged'"),
+        ("rule", {"rule": DPAGD()}, {"rule": DPAGD(Gradient())}, "phi='gradient'.* with 'average'"),
+        ("rule", {"rule": DPAGD()}, {"rule": DPAGD(psi=One())}, "psi='one'.* with 'square-average'"),
     ],
 )
 def test_a_run_goes_on_by_the_clipping_and_the_steps_it_was_begun_with(tmp_path, method, begun, changed, words):

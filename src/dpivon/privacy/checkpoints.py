@@ -384,11 +384,18 @@ class Checkpoints:
         raise SystemExit(128 + number)
 
 
+#: What a rule may be made of, and what that is called here.
+_PARTS = {"estimator": "curvature", "phi": "phi", "psi": "psi"}
+
+
 def _of_inner(inner: Optimizer) -> dict[str, Any]:
     """What an optimizer does that neither its class nor its state tells: its groups are in the state, these are not."""
     if isinstance(inner, IVON):
         return {"mc_samples": inner.mc_samples, "curvature": inner.curvature.name}
-    return {"rule": inner.rule.name} if isinstance(inner, RuleOptimizer) else {}
+    if not isinstance(inner, RuleOptimizer):
+        return {}
+    parts = {told: getattr(inner.rule, part, None) for part, told in _PARTS.items()}
+    return {"rule": inner.rule.name, **{told: part.name for told, part in parts.items() if part is not None}}
 
 
 def _names(optimizer: DPOptimizer) -> list[str]:
