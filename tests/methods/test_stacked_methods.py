@@ -248,6 +248,21 @@ def test_a_stack_of_different_runs_composes_too(data: Any) -> None:
     assert joint_epsilon(stack, 1e-3) == account.get_epsilon(1e-3)
 
 
+def test_an_ensemble_predicts_around_the_averages_that_its_method_keeps(data: Any) -> None:
+    """Named by ``ema`` or kept by the method itself, as dp-steady does."""
+    for run in (Run("dp-steady", 0, 0.9, 1.0, 3.5, 8), Run("dp-sgd", 0, 0.9, 1.0, 0.5, 8, {"ema": 0.9})):
+        made = Ensemble(run, [1, 2], AnyNetwork(build), *data, steps=STEPS)
+        for _ in made.train(STEPS):
+            pass
+        x = data[0][:5]
+        averaged, last = (
+            torch.stack([made.stack.model(i, averaged=a).eval()(x).softmax(-1) for i in range(2)]).mean(0).detach()
+            for a in (True, False)
+        )
+        assert not torch.allclose(averaged, last, atol=1e-4)
+        torch.testing.assert_close(made.predict(x).probs, averaged)
+
+
 def test_a_run_without_noise_makes_the_ensemble_unaccounted(data: Any) -> None:
     made = Ensemble(Run("dp-sgd", 0, 0.0, 1.0, 0.05, 8), [1, 2], AnyNetwork(build), *data)
     for _ in made.train(1):

@@ -69,7 +69,7 @@ class Ensemble:
         if len(seeds) < 2 or len(set(seeds)) < len(seeds):
             raise bad("seeds", list(seeds), "must be two or more, all different", "Give each member its own")
         self.stack = Stack([replace(run, seed=seed) for seed in seeds], network, images, labels, **options)
-        self.averaged = "ema" in run.options
+        self.averaged = run.averaged
 
     def __len__(self) -> int:
         return len(self.stack.runs)
