@@ -59,6 +59,15 @@ def test_a_caller_in_autocast_changes_nothing(data):
     assert torch.equal(inside.mean, outside.mean)
 
 
+def test_one_seed_from_two_starts_is_refused(data):
+    """Alike but for their first weights they had the same noise on different sums: their difference was without any."""
+    network = PaperNetwork(LAYOUT)
+    start = torch.stack([network.initial(1), network.initial(2)])
+    with pytest.raises(ValueError, match=r"seed=11: belongs to two different runs, which would share their noise\."):
+        Stack([RUNS[0]] * 2, network, *data, start=start)
+    assert len(Stack([RUNS[0]] * 2, network, *data, start=start[:1].expand(2, -1)).runs) == 2
+
+
 def test_runs_differ_from_each_other_by_their_seed_alone(data):
     twins = [Run("dp-sgd", seed, 1.0, 1.0, 0.1, 8) for seed in (1, 1, 2)]
     stack = trained(twins, data)

@@ -39,9 +39,6 @@ _METRIC = "metric_"  # what a metric remembers, in the state of its rows
 class Rule(Protocol):
     """State of some rows, θ from it, and the step that a released gradient makes of it. Pure: tensors in, tensors out."""
 
-    @property
-    def samples(self) -> bool: ...
-
     def start(self, mean: Tensor, hyper: Rows) -> Rows: ...
 
     def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor: ...
@@ -54,7 +51,6 @@ class PointRows:
     """Rows that train at their mean, under any rule of :mod:`dpivon.optim`; one that draws gets the posterior stream."""
 
     rule: UpdateRule
-    samples = False
 
     @property
     def per_coordinate(self) -> bool:
@@ -79,10 +75,6 @@ class AveragedRows:
     rule: Rule
     traced: bool = False
 
-    @property
-    def samples(self) -> bool:
-        return self.rule.samples
-
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         spread = {"spread": torch.zeros_like(mean)} if self.traced else {}
         return {**self.rule.start(mean, hyper), "average": mean.clone(), **spread}
@@ -104,11 +96,6 @@ class JitteredRows:
     """Rows that take their gradients at draws of N(m, (j w)² I) instead of at m (:mod:`dpivon.optim.jitter`)."""
 
     rule: PointRows
-    samples = True
-
-    @property
-    def per_coordinate(self) -> bool:
-        return self.rule.per_coordinate
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         return self.rule.start(mean, hyper)
@@ -131,10 +118,6 @@ class MetricRows:
     rule: Rule
     matrices: Matrices
     metric: FactoredMetric = field(default_factory=FactoredMetric)
-
-    @property
-    def samples(self) -> bool:
-        return self.rule.samples
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         own = {_METRIC + name: torch.zeros_like(mean) for name in MEMORY}
@@ -175,7 +158,6 @@ class IVONRows:
 
     estimator: CurvatureEstimator
     matrices: Matrices = ()
-    samples = True
 
     @property
     def per_coordinate(self) -> bool:
@@ -284,6 +266,3 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 #: Methods whose iterates are averaged unless ``ema`` is 0, and how much of their spread is width.
 AVERAGED: dict[str, float] = {"dp-steady": 1.0}
-
-#: Methods that take their gradients at draws around their mean unless ``jitter`` is 0, and how wide.
-JITTERED: dict[str, float] = {}

@@ -34,7 +34,6 @@ from dpivon.stacked.rules import (
     AVERAGED,
     DEFAULTS,
     FILLED,
-    JITTERED,
     RULES,
     AveragedRows,
     IVONRows,
@@ -150,7 +149,7 @@ class Run:
     @property
     def jitter(self) -> float:
         """How far from its mean its gradients are taken, in sizes of its weights."""
-        return float(self.options.get("jitter", JITTERED.get(self.method, 0.0)))
+        return float(self.options.get("jitter", 0.0))
 
     @property
     def kind(self) -> Kind:
@@ -199,7 +198,7 @@ class Stack:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
         if len(inputs) != len(labels):
             raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
-        _check_seeds(runs)
+        _check_seeds(runs, start)
         block = check_whole("block", block, "Use the number of steps to draw and charge at once", at_least=1)
         if block > 100_000:
             raise bad("block", block, "would draw more batches at once than fit", "Use about 32")
@@ -447,11 +446,13 @@ class _Another(Exception):
     """A step that was to repeat a lost one, and does not."""
 
 
-def _check_seeds(runs: Sequence[Run]) -> None:
-    """Two different runs with one seed share their noise: whoever sees both could subtract it."""
-    known: dict[int, Run] = {}
-    for run in runs:
-        if known.setdefault(run.seed, run) != run:
+def _check_seeds(runs: Sequence[Run], start: Tensor | None) -> None:
+    """Two different runs with one seed share their noise: whoever sees both could subtract it. So do two that are alike but
+    for the weights they start from."""
+    known: dict[int, int] = {}
+    for i, run in enumerate(runs):
+        first = known.setdefault(run.seed, i)
+        if runs[first] != run or (start is not None and not torch.equal(start[first], start[i])):
             raise bad(
                 "seed", run.seed, "belongs to two different runs, which would share their noise", "Give each its own"
             )
