@@ -77,6 +77,32 @@ def test_on_few_data_the_temperature_is_left_out_and_training_has_it_all() -> No
     assert blur(temperature_noise(0.2, 1e-3), N) > WORTH > blur(temperature_noise(0.2, 1e-3), 50 * N)
 
 
+def test_what_the_caller_says_comes_before_the_recipe_and_stays_the_callers() -> None:
+    x, y = data()
+    settings: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "batch_size": 30, "epochs": 3, "seed": 3}
+    torch.manual_seed(1)
+    model, own = build(), {"jitter": 0.25, "trace": 0.0, "fade": 1.0}
+    plain, none, slow, wide = (
+        dpivon.steady(model, x, y, **settings, **given).predictor
+        for given in ({}, {"options": None, "lr": 3.5}, {"lr": 0.35}, {"options": own})
+    )
+    assert own == {"jitter": 0.25, "trace": 0.0, "fade": 1.0}
+    fit = dpivon.fit(model, x, y, method="dp-steady", lr=3.5, options=own, **settings)
+    first = torch.cat([p.detach().flatten() for p in model.parameters()])
+    moved = {
+        name: torch.cat([v.flatten() for v in made.posterior.mean.values()]) - first
+        for name, made in (("plain", plain), ("none", none), ("slow", slow), ("wide", wide), ("fit", fit))
+    }
+    assert torch.equal(moved["plain"], moved["none"])
+    assert float(moved["slow"].norm()) < 0.2 * float(moved["plain"].norm())
+    assert torch.equal(moved["wide"], moved["fit"])
+    assert not torch.allclose(moved["wide"], moved["plain"], atol=1e-3)
+    weights = [p.detach().double() for p in model.parameters() if p.dim() > 1]
+    w = float(sum(p.square().sum() for p in weights) / sum(p.numel() for p in weights)) ** 0.5
+    for v in wide.posterior.variance.values():
+        torch.testing.assert_close(v, torch.full_like(v, (0.25 * w) ** 2))
+
+
 def test_a_plan_leaves_room_for_what_comes_besides() -> None:
     plan: dict[str, Any] = {"dataset_size": 1000, "batch_size": 100, "epochs": 5, "delta": 1e-5}
     extra = [temperature_cost(5.0)]

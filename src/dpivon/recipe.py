@@ -79,7 +79,7 @@ def steady(
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     sigma = temperature_noise(share * target, delta)
     worth = blur(sigma, options.get("dataset_size") or len(inputs)) <= WORTH
-    own = {"trace": WIDTH if worth else WIDTH_ALONE, **(options.pop("options", None) or {})}
+    own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
     fitted = fit(
         model,
         inputs,

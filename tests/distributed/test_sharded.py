@@ -224,8 +224,8 @@ def attempt(what: str) -> None:
         fully_shard(net)
     if what == "mode":
         options["grad_sample_mode"] = "hooks"
-    if what == "pooled":
-        make = lambda net: dpivon.IVON(net.parameters(), lr=0.1, ess=60, curvature="rank-one")  # noqa: E731
+    if what in ("rank-one", "whole"):
+        make = lambda net: dpivon.IVON(net.parameters(), lr=0.1, ess=60, curvature=what)  # noqa: E731
     if what == "rule":
         make = lambda net: dpivon.LangevinDynamics(net.parameters(), lr=0.1, ess=60)  # noqa: E731
     engine = dpivon.PrivacyEngine(distributed=what != "alone")
@@ -246,7 +246,8 @@ REFUSED = {
     "part": ("ArgumentError", "is not sharded while other"),
     "order": ("ArgumentError", "is not split by rows over all 2 ranks in their order"),
     "mode": ("ArgumentError", "grad_sample_mode='hooks'"),
-    "pooled": ("ArgumentError", "curvature='rank-one'"),
+    "rank-one": ("ArgumentError", "curvature='rank-one'"),
+    "whole": ("ArgumentError", "curvature='whole'"),
     "rule": ("ArgumentError", "does not know sharded"),
     "alone": ("ArgumentError", "trains alone"),
     "reaching": ("PrivacyError", "outside its layer"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dpivon
 from dpivon import IVON, Release
+from dpivon.optim.calm import CalmOptimizer
 from dpivon.optim.curvature import (
     ESTIMATORS,
     Averaged,
@@ -31,6 +32,7 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.curvature.averages import squared_weights
+from dpivon.optim.ivon_rule import curvature_update
 from dpivon.optim.tensors import TensorList
 
 S2 = 0.25  # variance of the privacy noise
@@ -244,6 +246,21 @@ def test_one_number_for_all_is_their_mean_with_the_noise_of_all() -> None:
     apart = estimate(estimator, replace(evidence, g=g, g_squared=g.square(), hess=g, memory=lists))
     for each in apart:
         torch.testing.assert_close(each, found[0, 0].expand_as(each))
+
+
+@pytest.mark.parametrize("make", [IVON, CalmOptimizer])
+def test_one_number_for_all_is_one_a_group_whatever_its_parameters_are_kept_in(make: Any) -> None:
+    a, b, c = (nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (12, 5, 7))
+    groups = [{"params": [a, b]}, {"params": [c]}]
+    optimizer = make(groups, lr=0.1, ess=10.0, beta2=0.5, weight_decay=0.5, curvature="whole")
+    g = {p: torch.full_like(p, value, dtype=torch.float32) for p, value in ((a, 2.0), (b, 1.0), (c, 3.0))}
+    optimizer.step(release=Release(g, S2, 16.0))
+    means = [(12 * 4.0 + 5 * 1.0) / 17 - S2, 9.0 - S2]
+    for group, mean in zip(optimizer.param_groups, means, strict=True):
+        expected = curvature_update(torch.ones(1), torch.tensor([10.0 * mean]), beta2=0.5, weight_decay=0.5)
+        for p in group["params"]:
+            assert optimizer.state[p]["hess"].dtype is torch.float32
+            torch.testing.assert_close(optimizer.state[p]["hess"], expected.expand_as(p))
 
 
 def test_equal_curvature_pooled_by_rank_one_has_the_variance_of_rows_and_columns() -> None:

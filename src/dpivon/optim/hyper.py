@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from dpivon.errors import bad, check_number
@@ -9,6 +10,7 @@ from dpivon.errors import bad, check_number
 _SHARE: dict[str, Any] = {"at_least": 0.0, "at_most": 1.0}
 _POSITIVE: dict[str, Any] = {"above": 0.0}
 _NOT_NEGATIVE: dict[str, Any] = {"at_least": 0.0}
+_MOST = 3.4e38  # rows of a stack hold them in fp32, where more would be infinite
 
 #: name: (range, what to use instead)
 RANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -44,6 +46,8 @@ def check_hyper(name: str, value: Any) -> float:
     """``value`` inside the range of the hyperparameter ``name``; any finite number where it has none."""
     limits, fix = RANGES.get(name, ({}, "Use a finite number"))
     number = check_number(name, value, fix, **limits)
+    if _MOST < abs(number) < math.inf:
+        raise bad(name, value, "is more than fp32 holds", fix)
     if name == "nesterov" and number not in (0.0, 1.0):
         raise bad(name, value, "is neither", fix)
     return number

@@ -59,6 +59,7 @@ class StackCheckpoints:
             ),  # what is written ahead may be given back
             "key": torch.frombuffer(bytearray(stack.mechanism.key), dtype=torch.uint8),
             "rows": [dict(part.state) for part in stack.parts],
+            "hyper": _hyper(stack),
             "extra": dict(extra),
         }
         return self._files.write(at, state)
@@ -115,6 +116,11 @@ class StackCheckpoints:
             )
         if state["runs"] != _fingerprint(self.stack) or state["data"] != self._digest(bytes(state["key"].tolist())):
             raise bad("checkpoint", str(self.folder), "is of other runs, another network or other data", fix)
+        for before, now in zip(state.get("hyper", []), _hyper(self.stack), strict=False):
+            for name in [name for name in now if name in before]:  # what was not written down is not compared
+                if not torch.allclose(now[name], before[name], rtol=1e-5, atol=0.0):
+                    begun = f"but runs in {self.folder} were begun with {before[name].tolist()}"
+                    raise bad(name, now[name].tolist(), begun, f"Go on with that. {fix}")
 
     def _digest(self, key: bytes) -> str:
         """Of the data, keyed; once, since it may be large."""
@@ -125,6 +131,12 @@ class StackCheckpoints:
                 total.update(bytes_of(value))
             self._data_digest = key, total.hexdigest()
         return self._data_digest[1]
+
+
+def _hyper(stack: Stack) -> list[dict[str, torch.Tensor]]:
+    """The numbers that rows are updated with. Some follow from what no run says: the plan's steps, N, the first weights."""
+    told = ("noise_variance", "scaled_variance")  # follows from the specs, which are in the fingerprint
+    return [{k: v.flatten().cpu() for k, v in part.hyper.items() if k not in told} for part in stack.parts]
 
 
 def _fingerprint(stack: Stack) -> str:

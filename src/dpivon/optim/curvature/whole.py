@@ -14,7 +14,8 @@ from dpivon.optim.tensors import TensorList
 
 @dataclass(frozen=True)
 class Whole(SquareAverage):
-    """v̂ = M, the mean over all P weights that are updated together of a, the average of g² − s².
+    """v̂ = M, the mean over all P weights that are updated together (a group of parameters, a run of a stack) of a, the average
+    of g² − s².
 
     P (M + s²) estimates E‖g‖². A step that divides by √(M + s²) goes in the direction of the release, as gradient descent does,
     at the step size D/√(T E‖g‖²) that its theory asks for under noise.
