@@ -9,6 +9,7 @@ from unittest import mock
 from sowing import Patch, attr, both, everywhere
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
+import dpivon.privacy.gradients.side_by_side as side_by_side
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
 
@@ -22,7 +23,7 @@ def _unguarded(module: Any) -> Patch:
 def gradients_made_in_autocast() -> dict[str, Patch | str]:
     """A layer's rule makes gradients in backward. In bf16 their norm was rounded to bf16, and their sum was not."""
     # Small parameters are put side by side and measured as one matrix, in which the rounding is the same for norm and sum.
-    rule = both(_unguarded(bookkeeping), lambda: mock.patch.object(bookkeeping, "_SMALL", 0))
+    rule = both(_unguarded(bookkeeping), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
     kept = "Opacus makes gradients as autocast has them, and measures and sums what it made"
     stack = "a stack leaves the caller's autocast for the whole of a step"
     return everywhere(rule, stack, hooks=kept, functorch=kept, ghost=_REFUSED)
