@@ -12,6 +12,7 @@ import pytest
 from dpivon import Augmentation, budget, temperature_cost
 from dpivon.errors import ArgumentError
 from dpivon.methods import METHODS
+from dpivon.recipe import RATE, WIDTH
 from dpivon.stacked.rules import RULES
 from dpivon.study import table
 from dpivon.study import tuning as tuned
@@ -206,7 +207,7 @@ def test_what_is_wrong_is_named(resolved, old, new, words):
         resolve(Path("nowhere.yaml"))
 
 
-STRONG = {"strong-paper": (80, 125), "strong-epsilon": (48, 75), "strong-fashion": (27, 60)}  # tuning, final
+STRONG = {"strong-paper": (75, 100), "strong-epsilon": (45, 75), "strong-fashion": (18, 60)}  # tuning, final
 
 
 @pytest.mark.parametrize("name", STRONG)
@@ -216,22 +217,24 @@ def test_strong_studies_tune_alike_and_then_run_what_was_chosen(name, tmp_path):
     assert (len(tuning.runs), len(final.runs)) == STRONG[name]
     assert tuning.temperature_noise == final.temperature_noise > 0
     assert {r.seed for r in final.runs} == set(range(5))
-    assert (
-        len(set(Counter((r.method, r.noise_multiplier) for r in tuning.runs).values())) == 1
-    )  # as many rates for everyone
+    others = [r for r in tuning.runs if r.method != "dp-steady"]
+    assert len(set(Counter((r.method, r.noise_multiplier) for r in others).values())) == 1  # as many rates for everyone
     cells = {r.noise_multiplier for r in tuning.runs}
     assert cells == {r.noise_multiplier for r in final.runs}
-    assert {(r.method, r.lr) for r in final.runs} <= {(r.method, r.lr) for r in tuning.runs}
-    # The largest rate at each σ, as if it had won: those replace the file's, the default and its variant stay.
+    ours, theirs = ([r for r in final.runs if (r.method == "dp-steady") is mine] for mine in (True, False))
+    assert {(r.method, r.lr) for r in theirs} <= {(r.method, r.lr) for r in others}
+    assert {r.lr for r in ours} == {RATE}
+    # The largest rate at each σ, as if it had won: those replace the file's, and the recipe stays as it is shipped.
     rows = [{"method": r.method, "lr": r.lr, "accuracy": r.lr, "nll": 1.0, "id": r.id} | vars(r) for r in tuning.runs]
     table.write(tmp_path / "tuning.csv", [row | {"options": ""} for row in rows])
     tuned.pick(tmp_path, tmp_path / "lr.json", by_cell=True)
     plan = resolve(STUDIES / f"{name}.yaml", tmp_path / "lr.json")
-    largest = {r.method: max(o.lr for o in tuning.runs if o.method == r.method) for r in tuning.runs}
+    largest = {r.method: max(o.lr for o in others if o.method == r.method) for r in others}
     for method, lr in largest.items():
-        assert {r.lr for r in plan.runs if r.method == method} == {lr} | ({5.0} if method == "dp-steady" else set())
-    extra = [r for r in plan.runs if (r.method, r.lr) == ("dp-steady", 5.0)]
-    assert Counter(changed(r.options) for r in extra) == {"": 5 * len(cells), '{"trace": 0.0}': 5 * len(cells)}
+        assert {r.lr for r in plan.runs if r.method == method} == {lr}
+    shipped = Counter(changed(r.options) for r in plan.runs if (r.method, r.lr) == ("dp-steady", RATE))
+    assert shipped.pop(json.dumps({"trace": WIDTH})) == 5 * len(cells)
+    assert shipped in ({}, {'{"trace": 0.0}': 5 * len(cells)})
 
 
 def test_the_recipe_on_the_papers_grid_has_the_papers_cells():
@@ -241,7 +244,7 @@ def test_the_recipe_on_the_papers_grid_has_the_papers_cells():
     grid, paper = resolve(STUDIES / "strong-grid.yaml"), resolve(STUDIES / "paper.yaml")
     assert cells(grid) == cells(paper)
     assert (grid.epochs, grid.delta, grid.network, grid.seed) == (paper.epochs, paper.delta, paper.network, paper.seed)
-    assert {(r.method, r.lr) for r in grid.runs} == {("dp-steady", METHODS["dp-steady"].lr)}
+    assert {(r.method, r.lr) for r in grid.runs} == {("dp-steady", METHODS["dp-steady"].lr)} == {("dp-steady", RATE)}
     assert len(resolve(STUDIES / "strong-ablation.yaml").runs) == 108
 
 
@@ -290,14 +293,16 @@ def test_rates_by_cell(resolved, tmp_path):
 
 
 def test_the_leaderboards_studies():
-    """Equal tuning for every method, its rates the middle ones, views and averaged iterates for all, ε as it says."""
+    """Equal tuning for both baselines, their rates the middle ones, the recipe as it is shipped, views and averaged iterates for all, ε as it says."""
     final, tuning = (resolve(STUDIES / f"leaderboard{end}.yaml") for end in ("", "-tuning"))
-    assert (len(final.runs), len(tuning.runs)) == (18, 18)
+    assert (len(final.runs), len(tuning.runs)) == (18, 12)
     for plan in (final, tuning):
         assert plan.network == "compact"
         assert plan.augment == Augmentation(2, flip=True, crop=4)
         assert all("ema" in r.options or r.method == "dp-steady" for r in plan.runs)
-    for method in ("dp-sgd", "dp-adam", "dp-steady"):
+    recipe = {(r.lr, changed(r.options)) for r in final.runs if r.method == "dp-steady"}
+    assert recipe == {(RATE, json.dumps({"trace": WIDTH}))}
+    for method in ("dp-sgd", "dp-adam"):
         rates = sorted({r.lr for r in tuning.runs if r.method == method})
         assert {r.lr for r in final.runs if r.method == method} == {rates[1]}
         assert len(rates) == 3

@@ -91,10 +91,11 @@ class Streams:
             from dpivon.privacy.kernels.random import poisson
 
             block = 1024
+            # Made at once, since a copy to the device is waited for; every number 16 bytes from the next, as kernels like it.
+            at = torch.arange(first_step, first_step + steps, device=self.device).repeat_interleave(2)
             for i in range(steps):
-                at = torch.tensor(first_step + i, device=self.device)
                 poisson[(-(-examples // (4 * block)), k)](
-                    out[i], rates, self._seed_rows, at, examples, STREAM=SAMPLING, BLOCK=block
+                    out[i], rates, self._seed_rows, at[2 * i], examples, STREAM=SAMPLING, BLOCK=block
                 )
             return out
         element = np.arange(-(-examples // 4))
