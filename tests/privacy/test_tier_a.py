@@ -255,8 +255,8 @@ def test_sums_are_taken_in_full_precision_whatever_the_caller_has_switched_on(mo
     monkeypatch.setattr(type(run.optimizer.source), "clipped_sums", watched)
     with low_precision():
         run.release(*data())
-        assert seen == [("ieee", "ieee")]
-        assert products() == ("tf32", "bf16")
+        assert seen == [("ieee",) * 4]
+        assert products() == LOW
 
 
 def test_so_are_a_stacks(monkeypatch):
@@ -271,15 +271,21 @@ def test_so_are_a_stacks(monkeypatch):
     stack = stacked.Stack([stacked.Run("dp-sgd", 1, 1.0, 1.0, 0.1, 8)], network, torch.randn(8, 4), labels)
     with low_precision():
         assert list(stack.train(1)) == [1]
-        assert set(seen) == {("ieee", "ieee")}
-        assert products() == ("tf32", "bf16")
+        assert set(seen) == {("ieee",) * 4}
+        assert products() == LOW
 
 
-PRODUCTS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+PRODUCTS = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+)
+LOW = ("tf32", "tf32", "bf16", "bf16")
 
 
 def products() -> tuple[str, ...]:
-    """In what fp32 operands are multiplied, on a GPU and on a CPU."""
+    """In what fp32 operands are multiplied, in matrices and convolutions, on a GPU and on a CPU."""
     return tuple(switch.fp32_precision for switch in PRODUCTS)
 
 
@@ -287,7 +293,7 @@ def products() -> tuple[str, ...]:
 def low_precision():
     """What ``torch.set_float32_matmul_precision("medium")`` comes to."""
     before = products()
-    for switch, value in zip(PRODUCTS, ("tf32", "bf16"), strict=True):
+    for switch, value in zip(PRODUCTS, LOW, strict=True):
         switch.fp32_precision = value
     try:
         yield

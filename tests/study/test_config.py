@@ -293,7 +293,8 @@ def test_rates_by_cell(resolved, tmp_path):
 
 
 def test_the_leaderboards_studies():
-    """Equal tuning for both baselines, their rates the middle ones, the recipe as it is shipped, views and averaged iterates for all, ε as it says."""
+    """Equal tuning for both baselines, their rates the middle ones, the recipe as it is shipped, views and averaged iterates
+    for all, ε as it says."""
     final, tuning = (resolve(STUDIES / f"leaderboard{end}.yaml") for end in ("", "-tuning"))
     assert (len(final.runs), len(tuning.runs)) == (18, 12)
     for plan in (final, tuning):

@@ -54,6 +54,25 @@ def test_what_diverged_is_said_not_drawn(made):
     assert len(line.get_xdata()) == 4
 
 
+def test_diagnostics_are_of_one_method_and_say_of_which(made):
+    """Another that keeps an h too was averaged into IVON's; alone, it stood under IVON's name."""
+    table, diagnostics = (
+        [r for r in part if r["id"] in {x["id"] for x in made[0] if x["method"] == IVON}] for part in made
+    )
+    other = [r | {"method": "dp-steady", "id": f"steady {r['id']}"} for r in table]
+    theirs = [d | {"id": f"steady {d['id']}", "h_median": 7 * d["h_median"]} for d in diagnostics]
+    own, mixed, alone = (
+        over_training(*both, "h_median")
+        for both in ((table, diagnostics), (other + table, theirs + diagnostics), (other, theirs))
+    )
+    drawn = [[list(line.get_ydata()) for axis in figure.axes for line in axis.lines] for figure in (own, mixed, alone)]
+    assert drawn[0] == drawn[1]
+    assert [[7 * y for y in line] for line in drawn[0]] == [pytest.approx(line) for line in drawn[2]]
+    names = [figure.get_suptitle() for figure in (own, mixed, alone)]
+    assert names == [names[0], names[0], names[0].replace("DP-IVON-Gradsq", "DP-Steady")]
+    assert "DP-IVON-Gradsq" in names[0]
+
+
 def test_diagnostics_over_training(made):
     figure = over_training(*made, "projected_share")
     drawn = [line for line in figure.axes[0].lines if line.get_label().startswith("σ")]

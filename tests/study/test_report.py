@@ -93,6 +93,21 @@ def test_report_rebuilds_everything(results, tmp_path):
     assert again == {p.name: p.read_bytes() for p in (results / "figures").iterdir()}
 
 
+def test_a_rate_for_each_cell_is_no_choice_for_all(results, tmp_path):
+    (tmp_path / "tuning").mkdir()
+    table.write(tmp_path / "tuning" / "tuning.csv", tuned(lambda m, lr, s: lr / 10))
+    rates = {1.0: 1.0, 5.0: 0.1}
+    by_cell = [
+        r | {"lr": rates[r["noise_multiplier"]]} if r["method"] == IVON else r for r in table.read(results / "runs.csv")
+    ]
+    table.write(results / "runs.csv", by_cell)
+    write_report(results, tmp_path / "tuning")
+    page = (results / "tuning.md").read_text()
+    for lr, accuracy in ((1, "0.1000"), (0.1, "0.0100")):
+        assert f"| dp-ivon-gradsq | {lr} | {accuracy} | 1.0000 | used in a part of the grid |" in page
+    assert "| dp-sgd | 1 | 0.1000 | 1.0000 | chosen |" in page
+
+
 def test_tuning_is_composed_with_the_run_it_served(results):
     row = next(r for r in table.read(results / "runs.csv") if r["method"] == "dp-sgd")
     mine = [r for r in tuned(lambda *a: 0.5) if r["method"] == "dp-sgd"]

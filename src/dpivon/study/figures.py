@@ -130,10 +130,14 @@ def _line(axis: Any, cells: Cells, at: tuple[str, int, float], column: str, **lo
 
 
 def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) -> Any:
-    """IVON's projected share or curvature over training: a panel a batch size, a colour a noise multiplier."""
+    """One method's projected share or curvature over training: a panel a batch size, a colour a noise multiplier. IVON's; where
+    there is none, that of the first method that has any."""
     from matplotlib import colormaps
 
-    rows = [row for row in rows if row["method"] == IVON] or rows  # others may have an h too
+    kept = {d["id"] for d in diagnostics if d[column] is not None}
+    methods = [row["method"] for row in rows if row["id"] in kept]
+    method = IVON if IVON in methods else next(iter(methods), IVON)
+    rows = [row for row in rows if row["method"] == method]
     by_id = {row["id"]: row for row in rows}
     batches = sorted({row["batch_size"] for row in rows})
     sigmas = sorted({row["noise_multiplier"] for row in rows})
@@ -166,9 +170,9 @@ def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) 
     axes[0].set_ylabel("share of curvature targets" if share else "median of h")
     legend(figure, axes, [(f"C = {c:g}", dash) for c, dash in zip(norms, DASHES, strict=False)])
     figure.suptitle(
-        f"Share of curvature targets projected to zero,{_turn(batches)}DP-IVON-Gradsq, mean over seeds"
+        f"Share of curvature targets projected to zero,{_turn(batches)}{title_of(method)}, mean over seeds"
         if share
-        else f"Curvature h over training, DP-IVON-Gradsq,{_turn(batches)}median over weights, mean over seeds",
+        else f"Curvature h over training, {title_of(method)},{_turn(batches)}median over weights, mean over seeds",
         fontsize=11,
     )
     return figure
