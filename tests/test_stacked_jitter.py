@@ -207,3 +207,13 @@ def test_the_audit_finds_nothing_in_a_jittered_stack(path, monkeypatch):
     findings = [check(subject) for check in TIER_A]
     assert [f for f in findings if f.holds is False] == []
     assert sum(f.holds is True for f in findings) >= 9
+
+
+def test_options_are_those_that_were_checked():
+    """A caller who goes on using the dictionary made another run of it, and a checkpoint that belonged to none."""
+    options = {"jitter": 0.5}
+    made = Run("dp-sgd", 1, 1.0, 1.0, 0.1, 64, options)
+    options["jitter"] = -1.0
+    assert made.jitter == 0.5
+    with pytest.raises(DpivonError, match=r"options='jitter': are not options by name\. Give a dictionary"):
+        Run("dp-sgd", 1, 1.0, 1.0, 0.1, 64, "jitter")

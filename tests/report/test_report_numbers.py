@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,21 @@ def test_curves_are_means_and_deviations_of_the_table() -> None:
                     assert (point.y, point.low, point.high) == pytest.approx((mean, mean - spread, mean + spread))
                     seen += 1
     assert seen == 3 * (12 + 12 + 2 * 12)  # methods × cells, IVON twice
+
+
+def test_a_method_with_a_rate_for_each_cell_is_drawn_and_listed() -> None:
+    """It was in the list of methods and nowhere else: the report showed the others alone."""
+    study = read_study(QUICK)
+    rates = [
+        row | {"lr": row["lr"] * row["noise_multiplier"]} if row["method"] == "dp-sgd" else row for row in study.rows
+    ]
+    tuned = replace(study, rows=rates)
+    plain, by_cell = (curves.privacy_curves(each.rows) for each in (study, tuned))
+    for view, other in zip(plain.views, by_cell.views, strict=True):
+        assert [panel.series for panel in view.panels] == [panel.series for panel in other.panels]
+    lines, told = (study_sections.cells(each).values["body"] for each in (study, tuned))
+    assert [line[1:] for line in told] == [line[1:] for line in lines]
+    assert {line[0] for line in told if line[0].startswith("DP-SGD")} == {"DP-SGD, a rate for each cell"}
 
 
 def test_all_runs_together_cost_their_composition() -> None:

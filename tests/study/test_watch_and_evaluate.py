@@ -57,6 +57,30 @@ def test_the_share_is_that_of_the_released_gradient(stack):
             assert row[f"std_{name}"] == pytest.approx(float(stack.std[at].quantile(q)), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dp-steady", {"trace": 0.0}),
+        ("dp-steady", {"trace": 0.25}),
+        ("dp-steady", {"trace": 0.25, "jitter": 0.5}),
+        ("dp-calm", {"temperature": 0.1}),
+        ("dp-ivon-gradsq", {"ema": 0.9, "trace": 1.0}),
+    ],
+)
+def test_the_width_is_the_posteriors_wherever_it_comes_from(method, options):
+    """It was 1/√(N_ess (h + δ)) for all of them: of dp-steady, which takes none of its width from h, a number about nothing."""
+    x, y = torch.randn(60, 3, 4, 4), torch.randint(0, 10, (60,))
+    network = AnyNetwork(lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 10)))
+    made = Stack([Run(method, 1, 1.0, 1.0, 0.5, 8, options)], network, x, y)
+    watch = Watch(made)
+    watch.before()
+    go(made, 6)
+    (row,) = watch.after()
+    std = torch.cat([v.flatten() for v in made.posterior(0).variance.values()]).sqrt()
+    for name, q in (("q05", 0.05), ("median", 0.5), ("q95", 0.95)):
+        assert row[f"std_{name}"] == pytest.approx(float(std.quantile(q)), rel=0.02, abs=1e-9)
+
+
 def test_noise_alone_is_projected_as_often_as_the_normal_law_says(stack):
     """σ = 5 on a batch of 8: the gradient is lost in the noise, and P(z² < 1) = .683."""
     watch, shares = Watch(stack), []

@@ -8,7 +8,7 @@ from functools import partial
 
 from dpivon.report.chart import Axis, Chart, Panel, Point, Series, View
 from dpivon.report.statement import shown
-from dpivon.study.ablations import describe, is_ablation, variants
+from dpivon.study.ablations import describe, is_ablation, is_of, variants
 from dpivon.study.cells import Cells
 from dpivon.study.figures import DASHES, MARKERS, MEASURES, colour, in_order, title_of
 from dpivon.study.table import Row
@@ -60,10 +60,7 @@ def _panels(rows: Sequence[Row], lines_of: Callable[[Cells], Lines]) -> tuple[Pa
     for b in sorted({row["batch_size"] for row in rows}):
         series = []
         for number, kind in enumerate(kinds):
-            mine = [
-                row for row in rows if (row["method"], row["options"], row["lr"]) == kind and row["batch_size"] == b
-            ]
-            cells = Cells(mine)
+            cells = Cells([row for row in rows if is_of(row, kind) and row["batch_size"] == b])
             name = describe(kind) if several else title_of(kind[0])
             # Variants of one method are told apart by the other colours.
             look = colour("" if several else kind[0], number if several else methods.index(kind[0]))

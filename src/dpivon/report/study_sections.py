@@ -12,7 +12,7 @@ from dpivon.report.curves import privacy_curves, width_curves
 from dpivon.report.page import Section
 from dpivon.report.statement import Reading
 from dpivon.report.study_folder import StudyFolder
-from dpivon.study.ablations import describe, variants
+from dpivon.study.ablations import describe, is_of, variants
 from dpivon.study.cells import Cells
 from dpivon.study.figures import in_order, title_of
 from dpivon.study.table import Row
@@ -56,8 +56,7 @@ def cells(study: StudyFolder) -> Section:
     for variant in sorted(
         variants(study.rows), key=lambda v: (in_order({r["method"] for r in study.rows}).index(v[0]), v)
     ):
-        mine = [r for r in study.rows if (r["method"], r["options"], r["lr"]) == variant]
-        grid = Cells(mine)
+        grid = Cells([row for row in study.rows if is_of(row, variant)])
         for key in grid.keys:
             eps, pld = grid.get(*key, "epsilon"), grid.get(*key, "epsilon_pld")
             scores = [grid.get(*key, column) for column in _COLUMNS]

@@ -86,6 +86,9 @@ class Run:
     options: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise bad("options", self.options, "are not options by name", 'Give a dictionary, such as {"ema": 0.99}')
+        object.__setattr__(self, "options", dict(self.options))  # checked below, so nobody may change them afterwards
         if self.method not in RULES:
             raise bad("method", self.method, "cannot be stacked", f"Use one of {', '.join(map(repr, RULES))}")
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")

@@ -53,10 +53,11 @@ def by_variant(rows: Sequence[Row]) -> tuple[dict[Variant, Cells], Variant]:
     """The cells of every variant, and the one that the others are held against."""
     found = variants(rows)
     base = next((v for v in found if v[0] == IVON and v[1] == ""), found[0])
-    return {v: Cells([r for r in rows if _is(r, v)]) for v in found}, base
+    return {v: Cells([r for r in rows if is_of(r, v)]) for v in found}, base
 
 
-def _is(row: Row, variant: Variant) -> bool:
+def is_of(row: Row, variant: Variant) -> bool:
+    """Whether the row is one of the variant's, at whatever rate where each cell has its own."""
     method, options, lr = variant
     return (row["method"], row["options"]) == (method, options) and lr in (None, row["lr"])
 

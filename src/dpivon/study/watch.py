@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.optim.ivon_rule import std
 from dpivon.stacked import Stack
 from dpivon.stacked.rules import noise_variance
 from dpivon.study.table import QUANTILES
@@ -45,16 +44,14 @@ class Watch:
 
     def after(self) -> list[dict[str, Any]]:
         """A row a run that has a posterior: ``run`` in the caller's numbering, the share and the quantiles."""
-        out = []
+        out, widths = [], self.stack.std
         for part, (before, variance) in zip(self._parts(), self._before, strict=True):
             beta1 = part.hyper["beta1"]
             g = (part.state["momentum"] - beta1 * before) / (1.0 - beta1)
             share = (g.square() < variance).double().mean(1)
             at = torch.tensor(_AT, device=g.device)
             for j, row in enumerate(range(part.rows.start, part.rows.stop)):
-                h = _quantiles(part.state["hess"][j], at)
-                # σ_v falls as h rises: its quantiles are those of h, in reverse
-                width = std(h.flip(0), ess=part.hyper["ess"][j], weight_decay=part.hyper["weight_decay"][j])
+                h, width = _quantiles(part.state["hess"][j], at), _quantiles(widths[row], at)
                 found = dict(zip((f"h_{q}" for q in QUANTILES), h.tolist(), strict=True))
                 found |= dict(zip((f"std_{q}" for q in QUANTILES), width.tolist(), strict=True))
                 out.append({"run": self.stack.order[row], "projected_share": float(share[j])} | found)
