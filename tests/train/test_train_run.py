@@ -402,6 +402,18 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path) -> None:
             clinic(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"jitter": 0.25}, r"^jitter=0\.25: is not an option"), ({"beta1": 2.0}, "^beta1=2")],
+)
+def test_an_option_that_a_method_has_not_leaves_the_folder_free(tmp_path: Path, options: Any, words: str) -> None:
+    """The folder had remembered it, and what was mended then was another run that could not have it."""
+    config = resolve({**clinic(tmp_path), "method": "dp-steady", "options": options})
+    with pytest.raises(DpivonError, match=words):
+        train(config)
+    assert not Path(config.out).exists()
+
+
 def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
     options = clinic(tmp_path)
     with pytest.raises(DpivonError, match="is not empty and holds no run"):

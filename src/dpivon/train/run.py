@@ -55,6 +55,8 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     if (folder / SUMMARY).exists():
         return _again(config, folder, watcher)
     description = describe(config)
+    with torch.random.fork_rng(devices=[]):
+        description.learner(ema=config.ema)  # an option that it has not is named before the folder remembers it
     examples = description.inputs.read(config.data, config.classes)
     heldout = _read("heldout", config.heldout, config, description)
     test = _read("test", config.test, config, description)
