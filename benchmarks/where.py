@@ -8,8 +8,8 @@ Every kernel that Inductor would generate for an H200 and every call of a librar
 writes, each buffer once, in its own dtype, and the longer of bytes at 4.3 TB/s and products at 700 TFLOP/s (60 in fp32).
 Unlike :mod:`benchmarks.traffic`, which counts for a good compiler, this counts what the compiler that is there has joined and
 what it has not. Launches cost nothing here, nor do θ, noise and update, which are not in the program. A kernel belongs to the
-part that most of what it writes belongs to. The library's own kernels are charged twice: as the others, and in brackets for
-what their tiles ask of the second-level cache, at 5.5 TB/s (see :mod:`benchmarks.compiling`).
+part that most of what it writes belongs to. What the tiles of the library's own kernels ask of the cache, which is more than
+this, is in ``python -m benchmarks.compiling --roofline``.
 """
 
 from __future__ import annotations
@@ -126,6 +126,13 @@ def again(kernel: Kernel) -> int:
     return total
 
 
+def shared(found: list[Kernel]) -> tuple[int, int]:
+    """Of so many layers whose norms and sums are taken by our kernels, how many are measured and summed from the same buffers.
+    Of others the compiler computes an operand twice, and may round it twice."""
+    measured, summed = ([set(k.read) for k in found if k.kind == kind] for kind in LIBRARY)
+    return sum(any(len(a & b) >= 2 for b in summed) for a in measured), len(measured)
+
+
 def report(title: str, found: list[Kernel], largest: int) -> None:
     total = sum(k.seconds for k in found)
     print(f"{title}: {len(found)} kernels, {sum(k.bytes for k in found) / 1e6:,.0f} MB, "
@@ -142,6 +149,9 @@ def report(title: str, found: list[Kernel], largest: int) -> None:
     print(
         f"{1e3 * twice / BANDWIDTH:8.3f} ms of these: {twice / 1e6:.0f} MB that kernels write besides another of the same shape"
     )
+    same, layers = shared(found)
+    if layers:
+        print(f"{same} of {layers} layers with kernels are measured and summed from the same buffers")
     for kernel in sorted(found, key=lambda k: -k.seconds)[:largest]:
         shapes = " ".join(kernel.shapes[:5])
         reads = " ".join(f"{n / 1e6:.0f}" for n in sorted(kernel.read.values(), reverse=True)[:6])

@@ -1,4 +1,4 @@
-"""What a kernel is charged for, and that a rounded operand is written once."""
+"""What a kernel is charged for, and that norms and sums read the same numbers from the same place."""
 
 from __future__ import annotations
 
@@ -58,6 +58,23 @@ def test_norms_and_sums_read_what_the_forward_rounded(model, product):
     multiplied = {_source(a) for n in graph.nodes if f"aten.{product}" in str(n.target) or "addmm" in str(n.target)
                   for a in n.all_input_nodes}  # fmt: skip
     assert {_source(n.args[0]) for n in ours} <= multiplied
+
+
+def test_the_first_layers_gradient_is_stored_before_it_is_measured_and_summed():
+    """No product reads it, so a compiler would compute it, and round it, once for norms and once for sums."""
+    graph = private_program("wrn", 4, kernels=True).graph
+    first = [n for n in graph.nodes if "dpivon.conv_" in str(n.target) and n.args[0].meta["val"].shape[1] == 3]
+    assert len(first) == 2
+    assert {str(_source(n.args[1]).target) for n in first} == {"dpivon.stored.default"}
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layers"), [("text", 8), ("vit", 17)])
+def test_the_compiler_measures_and_sums_from_the_same_buffers(model, layers):
+    from benchmarks.where import kernels, shared
+
+    assert shared(kernels(private_program(model, 64, kernels=True))) == (layers, layers)
 
 
 def _source(node):

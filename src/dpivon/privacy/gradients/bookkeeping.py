@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError
 from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping, struck_examples
-from dpivon.privacy.gradients.saved import check_unchanged, version_of
+from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, split
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules
 from dpivon.privacy.layers.memory import Pool, settle_allocator
@@ -84,7 +84,8 @@ class BookKeeper(LayerWatch):
 
         A checkpoint that recomputes a forward inside backward comes here again; of the two z's only one gets a gradient.
         """
-        if not z.requires_grad:
+        first = not z.requires_grad  # no product of the backward pass will read its gradient
+        if first:
             seed = torch.zeros((), device=z.device, requires_grad=True)
             z = _Seed.apply(z, seed)  # type: ignore[no-untyped-call]
         generation, origin, seen = self._generation, self._pass, [False]
@@ -108,6 +109,8 @@ class BookKeeper(LayerWatch):
             self._second_pass |= self._recorded not in (None, origin)
             self._recorded = origin
             g = g if batch_major else self._batch_major((g,))[0]
+            if first and capturing() and g.dtype == torch.bfloat16:
+                g = stored(g)
             if torch.is_grad_enabled():  # with create_graph=True
                 with torch.no_grad():
                     self._record(uses, g)
