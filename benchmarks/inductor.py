@@ -124,8 +124,9 @@ def _as_cudnn(x, weight, backend) -> torch.memory_format:
     return last if any(suggest_memory_format(t) == last for t in (x, weight)) else torch.contiguous_format
 
 
-def source(program, inputs, mode, look: Callable[[list], None] = lambda kernels: None) -> str:
-    """What the compiler writes; how long it takes is printed on the way. ``look`` is shown its kernels, in order."""
+def source(program, inputs, mode, look: Callable[[list], None] = lambda kernels: None, options: dict = _OPTIONS) -> str:
+    """What the compiler writes; how long it takes is printed on the way. ``look`` is shown its kernels, in order; ``options``
+    are what it is told."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
@@ -150,7 +151,7 @@ def source(program, inputs, mode, look: Callable[[list], None] = lambda kernels:
     with ExitStack() as stack:
         stack.enter_context(patch.object(Scheduler, "fuse_nodes", fused))
         stack.enter_context(patch.object(GraphLowering, "codegen", coded))
-        stack.enter_context(config.patch(_OPTIONS | {"fx_graph_cache": False}))
+        stack.enter_context(config.patch(options | {"fx_graph_cache": False}))
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
         try:
             compile_fx.compile_fx_inner(program, inputs)

@@ -15,14 +15,17 @@ this, is in ``python -m benchmarks.compiling --roofline``.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections import Counter, defaultdict
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.inductor import functional, pretend, source
 from benchmarks.traffic import EXTERN, FP32_PRODUCTS, PRODUCTS, _flops, _name, _rate, plain_program, private_program
+from dpivon.privacy.compiling import _OPTIONS
 
 BANDWIDTH, BF16 = 4.3e12, 700e12
 LIBRARY = {"conv_statistics": "conv statistics", "conv_sums": "conv sums"}
@@ -50,12 +53,14 @@ class Kernel:
         return max(self.bytes / BANDWIDTH, self.flops / self.rate)
 
 
-def kernels(program) -> list[Kernel]:
-    """What the compiler makes of a program, in order."""
+def kernels(program, options: dict = _OPTIONS) -> list[Kernel]:
+    """What the compiler, told these options, makes of a program, in order."""
     found: list[Kernel] = []
-    with pretend(), warnings.catch_warnings():
+    with pretend(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")  # of products in fp32, and of a CUDA that is not there
-        source(*functional(program), look=lambda nodes: found.extend(filter(None, map(_kernel, nodes))))
+        source(
+            *functional(program), look=lambda nodes: found.extend(filter(None, map(_kernel, nodes))), options=options
+        )
     return found
 
 
@@ -172,7 +177,8 @@ def main() -> None:
         plain_program(args.model, args.batch) if args.plain else private_program(args.model, args.batch, args.kernels)
     )
     title = "plain" if args.plain else "private, with kernels" if args.kernels else "private"
-    report(f"{title}, {args.model}, b = {args.batch}", kernels(program), args.largest)
+    found = kernels(program, {} if args.plain else _OPTIONS)  # plain training is compiled as torch does it by itself
+    report(f"{title}, {args.model}, b = {args.batch}", found, args.largest)
 
 
 if __name__ == "__main__":
