@@ -83,7 +83,7 @@ def labelled(network=None):
     for kind in (Dense, Outer, Rows, Convolved, PulledBack):
         watch(kind, "squared_norm", lambda use: f"norms, {type(use).__name__} {_size(use)}")
         watch(kind, "weighted_sum", lambda use: f"sums, {type(use).__name__} {_size(use)}")
-    watch(BookKeeper, "clipped_sums", lambda keeper: "clip factors, masks")
+    watch(BookKeeper, "clipped_row", lambda keeper: "clip factors, masks")
     if network is not None:
         for layer in (nn.GroupNorm, nn.LayerNorm):
             watch(layer, "__call__", lambda layer: "forward of norm layers")
