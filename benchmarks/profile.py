@@ -3,7 +3,7 @@
 python -m benchmarks.profile                 # one book-keeping step of the paper's CNN on the CPU, b = 256
 python -m benchmarks.profile --stacked 90:512    # GPU kernels of a stacked step
 python -m benchmarks.profile --model wrn:256     # GPU kernels of captured steps of a model of `benchmarks.step`, private or not
-DPIVON_CONV_KERNELS=1 python -m benchmarks.profile --model wrn:256    # with the library's kernels for norms and sums
+DPIVON_CONV_KERNELS=1 python -m benchmarks.profile --model wrn:256 --only ours-captured    # with kernels for norms and sums
 """
 
 from __future__ import annotations
@@ -131,12 +131,15 @@ def report(title, found, most=30):
         print(f"{ms:8.3f} ms {count:6.1f} x {name[:110]}")
 
 
-def captured(model, batch):
+CAPTURED = ("plain-bf16-compiled-captured", "plain-bf16-cl-compiled-captured", "ours-captured")
+
+
+def captured(model, batch, contenders=CAPTURED):
     from benchmarks.step import make_step
     from dpivon.privacy.kernels import conv_ops
 
     print(f"norms and sums of convolutions and linear layers by kernels: {'yes' if conv_ops.wanted() else 'no'}")
-    for contender in ("plain-bf16-compiled-captured", "plain-bf16-cl-compiled-captured", "ours-captured"):
+    for contender in contenders:
         step = make_step(contender, model, batch, "cuda")
         for _ in range(3):
             step()
@@ -148,10 +151,11 @@ if __name__ == "__main__":
     parser.add_argument("--contender", default="ours-cl-64")
     parser.add_argument("--stacked", metavar="K:b")
     parser.add_argument("--model", metavar="MODEL:b")
+    parser.add_argument("--only", nargs="+", choices=CAPTURED, default=CAPTURED, help="of the captured steps")
     chosen = parser.parse_args()
     if chosen.model:
         model, batch = chosen.model.split(":")
-        captured(model, int(batch))
+        captured(model, int(batch), chosen.only)
     elif chosen.stacked:
         gpu(*map(int, chosen.stacked.split(":")))
     else:
