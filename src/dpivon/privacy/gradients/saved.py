@@ -10,7 +10,7 @@ from torch import Tensor
 from dpivon.errors import PrivacyError
 
 
-@torch.library.custom_op("dpivon::stored", mutates_args=())
+@torch.library.custom_op("dpivon::stored", mutates_args=(), schema="(Tensor t) -> Tensor")
 def stored(t: Tensor) -> Tensor:
     """The same numbers, in memory. What no product reads a compiler may compute anew for everyone who does: rounded once more,
     what is added up would no longer be what was measured."""
