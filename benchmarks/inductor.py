@@ -6,8 +6,8 @@ its kernels, how many of those there are, and in how many configurations each is
 
 The program is traced on the CPU with tensors that hold nothing; then every tensor is said to be on an H200, and the compiler is
 stopped before it would compile its kernels. Needs Triton, and reaches into torch: made for 2.13. What comes before (recording,
-guards) and after (Triton for every configuration, side by side; timing them) is not in the count. The vision transformer writes
-a row of a tensor, which torch without CUDA will not pretend to do.
+guards) and after (Triton for every configuration, side by side; timing them) is not in the count. What the kernels read and
+write is in :mod:`benchmarks.where`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.traffic import _cleaned, private_program
+from benchmarks.traffic import _cleaned, part, private_program
 from dpivon.privacy.compiling import _OPTIONS
 
 GPU = torch.device("cuda:0")
@@ -39,18 +41,18 @@ class Stopped(Exception):
 
 
 def functional(program):
-    """Without writes into tensors, as the compiler takes it, and everything on the GPU."""
+    """Without writes into tensors, as the compiler takes it, and everything on the GPU; what a node is part of is kept."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensor
 
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     mode = inputs[0].fake_mode
     with mode:
-        pure = torch.func.functionalize(program, remove="mutations")
+        pure = torch.func.functionalize(_Labelled(program).run, remove="mutations")
         made = make_fx(pure, decomposition_table=select_decomp_table())(*inputs)
     graph = _cleaned(made.graph)
     output = next(iter(reversed(graph.nodes)))
-    output.args = ((output.args[0],),)
+    output.args = (tuple(tree_leaves(output.args)),)
 
     def moved(value):
         if not isinstance(value, FakeTensor):
@@ -66,8 +68,19 @@ def functional(program):
     return torch.fx.GraphModule(made, graph), [moved(t) for t in inputs], mode
 
 
+class _Labelled(torch.fx.Interpreter):
+    """Runs a program node by node; what is recorded of it on the way belongs to the same part."""
+
+    def run_node(self, n):
+        if "part" not in n.meta:
+            return super().run_node(n)
+        with part(n.meta["part"]):
+            return super().run_node(n)
+
+
 def pretend() -> ExitStack:
-    """That there is an H200."""
+    """That there is an H200, with cuDNN."""
+    import torch._inductor.fx_passes.reinplace as reinplace
     import triton.runtime.driver as triton_driver
     from torch._dynamo import device_interface
     from triton.backends.compiler import GPUTarget
@@ -99,11 +112,21 @@ def pretend() -> ExitStack:
     for name, answer in answers.items():
         stack.enter_context(patch.object(torch.cuda, name, lambda *args, answer=answer: answer, create=True))
     stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+    stack.enter_context(patch.object(torch._C, "_conv_determine_backend_memory_format", _as_cudnn))
+    # A part of a tensor is written: what matters is the result's shape, and to write it asks for a driver.
+    stack.enter_context(patch.object(reinplace, "_inplace_generalized_scatter", lambda into, *_: into.clone()))
     return stack
 
 
-def source(program, inputs, mode) -> str:
-    """What the compiler writes; how long it takes is printed on the way."""
+def _as_cudnn(x, weight, backend) -> torch.memory_format:
+    """How a convolution's result lies: channels last if one of its operands does, which torch without cuDNN would not say."""
+    last = torch.channels_last
+    return last if any(suggest_memory_format(t) == last for t in (x, weight)) else torch.contiguous_format
+
+
+def source(program, inputs, mode, look: Callable[[list], None] = lambda kernels: None, options: dict = _OPTIONS) -> str:
+    """What the compiler writes; how long it takes is printed on the way. ``look`` is shown its kernels, in order; ``options``
+    are what it is told."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
@@ -122,12 +145,13 @@ def source(program, inputs, mode) -> str:
     def coded(self):
         print(f"lowering: {time.process_time() - start:.1f} s", flush=True)
         written.append(codegen(self)[0].value)
+        look(self.scheduler.nodes)
         raise Stopped
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Scheduler, "fuse_nodes", fused))
         stack.enter_context(patch.object(GraphLowering, "codegen", coded))
-        stack.enter_context(config.patch(_OPTIONS | {"fx_graph_cache": False}))
+        stack.enter_context(config.patch(options | {"fx_graph_cache": False}))
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
         try:
             compile_fx.compile_fx_inner(program, inputs)

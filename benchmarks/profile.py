@@ -3,6 +3,7 @@
 python -m benchmarks.profile                 # one book-keeping step of the paper's CNN on the CPU, b = 256
 python -m benchmarks.profile --stacked 90:512    # GPU kernels of a stacked step
 python -m benchmarks.profile --model wrn:256     # GPU kernels of captured steps of a model of `benchmarks.step`, private or not
+DPIVON_CONV_KERNELS=1 python -m benchmarks.profile --model wrn:256 --only ours-captured    # with kernels for norms and sums
 """
 
 from __future__ import annotations
@@ -82,18 +83,20 @@ def gpu(runs, batch, steps=8):
 #: What a kernel is for, by what its name holds; the first that fits.
 PARTS = (
     ("layout changes", ("nchwtonhwc", "nhwctonchw", "convert_layout")),
-    (
-        "norms and sums (our kernels)",
-        ("gradient_statistics", "combine_statistics", "gradient_sums", "weight_norms", "weight_sums"),
-    ),
-    ("convolutions (cuDNN)", ("cudnn", "fprop", "dgrad", "wgrad", "convolve", "implicit")),
+    ("conv statistics (our kernels)", ("gradient_statistics", "combine_statistics")),
+    ("conv sums (our kernels)", ("gradient_sums",)),
+    ("norms and sums of the paper's network (our kernels)", ("weight_norms", "weight_sums")),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
+    ("convolutions (cuDNN)", ("cudnn", "fprop", "dgrad", "wgrad", "convolve", "implicit")),
     ("products of matrices", ("gemm", "cutlass", "nvjet", "triton_tem", "splitk", "bmm")),
     ("compiled reductions", ("triton_red", "triton_per")),
     ("compiled elementwise", ("triton_poi", "triton_for")),
     ("noise and sampling", ("philox", "normal", "random", "poisson")),
     ("copies", ("memcpy", "memset", "copy")),
 )
+
+
+SHORT = 4e-3  # ms of a kernel whose work is mostly to be launched
 
 
 def kernels(function, steps):
@@ -121,14 +124,22 @@ def report(title, found, most=30):
         parts[part(name)] += ms
     for name, ms in parts.most_common():
         print(f"{ms:8.3f} ms  {name}")
+    short = [(ms, count) for _, ms, count in found if ms < count * SHORT]
+    launches = sum(count for _, count in short)
+    print(f"{sum(ms for ms, _ in short):8.3f} ms  of these in {launches:.0f} kernels of less than {1e3 * SHORT:.0f} µs")
     for name, ms, count in found[:most]:
         print(f"{ms:8.3f} ms {count:6.1f} x {name[:110]}")
 
 
-def captured(model, batch):
-    from benchmarks.step import make_step
+CAPTURED = ("plain-bf16-compiled-captured", "plain-bf16-cl-compiled-captured", "ours-captured")
 
-    for contender in ("plain-bf16-compiled-captured", "plain-bf16-cl-compiled-captured", "ours-captured"):
+
+def captured(model, batch, contenders=CAPTURED):
+    from benchmarks.step import make_step
+    from dpivon.privacy.kernels import conv_ops
+
+    print(f"norms and sums of convolutions and linear layers by kernels: {'yes' if conv_ops.wanted() else 'no'}")
+    for contender in contenders:
         step = make_step(contender, model, batch, "cuda")
         for _ in range(3):
             step()
@@ -140,10 +151,11 @@ if __name__ == "__main__":
     parser.add_argument("--contender", default="ours-cl-64")
     parser.add_argument("--stacked", metavar="K:b")
     parser.add_argument("--model", metavar="MODEL:b")
+    parser.add_argument("--only", nargs="+", choices=CAPTURED, default=CAPTURED, help="of the captured steps")
     chosen = parser.parse_args()
     if chosen.model:
         model, batch = chosen.model.split(":")
-        captured(model, int(batch))
+        captured(model, int(batch), chosen.only)
     elif chosen.stacked:
         gpu(*map(int, chosen.stacked.split(":")))
     else:

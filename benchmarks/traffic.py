@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from benchmarks.step import batch_of, build
@@ -50,15 +50,15 @@ EXTERN = {
 def part(name):
     """What is recorded inside, and has no part of its own yet, belongs to this one."""
     mode = get_proxy_mode()
-    before = set() if mode is None else set(mode.tracer.graph.nodes)
+    last = None if mode is None else mode.tracer.graph._root.prev
     yield
-    for node in () if mode is None else mode.tracer.graph.nodes:
-        if node not in before:
-            node.meta.setdefault("part", name() if callable(name) else name)
+    label = name() if callable(name) else name
+    while last is not None and (last := last.next).op != "root":
+        last.meta.setdefault("part", label)
 
 
-def labelled():
-    """The library's own parts, watched while they are traced."""
+def labelled(network=None):
+    """The library's own parts, watched while they are traced; forward and backward of the network too, if it is given."""
     from dpivon.privacy.gradients.bookkeeping import BookKeeper
     from dpivon.privacy.layers.convolved import Convolved
     from dpivon.privacy.layers.pulled_back import PulledBack
@@ -69,9 +69,9 @@ def labelled():
     def watch(owner, method, name):
         original = getattr(owner, method)
 
-        def watched(self, *args):
+        def watched(self, *args, **kwargs):
             with part(lambda: name(self)):
-                return original(self, *args)
+                return original(self, *args, **kwargs)
 
         stack.enter_context(patch.object(owner, method, watched))
 
@@ -83,8 +83,30 @@ def labelled():
     for kind in (Dense, Outer, Rows, Convolved, PulledBack):
         watch(kind, "squared_norm", lambda use: f"norms, {type(use).__name__} {_size(use)}")
         watch(kind, "weighted_sum", lambda use: f"sums, {type(use).__name__} {_size(use)}")
-    watch(BookKeeper, "clipped_sums", lambda keeper: "clip factors, masks")
+    watch(BookKeeper, "clipped_row", lambda keeper: "clip factors, masks")
+    if network is not None:
+        for layer in (nn.GroupNorm, nn.LayerNorm):
+            watch(layer, "__call__", lambda layer: "forward of norm layers")
+        watch(network, "__call__", lambda network: "forward")
+        watch(Tensor, "backward", lambda loss: "backward")
+        stack.enter_context(_weights_apart())
     return stack
+
+
+@contextmanager
+def _weights_apart():
+    """Standardising weights, in the layer or in its rule's forward, is a part of its own."""
+    from dpivon.models import standardised
+    from dpivon.privacy.layers import standardised as rule
+
+    original = standardised.centred_rows
+
+    def watched(weight):
+        with part("standardised weights"):
+            return original(weight)
+
+    with patch.object(standardised, "centred_rows", watched), patch.object(rule, "centred_rows", watched):
+        yield
 
 
 def _size(use):
@@ -115,8 +137,8 @@ def private_program(model, batch, kernels=False):
         )  # a GPU has none
         stack.enter_context(patch.object(conv_ops, "device_takes", lambda device: True))
         stack.enter_context(conv_ops.kernels(on=kernels))
-        stack.enter_context(labelled())
         gradients = PaddedGradients(network, torch.device("cpu"), torch.bfloat16)
+        stack.enter_context(labelled(type(gradients.step.model)))
 
         def program(*tensors):
             return gradients._one(1.0, False, *tensors)
@@ -126,6 +148,10 @@ def private_program(model, batch, kernels=False):
 
 
 def plain_trace(model, batch):
+    return _cleaned(plain_program(model, batch).graph)
+
+
+def plain_program(model, batch):
     """Forward and backward without privacy."""
     network = build(model)
     params = dict(network.named_parameters())
@@ -137,9 +163,11 @@ def plain_trace(model, batch):
             with torch.autocast("cpu", torch.bfloat16):
                 outputs = torch.func.functional_call(network, dict(zip(params, leaves, strict=True)), (inputs,))
             loss = torch.nn.functional.cross_entropy(outputs.float(), labels)
-        return torch.autograd.grad(loss, leaves)
+        with part("backward"):
+            return torch.autograd.grad(loss, leaves)
 
-    return _traced(program, inputs, labels, *params.values())
+    with labelled(type(network)):
+        return _recorded(program, inputs, labels, *params.values())
 
 
 def _traced(program, *args):
@@ -208,7 +236,7 @@ def kernels_of(graph):
         walks = max([_numel(node), *(_numel(n) for n in node.all_input_nodes)])
         found = None if extern else _shared(kernels, made_by, walks, operands)
         if found is None:
-            found = Kernel(node.meta.get("part", "forward and backward"), walks, extern=extern)
+            found = Kernel(node.meta.get("part", "other"), walks, extern=extern)
             kernels.append(found)
         if extern:
             found.flops, found.rate = _flops(node), _rate(node)

@@ -50,7 +50,7 @@ def test_the_kernels_keep_every_examples_gradient_out_of_memory(kernels):
     for shape in ((384, 128), (128, 128), (512, 128), (128, 512)):
         assert ((room, *shape) in written) is not kernels
     parts = {k.part.split(",")[0] for k in found}
-    assert {"norms", "sums", "forward and backward"} <= parts
+    assert {"norms", "sums", "forward", "forward of norm layers", "backward"} <= parts
     # The ordinary part is what a plain step does, less weight gradients, for the rows that a Poisson batch may have.
     plain = sum(k.flops for k in kernels_of(plain_trace("text", room)))
-    assert 0.6 < sum(k.flops for k in found if k.part == "forward and backward") / plain < 0.9
+    assert 0.6 < sum(k.flops for k in found if k.part in ("forward", "backward")) / plain < 0.9

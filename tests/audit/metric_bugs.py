@@ -156,6 +156,6 @@ def views_added_up() -> dict[str, Patch | str]:
     def merge(original: Any) -> Any:
         return lambda self, rows: original(self, rows) * self.augmentations
 
-    added = attr(BookKeeper, "clipped_sums", sums)
+    added = attr(BookKeeper, "_sums_of_blocks", sums)
     rows = attr(PerExampleGradients, "_merge_augmentations", merge)
     return everywhere(added, added, hooks=rows, functorch=rows, **_NO_VIEWS)

@@ -13,6 +13,11 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     # Of the operations that read one tensor, with how many others each is tried to be joined. All weights share clip factors:
     # with torch's own 64 it takes twice as long to find the same kernels for a wide residual network.
     "max_fusion_buffer_group_pairwise_attempts": 8,
+    # Up to how many operations and operands the compiler computes again where a result is read again, rather than to store it.
+    # With torch's own 30 and 4 the backward of every normalisation is stored in fp32 twice on its way to a rounded result.
+    "realize_opcount_threshold": 200,
+    "realize_reads_threshold": 12,
+    "realize_acc_reads_threshold": 24,
 }
 
 

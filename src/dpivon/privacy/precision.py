@@ -32,6 +32,14 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
+def as_multiplied(x: Tensor) -> Tensor:
+    """x as a product in the caller's autocast reads it. Rounded here, once, it is the product's operand and its rule's too: a
+    compiler that finds two roundings of x writes x twice, and once more for every kernel that it did not make itself."""
+    kind = x.device.type
+    rounds = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return x.to(torch.bfloat16) if rounds and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+
+
 def wide(t: Tensor) -> Tensor:
     """In fp32 or better."""
     return t.to(wide_dtype(t))

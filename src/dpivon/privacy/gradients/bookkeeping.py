@@ -12,7 +12,7 @@ A parameter that is also used outside its layer's forward is not detached there,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError
 from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping, struck_examples
-from dpivon.privacy.gradients.saved import check_unchanged, version_of
-from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, split
+from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
+from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.scaled import scaled
@@ -84,7 +84,8 @@ class BookKeeper(LayerWatch):
 
         A checkpoint that recomputes a forward inside backward comes here again; of the two z's only one gets a gradient.
         """
-        if not z.requires_grad:
+        first = not z.requires_grad  # no product of the backward pass will read its gradient
+        if first:
             seed = torch.zeros((), device=z.device, requires_grad=True)
             z = _Seed.apply(z, seed)  # type: ignore[no-untyped-call]
         generation, origin, seen = self._generation, self._pass, [False]
@@ -108,6 +109,8 @@ class BookKeeper(LayerWatch):
             self._second_pass |= self._recorded not in (None, origin)
             self._recorded = origin
             g = g if batch_major else self._batch_major((g,))[0]
+            if first and capturing() and g.dtype == torch.bfloat16:
+                g = stored(g)
             if torch.is_grad_enabled():  # with create_graph=True
                 with torch.no_grad():
                     self._record(uses, g)
@@ -148,6 +151,29 @@ class BookKeeper(LayerWatch):
     def clipped_sums(
         self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
     ) -> list[Tensor]:
+        sums: list[Any] = [None] * len(params)
+        for members, total in self._sums_of_blocks(params, clipping, metric):
+            for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
+                sums[i] = part if self._scatter is None else self._scatter(params[i], part)
+        return sums
+
+    @torch.no_grad()
+    def clipped_row(
+        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
+    ) -> Tensor:
+        """The same sums one after the other, as a program wants them. What lies side by side in a block and in the row
+        is moved there together: a compiler launches a copy for each part of a row."""
+        pieces: dict[int, Tensor] = {}
+        for members, total in self._sums_of_blocks(params, clipping, metric):
+            runs = neighbours(members)
+            sizes = [sum(params[i].numel() for i in run) for run in runs]
+            pieces |= {run[0]: part for run, part in zip(runs, total.flatten().split(sizes), strict=True)}
+        return torch.cat([pieces[first] for first in sorted(pieces)])
+
+    def _sums_of_blocks(
+        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Which parameters are summed as one, by their place, and their sum: of several, one after the other."""
         self._check(params)
         check_unchanged(self._kept)
         recorded = [self._uses.get(p) for p in params]
@@ -169,19 +195,16 @@ class BookKeeper(LayerWatch):
         factors = clipping.factors(table)
         struck, recording = struck_examples(factors), capturing()
         weights = (factors * scale).to(dtype_of_sums(blocks))
-        sums: list[Any] = [None] * len(params)
         for (members, use), c in zip(blocks, weights.unbind(), strict=True):
             if use is None:
-                found = [torch.zeros(params[i].shape, dtype=torch.float64, device=params[i].device) for i in members]
-            else:
-                # While recording, sums over materialised gradients pass over struck rows by themselves.
-                if struck is not None and not (recording and isinstance(use, Dense)):
-                    use = use.without(struck)
-                found = split(use.weighted_sum(c), [params[i].shape for i in members])
-            for i, total in zip(members, found, strict=True):
-                sums[i] = total if self._scatter is None else self._scatter(params[i], total)
+                (i,) = members
+                yield members, torch.zeros(params[i].shape, dtype=torch.float64, device=params[i].device)
+                continue
+            # While recording, sums over materialised gradients pass over struck rows by themselves.
+            if struck is not None and not (recording and isinstance(use, Dense)):
+                use = use.without(struck)
+            yield members, use.weighted_sum(c)
         self._pool.take_back()
-        return sums
 
     def _check(self, params: Sequence[Tensor]) -> None:
         if self._second_pass:

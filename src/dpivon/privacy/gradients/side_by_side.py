@@ -64,3 +64,14 @@ def split(total: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
         part if part.shape == shape and part.is_contiguous() else part.reshape(shape).contiguous()
         for part, shape in zip(parts, shapes, strict=True)
     ]
+
+
+def neighbours(members: Sequence[int]) -> list[list[int]]:
+    """Ascending places, cut wherever one is left out."""
+    runs: list[list[int]] = []
+    for i in members:
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs

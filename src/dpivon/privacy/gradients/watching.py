@@ -13,14 +13,17 @@ import torch
 from opacus.layers.dp_rnn import DPRNNBase
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.layers.fallback import opacus_rule
-from dpivon.privacy.layers.registry import Rule, forward_for, rule_for, takes_bf16
+from dpivon.privacy.layers.registry import Rule, forward_for, plain_type, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use
-from dpivon.privacy.precision import wide
+from dpivon.privacy.precision import as_multiplied, wide
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
+#: Layers that do nothing with their input but multiply it.
+_PRODUCTS = {nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
 
 
 class LayerWatch:
@@ -79,10 +82,12 @@ class LayerWatch:
                 self._watch(child)
 
     def _hook(self, layer: nn.Module, rule: Rule) -> None:
-        in_precision = _precision_for(layer)
+        in_precision, multiplies = _precision_for(layer), plain_type(layer) in _PRODUCTS
 
-        def before(layer: nn.Module, args: Any) -> None:
+        def before(layer: nn.Module, args: Any) -> Any:
             self._detached.append(self._detach(layer) if self._recording(layer) else [])
+            rounds = multiplies and self._detached[-1] and args and isinstance(args[0], Tensor)
+            return (as_multiplied(args[0]), *args[1:]) if rounds else None
 
         def after(layer: nn.Module, args: Any, output: Any) -> Any:
             weights = self._detached.pop()

@@ -188,9 +188,9 @@ class _Step(nn.Module):
             outputs = self.model(self._images(seen(self.augment, inputs[places], views, places)))
         labels = of_every_view(labels[places], self.augment)
         self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
-        sums = self.keeper.clipped_sums(params, FlatClipping(bound), metric)
+        row = self.keeper.clipped_row(params, FlatClipping(bound), metric)
         self.keeper.forget_passes()
-        return torch.cat([s.flatten() for s in sums])
+        return row
 
     def _images(self, rows: Tensor) -> Tensor:
         turned = self.channels_last and rows.dim() == 4

@@ -18,7 +18,7 @@ from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import Observe, register_forward
 from dpivon.privacy.layers.uses import Dense, Outer, Use
-from dpivon.privacy.precision import wide
+from dpivon.privacy.precision import as_multiplied, wide
 
 
 @register_forward(nn.MultiheadAttention, bf16=True)
@@ -54,7 +54,7 @@ def attention(
     else:  # as the layer itself: one kernel, and no weights in memory
         heard = F.scaled_dot_product_attention(q, k, v, mask)
     mixed = heard.transpose(1, 2).reshape(b, t, e)
-    projection = layer.out_proj
+    mixed, projection = as_multiplied(mixed), layer.out_proj
     out = F.linear(mixed, projection.weight.detach(), None if projection.bias is None else projection.bias.detach())
     out = observe(out, lambda g: linear(projection, (mixed.detach(),), g))
     if not layer.batch_first:
@@ -71,6 +71,7 @@ def _project(
     free_bias = None if bias is None else bias.detach()
     e = layer.embed_dim
     if query is key and key is value:
+        query = as_multiplied(query)
         packed = observe(F.linear(query, weight, free_bias), lambda g: _uses(layer, query.detach(), g, projected))
         q, k, v = packed.chunk(3, dim=-1)
         return q, k, v

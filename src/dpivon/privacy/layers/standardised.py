@@ -18,6 +18,7 @@ from dpivon.privacy.layers.convolved import Convolved
 from dpivon.privacy.layers.pulled_back import pulled_back
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Use
+from dpivon.privacy.precision import as_multiplied
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def standardised_forward(layer: StandardisedConv2d, observe: Observe, x: Tensor)
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     centred, squares, scale = centred_rows(weight)
     kept = Kept(centred * scale, squares, scale)
+    x = as_multiplied(x)
     z = layer._conv_forward(x, kept.rows.view_as(weight), bias)
     inputs = (x.detach(),)
     return observe(z, lambda g: standardised_conv(layer, inputs, g, kept))
