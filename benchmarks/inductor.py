@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.traffic import _cleaned, part, private_program
-from dpivon.privacy.compiling import _OPTIONS
+from dpivon.privacy import compiling
 
 GPU = torch.device("cuda:0")
 H200 = SimpleNamespace(
@@ -124,7 +124,7 @@ def _as_cudnn(x, weight, backend) -> torch.memory_format:
     return last if any(suggest_memory_format(t) == last for t in (x, weight)) else torch.contiguous_format
 
 
-def source(program, inputs, mode, look: Callable[[list], None] = lambda kernels: None, options: dict = _OPTIONS) -> str:
+def source(program, inputs, mode, options: dict, look: Callable[[list], None] = lambda kernels: None) -> str:
     """What the compiler writes; how long it takes is printed on the way. ``look`` is shown its kernels, in order; ``options``
     are what it is told."""
     from torch._inductor import compile_fx, config
@@ -187,7 +187,7 @@ def main() -> None:
     program = private_program(args.model, args.batch, args.kernels)
     print(f"trace: {time.process_time() - began:.1f} s, {len(program.graph.nodes)} nodes", flush=True)
     with pretend():
-        code = source(*functional(program))
+        code = source(*functional(program), compiling.options(again=args.kernels))
         each = configurations(code)
     print(f"{len(each)} kernels, {sum(each)} configurations")
     if args.save:

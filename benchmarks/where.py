@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.inductor import functional, pretend, source
 from benchmarks.traffic import EXTERN, FP32_PRODUCTS, PRODUCTS, _flops, _name, _rate, plain_program, private_program
-from dpivon.privacy.compiling import _OPTIONS
+from dpivon.privacy.compiling import options as told
 
 BANDWIDTH, BF16 = 4.3e12, 700e12
 LIBRARY = {"conv_statistics": "conv statistics", "conv_sums": "conv sums"}
@@ -53,7 +53,7 @@ class Kernel:
         return max(self.bytes / BANDWIDTH, self.flops / self.rate)
 
 
-def kernels(program, options: dict = _OPTIONS) -> list[Kernel]:
+def kernels(program, options: dict) -> list[Kernel]:
     """What the compiler, told these options, makes of a program, in order."""
     found: list[Kernel] = []
     with pretend(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
@@ -177,7 +177,8 @@ def main() -> None:
         plain_program(args.model, args.batch) if args.plain else private_program(args.model, args.batch, args.kernels)
     )
     title = "plain" if args.plain else "private, with kernels" if args.kernels else "private"
-    found = kernels(program, {} if args.plain else _OPTIONS)  # plain training is compiled as torch does it by itself
+    # Plain training is compiled as torch does it by itself.
+    found = kernels(program, {} if args.plain else told(again=args.kernels))
     report(f"{title}, {args.model}, b = {args.batch}", found, args.largest)
 
 

@@ -76,7 +76,7 @@ class ByPlace(Interpreter):
 
 @pytest.fixture
 def rounding_by_place(monkeypatch):
-    monkeypatch.setattr(padded, "compiled", lambda traced, device: ByPlace(traced).run)
+    monkeypatch.setattr(padded, "compiled", lambda traced, device, **how: ByPlace(traced).run)
 
 
 class Sums:
@@ -142,7 +142,7 @@ def test_what_is_added_has_the_norm_that_was_measured(name, offset, augment):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_is_added_has_the_norm_that_was_measured_when_compiled(monkeypatch, name):
     """As above, of the program as the compiler fuses it for a CPU."""
-    monkeypatch.setattr(padded, "compiled", lambda traced, device: compiled(traced, torch.device("cuda")))
+    monkeypatch.setattr(padded, "compiled", lambda traced, device, **how: compiled(traced, torch.device("cuda"), **how))
     sums = Sums(30.0, VIEWED, NETWORKS[name])
     everyone = list(range(COUNT))
     whole = sums.at(everyone)

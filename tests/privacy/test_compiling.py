@@ -9,8 +9,20 @@ from dpivon.privacy import compiling
 
 def test_the_compiler_knows_what_it_is_told():
     """An option that a version of torch lacks is refused when a program is compiled, which happens on a GPU only."""
-    assert compiling._OPTIONS["emulate_precision_casts"] is True
-    torch.compile(lambda x: x, options=compiling._OPTIONS)
+    for again in (False, True):
+        told = compiling.options(again=again)
+        assert told["emulate_precision_casts"] is True
+        torch.compile(lambda x: x, options=told)
+
+
+def test_what_is_computed_a_second_time_is_torchs_own_choice_unless_it_was_counted(monkeypatch):
+    """A value that is measured from one computation and summed from another may be rounded twice. Only the program with
+    kernels, whose layers are counted, is compiled for that."""
+    told = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: told.append(how["options"]) or function)
+    compiling.compiled(torch.add, torch.device("cuda"))
+    compiling.compiled(torch.add, torch.device("cuda"), again=True)
+    assert [any("realize" in name for name in each) for each in told] == [False, True]
 
 
 def test_on_a_cpu_a_function_stays_as_it_is():

@@ -201,7 +201,8 @@ def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch,
         expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
     traced, programs = PaddedGradients(network, torch.device("cpu"), torch.float32), []
 
-    def compiled(program, device):
+    def compiled(program, device, *, again):
+        assert again  # with kernels, and only with them
         programs.append(program)
         return program if name == "wide" else torch.compile(program, backend="aot_eager")
 

@@ -166,7 +166,7 @@ def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypa
         expected = LoopedGradients(network, torch.float32).clipped_sums(theta, batch, bound)
     traced = PaddedGradients(network, torch.device("cpu"), torch.float32)
     monkeypatch.setattr(
-        "dpivon.privacy.kernels.padded.compiled", lambda program, device: programs.append(program) or program
+        "dpivon.privacy.kernels.padded.compiled", lambda program, device, **how: programs.append(program) or program
     )
     torch.testing.assert_close(traced.clipped_sums(theta, batch, bound), expected, rtol=1e-4, atol=1e-6)
     nodes = [node for node in programs[0].graph.nodes if node.op == "call_function"]

@@ -121,7 +121,7 @@ class PaddedGradients:
                 self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
                 traced = self._trace(bound, scaled, *args)
             _check_free_of_constants(traced, self.params.values())
-            program = compiled(traced, self.device)
+            program = compiled(traced, self.device, again=conv_ops.wanted())
             self._program[bound, scaled] = lambda row, *rest: program(*self._parameters(row), *rest)
             return self._program[bound, scaled](*args)
 
