@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import plain_convs
@@ -13,10 +14,11 @@ from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, us
 from dpivon.models import StandardisedConv2d, WideResNet
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.padded import _GROUP_NORM, PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.layers import uses
 from dpivon.privacy.layers.convolved import Convolved
+from dpivon.privacy.layers.norm import group_norm
 from dpivon.privacy.layers.registry import rule_for
 from dpivon.privacy.layers.uses import merge
 from dpivon.stacked import AnyNetwork
@@ -223,3 +225,40 @@ def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch,
             if n.target in (torch.ops.aten.as_strided.default, torch.ops.aten.clone.default)
         ]
         assert all(len(shape) < 4 or shape[0] != 11 or shape[1] == 3 for shape in made)
+
+
+def test_a_recorded_normalisation_leaves_channels_last(monkeypatch):
+    """Forward and backward, on a device that is no CPU: there torch's own gradient would put channels first, and every
+    convolution before would copy it back."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which knows no such device
+    x = torch.empty(3, 8, 4, 5, device="meta").to(memory_format=torch.channels_last)
+    layer = nn.GroupNorm(2, 8, device="meta")
+
+    def program(x, g):
+        x = x.detach().requires_grad_()
+        z = group_norm(layer, lambda z, uses: z, x)
+        return z, torch.autograd.grad(z, x, g)[0]
+
+    for g, copies in ((torch.empty_like(x), 0), (torch.empty(3, 8, 1, 1, device="meta").expand(x.shape), 1)):
+        graph = make_fx(program, decomposition_table=get_decompositions(_GROUP_NORM))(x, g).graph
+        made = [node.meta["val"] for node in graph.find_nodes(op="output")[0].args[0]]
+        assert [t.stride() for t in made] == [x.stride()] * 2
+        assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == copies
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_recorded_normalisation_has_torchs_own_gradient(affine):
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(3, 8, 4, 5, generator=generator).to(memory_format=torch.channels_last) for _ in range(2))
+    layer = nn.GroupNorm(2, 8, affine=affine)
+    if affine:
+        nn.init.normal_(layer.weight, generator=generator)
+
+    def program(x, g):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(group_norm(layer, lambda z, uses: z, x), x, g)[0]
+
+    alone = x.clone().requires_grad_()
+    expected = torch.autograd.grad(layer(alone), alone, g)[0]
+    recorded = make_fx(program, decomposition_table=get_decompositions(_GROUP_NORM))(x, g)
+    torch.testing.assert_close(recorded(x, g), expected)

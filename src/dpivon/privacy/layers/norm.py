@@ -29,11 +29,42 @@ def group_norm(layer: nn.GroupNorm, observe: Observe, x: Tensor) -> Tensor:
     weight, bias = (None if p is None else p.detach() for p in (layer.weight, layer.bias))
     n, c = x.shape[:2]
     positions = x.shape[2:].numel()
-    z, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, positions, layer.num_groups, layer.eps)
+    normalise: Any = _ChannelsLast.apply if as_it_is and capturing() else torch.native_group_norm
+    z, mean, rstd = normalise(x, weight, bias, n, c, positions, layer.num_groups, layer.eps)
     if not layer.affine:
         return z
     data, mean, rstd = x.detach(), mean.detach(), rstd.detach()
     return observe(z, lambda g: _group_uses(layer, data, mean, rstd, g))
+
+
+class _ChannelsLast(torch.autograd.Function):
+    """A group normalisation of channels that lie last, recorded with a gradient that lies so too. On a GPU torch's own gradient
+    puts channels first, even where it is recorded in parts: every convolution before it would copy its gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        n: int,
+        c: int,
+        positions: int,
+        groups: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        z, mean, rstd = torch.native_group_norm(x, weight, bias, n, c, positions, groups, eps)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.sizes = n, c, positions, groups
+        return z, mean, rstd
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        g = g.contiguous(memory_format=torch.channels_last)
+        of_x = torch.ops.aten.native_group_norm_backward(g, x, mean, rstd, weight, *ctx.sizes, [True, False, False])[0]
+        return of_x, *(None for _ in range(7))
 
 
 def _group_uses(layer: nn.GroupNorm, x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
