@@ -225,6 +225,9 @@ def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch,
             if n.target in (torch.ops.aten.as_strided.default, torch.ops.aten.clone.default)
         ]
         assert all(len(shape) < 4 or shape[0] != 11 or shape[1] == 3 for shape in made)
+        products = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+        read = [t.meta["val"] for n in graph.nodes if n.target in products for t in n.all_input_nodes]
+        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in read if t.dim() == 4)  # weights too
 
 
 def test_a_recorded_normalisation_leaves_channels_last(monkeypatch):

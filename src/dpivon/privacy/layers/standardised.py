@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dpivon.models.standardised import StandardisedConv2d, centred_rows, pull_back_along, with_slope
@@ -18,7 +19,7 @@ from dpivon.privacy.layers.convolved import Convolved
 from dpivon.privacy.layers.pulled_back import pulled_back
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Use
-from dpivon.privacy.precision import as_multiplied
+from dpivon.privacy.precision import as_multiplied, capturing
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,16 @@ def standardised_forward(layer: StandardisedConv2d, observe: Observe, x: Tensor)
     centred, squares, scale = centred_rows(weight)
     kept = Kept(centred * scale, squares, scale)
     x = as_multiplied(x)
-    z = layer._conv_forward(x, kept.rows.view_as(weight), bias)
+    z = layer._conv_forward(x, _lying_as(x, kept.rows.view_as(weight)), bias)
     inputs = (x.detach(),)
     return observe(z, lambda g: standardised_conv(layer, inputs, g, kept))
+
+
+def _lying_as(x: Tensor, weight: Tensor) -> Tensor:
+    """Channels last if x's are: recorded once for forward and backward, the compiler writes it so. Otherwise it writes the
+    weights twice, or torch's call of cuDNN copies them."""
+    last = capturing() and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return weight.contiguous(memory_format=torch.channels_last) if last else weight
 
 
 def _pulled_back(layer: StandardisedConv2d, plain: Use, kept: Kept | None) -> Use:
