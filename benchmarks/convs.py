@@ -84,9 +84,8 @@ def tiles(layer: Layer, dtype: torch.dtype, candidates: bool) -> dict[str, Tile]
         return replace(used, bd=bd, bo=bo, warps=warps, registers=registers, span=-(-layer.rows // (3 * bd)))
 
     others = {
-        "one loop": replace(used, flatten=layer.positions > used.bt),
+        "two loops": replace(used, flatten=False),
         "short": replace(used, span=1),
-        "64×64": of(64, 64, 4),
         "64×64, 8 warps": of(64, 64, 8, 128),
         "128×64": of(128, 64, 8),
     }

@@ -3,6 +3,8 @@ where there is no GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -58,6 +60,22 @@ def test_the_layers_of_a_wide_residual_network(kind, into, out, side, stride):
     first, second = use_of(layer, x, g), use_of(layer, x, g)
     assert torch.equal(first.squared_norm(), second.squared_norm())
     assert torch.equal(first.weighted_sum(c), second.weighted_sum(c))
+
+
+@pytest.mark.parametrize(("into", "out", "side", "stride"), [(64, 64, 32, 1), (64, 128, 32, 2), (128, 128, 16, 1)])
+def test_one_loop_over_examples_and_positions_sums_to_the_bit_what_two_do(into, out, side, stride):
+    """The statistics take two: what one loop adds up must be made of the very gradients that were measured."""
+    shape, after = conv_ops.Geometry((3, 3), (stride, stride), (1, 1), (1, 1)), side // stride
+    x, g = (
+        torch.randn(70, n, s, s, device=DEVICE, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        for n, s in ((into, side), (out, after))
+    )
+    tile, c = conv_ops._tile(x, g, shape), torch.rand(70, device=DEVICE)
+    assert tile.flatten
+    found = conv_ops.statistics(x, g, torch.randn(9 * into, out, device=DEVICE), shape, 1)
+    for means in (None, found):
+        one, two = (conv_ops.sums(x, g, c, means, shape, 1, replace(tile, flatten=flat)) for flat in (True, False))
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -42,7 +42,8 @@ def check(kernel, dtype, geometry, into, out, side, standardised) -> None:
     print(f"{what}: {size}, {found.spilled} bytes spilled", flush=True)
     assert "wgmma.mma_async" in found.ptx, what
     assert "cp.async.cg" in found.ptx, what
-    assert found.spilled <= 128, what
+    # 172 for 64→128, standardised: a tile twice as large spills less and was slower on an H200.
+    assert found.spilled <= 192, what
 
 
 if __name__ == "__main__":

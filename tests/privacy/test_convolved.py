@@ -154,6 +154,9 @@ def test_chunks_are_few_enough_examples_and_tiles_fit_the_weights():
         tile = conv_ops.tile_for(rows, out, positions, torch.bfloat16)
         assert 1 <= tile.span <= -(-rows // tile.bd)
         assert tile.bt >= 16
+        assert tile.bd <= 64 >= tile.bo
+        assert tile.warps == 4
+        assert tile.flatten == (positions > tile.bt)
     rounds = {
         positions: conv_ops.tile_for(64, 64, positions, torch.bfloat16).bt for positions in (16, 64, 65, 197, 1024)
     }

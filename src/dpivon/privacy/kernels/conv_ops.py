@@ -100,17 +100,18 @@ def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
     """Chosen by shape alone, so that the operators' shapes are known without a device; nothing is tuned, so there is one binary
     a kernel and shape to compile (`python -m benchmarks.compiling` lists them: seconds, registers, shared memory).
 
-    A large tile reads less, a small one leaves room for a second program beside it, which pays where positions are few and most
-    of the time goes into what follows the product. Statistics of standardised weights hold four tiles in registers: of 64×128
-    with eight warps that is all a thread can have, hardly spilling, and one program fills a processor; of 64×64 with four
-    warps two fit. An example is cut into three parts, so that a batch of 256 gives each of 132 processors about six programs.
+    Tiles are 64×64 at most, for bf16 with four warps. A larger one reads less, but statistics of standardised weights hold four
+    tiles in registers: of 64×64 two programs fit side by side, and one multiplies while the other reduces. Where an example
+    takes several rounds, the sums go over examples and rounds in one loop, so that reading does not pause between two examples.
+    On an H200 each of the two was faster for every 3×3 layer of a WRN-16-4 that it concerns; both at once, and layers of other
+    networks, are not timed yet (`python -m benchmarks.convs --candidates`). An example is cut into three parts, so that a batch
+    of 256 gives each of 132 processors about six programs.
     """
     bt = _positions_at_once(positions, 64 if dtype == torch.bfloat16 else 32)
-    large = dtype == torch.bfloat16 and positions > bt
-    bo = min(128 if large else 64, _power_of_two(out))
-    bd = min(128 if large and bo <= 64 else 64, _power_of_two(rows))
+    bd, bo = min(64, _power_of_two(rows)), min(64, _power_of_two(out))
     span = -(-rows // (3 * bd))  # three parts an example: programs enough, and few reductions
-    return Tile(bt, bd, bo, warps=8 if bd * bo * dtype.itemsize > 8192 else 4, stages=3, span=span)
+    flatten = dtype == torch.bfloat16 and positions > bt
+    return Tile(bt, bd, bo, warps=8 if bd * bo * dtype.itemsize > 8192 else 4, stages=3, span=span, flatten=flatten)
 
 
 def _positions_at_once(positions: int, most: int) -> int:
@@ -210,7 +211,7 @@ def _options(x: Tensor, tile: Tile) -> dict[str, int]:
 
 def _constants(x: Tensor, g: Tensor, shape: Geometry, rows: int, tile: Tile) -> dict[str, Any]:
     """Sizes are compiled in: every round of the inner loop divides positions by OW, and dividing by a number that is not known
-    before is some thirty instructions. Layers of one shape share their binaries; a WRN-16-4 has 23."""
+    before is some thirty instructions. Layers of one shape share their binaries; a WRN-16-4 has 22."""
     (_, into, h, w), (_, out, oh, ow) = x.shape, g.shape
     return {
         "H": h, "W": w, "OW": ow, "T": oh * ow, "CIN": into, "COUT": out, "D": _fan_in(x, shape), "KW": shape.kernel[1],
