@@ -28,7 +28,7 @@ from dpivon.stacked import Run, Stack
 POINT = {"momentum": 0.9, "weight_decay": 0.0}
 #: label: (method, rate for each ε, options).
 METHODS = {
-    "DP-Steady": ("dp-steady", (5.0, 5.0, 5.0, 5.0), {}),
+    "DP-Steady": ("dp-steady", (5.0, 5.0, 5.0, 5.0), {"curvature": "empirical-bayes-fisher"}),
     "DP-Adam": ("dp-adam", (0.03, 0.03, 0.03, 0.03), {"weight_decay": 0.0}),
     "DP-IVON-Gradsq": ("dp-ivon-gradsq", (0.3, 1.0, 3.0, 3.0), {}),
     "DP-SGD": ("dp-sgd", (0.03, 0.1, 0.3, 0.3), POINT),

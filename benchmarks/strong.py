@@ -31,7 +31,7 @@ from benchmarks.mlp import BatchedMLP, graded, layers
 from dpivon.data import load_fashion_mnist, normalised
 from dpivon.demo.data import load_digits
 from dpivon.privacy.temperature import clipped_sum, temperature_cost, temperature_noise
-from dpivon.recipe import WORTH, blur
+from dpivon.recipe import RATE, WIDTH, WORTH, blur
 from dpivon.stacked import Run, Stack
 from dpivon.stacked.temperature import calibrate_stack
 from dpivon.temperature import log_probabilities, temper
@@ -45,13 +45,15 @@ COMPARED = {
     "DP-SGD": ("dp-sgd", {"momentum": 0.9, "weight_decay": 0.0}),
     "DP-Adam": ("dp-adam", {"weight_decay": 0.0}),
     "DP-IVON-Gradsq": ("dp-ivon-gradsq", {}),
-    "DP-Steady": ("dp-steady", {}),
+    "DP-Steady": ("dp-steady", {"trace": WIDTH}),
 }
 #: One rate each, nothing chosen: what is left of the recipe without one of its parts.
 ABLATED = {
-    "without the plan (T unknown)": ("dp-steady", 5.0, {"steps": 0.0}),
-    "coordinates not pooled": ("dp-steady", 5.0, {"curvature": "averaged-fisher"}),
-    "width of the curvature too": ("dp-steady", 5.0, {"temperature": 0.01}),
+    "without the plan (T unknown)": ("dp-steady", RATE, {"steps": 0.0, "trace": WIDTH}),
+    "v̂ pooled by tensor": ("dp-steady", RATE, {"curvature": "empirical-bayes-fisher", "trace": WIDTH}),
+    "v̂ not pooled": ("dp-steady", RATE, {"curvature": "averaged-fisher", "trace": WIDTH}),
+    "all of the spread": ("dp-steady", RATE, {"trace": 1.0}),
+    "width of the curvature too": ("dp-steady", RATE, {"temperature": 0.01, "trace": WIDTH}),
 }
 DEFAULT = "DP-Steady, default"
 
@@ -63,7 +65,7 @@ class Digits:
         "DP-SGD": (0.01, 0.03, 0.1, 0.3, 1.0),
         "DP-Adam": (0.001, 0.003, 0.01, 0.03, 0.1),
         "DP-IVON-Gradsq": (0.1, 0.3, 1.0, 3.0, 10.0),
-        "DP-Steady": (1.25, 2.5, 5.0, 10.0, 20.0),
+        "DP-Steady": (RATE / 4, RATE / 2, RATE, 2 * RATE, 4 * RATE),
     }
 
     def __init__(self, data):
@@ -75,12 +77,12 @@ class Fashion:
     """10,000 pictures to train on, 5,000 others of the training set to choose by, and the test set."""
 
     name, delta, batch, epochs, seeds, network = "fashion", 1e-5, 512, 6, 3, (784, 32)
-    draws, ablated = 8, False
+    draws, ablated = 8, True
     rates = {  # noqa: RUF012
         "DP-SGD": (0.1, 0.3, 1.0),
         "DP-Adam": (0.003, 0.01, 0.03),
         "DP-IVON-Gradsq": (0.3, 1.0, 3.0),
-        "DP-Steady": (2.5, 5.0, 10.0),
+        "DP-Steady": (RATE / 2, RATE, 2 * RATE),
     }
 
     def __init__(self, data):
@@ -276,7 +278,7 @@ def paired(rows, others, kind, key):
 
 
 def default_rows(rows, epsilon):
-    return [r for r in rows if r["method"] == "DP-Steady" and r["epsilon"] == epsilon and r["lr"] == 5.0]
+    return [r for r in rows if r["method"] == "DP-Steady" and r["epsilon"] == epsilon and r["lr"] == RATE]
 
 
 def sections(name, result):
@@ -330,7 +332,7 @@ def sections(name, result):
     ]
     lines += [
         "",
-        "**The recipe without one of its parts** (r = 5; NLL after the temperature, or as said).",
+        f"**The recipe without one of its parts** (r = {RATE:g}; NLL after the temperature, or as said).",
         "",
         header,
         rule,
@@ -348,8 +350,8 @@ def sections(name, result):
         if not all(mine):
             continue
         lines.append(f"| {label} | " + " | ".join(cell(r, "tempered", "nll") for r in mine) + " |")
-    lines.append("| r = 2.5 | " + " | ".join(_rate(rows, e, 2.5) for e in EPSILONS) + " |")
-    lines.append("| r = 10 | " + " | ".join(_rate(rows, e, 10.0) for e in EPSILONS) + " |")
+    for r in (RATE / 2, 2 * RATE):
+        lines.append(f"| r = {r:g} | " + " | ".join(_rate(rows, e, r) for e in EPSILONS) + " |")
     for label in ("DP-SGD", "DP-Adam"):
         single = _single(rows, label)
         cells = [

@@ -14,6 +14,7 @@ from dpivon.methods.base import rule_defaults
 from dpivon.optim import IVON, RuleOptimizer
 from dpivon.optim.curvature import ESTIMATORS
 from dpivon.optim.moments import Gradient
+from dpivon.stacked.rules import estimator_of
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,6 +64,14 @@ def test_ivon_methods_differ_in_their_curvature() -> None:
         "dp-ivon-reparam": "reparam",
         "ivon": "reparam",
     }
+
+
+@pytest.mark.parametrize(("name", "curvature"), [("dp-calm", "empirical-bayes-fisher"), ("dp-steady", "whole-fisher")])
+def test_a_default_estimator_is_one_and_the_same_everywhere(name: str, curvature: str) -> None:
+    built: Any = dpivon.method(name, nn.Linear(2, 2), dataset_size=5).optimizer
+    stacked = estimator_of(name)
+    assert stacked is not None
+    assert curvature == built.rule.estimator.name == stacked.name == METHODS[name].defaults["curvature"]
 
 
 @pytest.mark.parametrize("curvature", ESTIMATORS)

@@ -40,6 +40,23 @@ def test_noise_alone_moves_the_weights_by_r_times_their_size(steps: int, noise: 
     assert walk(steps, noise, known=True) == pytest.approx(3.0, rel=0.1)
 
 
+def test_its_default_step_is_gradient_descents_of_known_length() -> None:
+    """Without noise and momentum the step is r w/√T times the release over its root mean square over all weights: the direction
+    is gradient descent's however much the tensors' gradients differ, and the length D/√(T E‖g‖²) with D = r ‖w‖."""
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in ((8, 6), (4, 8))]
+    start = torch.cat([p.detach().flatten() for p in params])
+    gradients = {
+        p: size * torch.randn(p.shape, generator=generator) for p, size in zip(params, (1e-3, 5.0), strict=True)
+    }
+    hyper = {"ess": 1.0, "steps": 900.0, "weight_decay": 0.0, "beta1": 0.0}
+    SteadyOptimizer(params, lr=3.5, **hyper).step(release=Release(gradients, 0.0, batch_size=1.0))
+    moved = start - torch.cat([p.detach().flatten() for p in params])
+    g = torch.cat([gradients[p].flatten() for p in params])
+    assert torch.nn.functional.cosine_similarity(moved, g, dim=0) > 1 - 1e-6
+    assert float(moved.norm()) == pytest.approx(3.5 * float(start.norm()) / 30, rel=1e-3)
+
+
 def carried(steps: int, *, beta1: float, ramp: float) -> float:
     """How far noise alone carries the weights, over r w: release k moves them by c_k of itself, and the c_k² add up."""
     a = [min(1.0 / math.sqrt(steps), t / math.sqrt(ramp) if ramp else math.inf) for t in range(1, steps + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,8 @@ from duels import CHOSEN, DEFAULT, JITTER, SIGMAS, final, folder, plain, row, tu
 from scipy import stats
 
 from dpivon.errors import ArgumentError
+from dpivon.methods import METHODS
+from dpivon.recipe import WIDTH
 from dpivon.study.compare.bars import judge
 from dpivon.study.compare.cell import Contender
 from dpivon.study.compare.field import RAW, Field
@@ -163,6 +166,26 @@ def test_a_variant_is_not_tuned_by_the_methods_own_candidates(field):
     likes = tuning(lambda m, s, lr: 0.5 + (lr == DEFAULT if m == "dp-steady" else lr == CHOSEN[m]))
     found = field([r for r in final() if r["lr"] != 10.0] + bare, tuned=likes)
     assert [c for c in found.contenders if c.variant] == [Contender("dp-steady", True, '{"trace": 0.0}')]
+
+
+def test_an_option_that_names_a_default_makes_no_other_contender(field):
+    """The recipe is what has its width, whatever else the table holds of its method and in which order."""
+    own = METHODS["dp-steady"].defaults["curvature"]
+    theirs = [r for r in final() if r["method"] != "dp-steady"]
+
+    def ours(options):
+        return [row("dp-steady", s, 0, DEFAULT, plain("dp-steady", s, DEFAULT), options=options) for s in SIGMAS]
+
+    bare, shipped = (json.dumps({"curvature": own, "trace": trace}) for trace in (0.0, WIDTH))
+    found = field(theirs + ours(bare) + ours(shipped) + ours(""), tuned=preferring("dp-sgd"))
+    assert {c.variant for c in found.contenders if c.method == "dp-steady"} == {
+        "",
+        '{"trace": 0.0}',
+        '{"options": "none"}',
+    }
+    assert found.entries[found.cells[0]][SHIPPED].rows[0]["options"] == shipped
+    with pytest.raises(ArgumentError, match="holds dp-steady twice at seed 0, once with a default named"):
+        field(theirs + ours(bare) + ours('{"trace": 0.0}'), tuned=preferring("dp-sgd"))
 
 
 def test_a_table_that_lacks_something_is_refused(field):

@@ -6,8 +6,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpivon.methods.base import Build, Method, Setup, rule_defaults
+from dpivon.optim import calm_rule, steady_rule
 from dpivon.optim.calm import CalmOptimizer
-from dpivon.optim.calm_rule import CURVATURE, Calm
+from dpivon.optim.calm_rule import Calm
 from dpivon.optim.steady import SteadyOptimizer
 from dpivon.optim.steady_rule import Steady
 
@@ -34,7 +35,7 @@ METHODS = (
         reference="this library",
         lr=0.01,
         build=_build(CalmOptimizer),
-        defaults={"curvature": CURVATURE, "ess": None, **rule_defaults(Calm())},
+        defaults={"curvature": calm_rule.CURVATURE, "ess": None, **rule_defaults(Calm())},
         samples=32,
     ),
     Method(
@@ -48,7 +49,7 @@ METHODS = (
         reference="this library; De et al. 2022; Maddox et al. 2019",
         lr=3.5,
         build=_build(SteadyOptimizer),
-        defaults={"curvature": CURVATURE, "ess": None, **rule_defaults(Steady()), "scale": None},
+        defaults={"curvature": steady_rule.CURVATURE, "ess": None, **rule_defaults(Steady()), "scale": None},
         samples=32,
         averages=True,
         trace=1.0,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from dpivon.optim.calm import CalmOptimizer
-from dpivon.optim.calm_rule import CURVATURE, Calm
+from dpivon.optim.calm_rule import Calm
 from dpivon.optim.curvature import CurvatureEstimator, matrix
-from dpivon.optim.steady_rule import Steady, weight_scale
+from dpivon.optim.steady_rule import CURVATURE, Steady, weight_scale
 
 
 class SteadyOptimizer(CalmOptimizer):

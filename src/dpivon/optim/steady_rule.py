@@ -29,20 +29,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dpivon.optim.calm_rule import Calm
-from dpivon.optim.curvature import Matrices
+from dpivon.optim.curvature import CurvatureEstimator, Matrices, resolve
 from dpivon.optim.rule import REQUIRED, Hyper
+
+#: One v̂ for all weights: the step goes where gradient descent goes, and is as long as its theory asks for.
+CURVATURE = "whole-fisher"
 
 
 @dataclass(frozen=True)
 class Steady(Calm):
     """The rule. ``lr`` is r. Its curvature sets the step; ``temperature`` above 0 makes it the posterior's width as well."""
+
+    estimator: CurvatureEstimator = field(default_factory=lambda: resolve(CURVATURE))
 
     name: ClassVar[str] = "steady"
     defaults: ClassVar[Mapping[str, float]] = {

@@ -7,6 +7,7 @@ against a run that was not made. Both are said on the page.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.methods import METHODS
+from dpivon.recipe import WIDTH
 from dpivon.study import table
 from dpivon.study.cells import Value, value
 from dpivon.study.compare.cell import SETTING, Cell, Contender, cell_of
@@ -83,7 +85,12 @@ class Field:
                 problem = f"holds a run without one of {', '.join(NEEDED)}"
                 raise bad("outs", str(out), problem, "Give what `dpivon study run` wrote")
             found = cells.setdefault(cell_of(row), {})
-            found.setdefault((row["method"], row["options"], row["lr"]), {})[row["seed"]] = row
+            key = (row["method"], told(row["method"], row["options"]), row["lr"])
+            members = found.setdefault(key, {})
+            if row["seed"] in members:
+                problem = f"holds {key[0]} twice at seed {row['seed']}, once with a default named and once without"
+                raise bad("outs", str(out), problem, "Take one of them out of its table")
+            members[row["seed"]] = row
         if plan and len(rows) < len(plan.runs):
             self.unfinished[out.name] = (len(rows), len(plan.runs))
         planned = _planned(plan) if plan else {}
@@ -101,7 +108,8 @@ class Field:
         out: dict[Contender, Entry] = {}
         for method in dict.fromkeys(key[0] for key in found):
             kinds = list(dict.fromkeys(options for m, options, _ in found if m == method))
-            main = "" if "" in kinds else kinds[0]
+            shipped = changed({"trace": WIDTH})
+            main = next((kind for kind in (shipped, "") if kind in kinds), kinds[0])
             for options in kinds:
                 variant = "" if options == main else options or '{"options": "none"}'
                 rates = sorted(lr for m, o, lr in found if (m, o) == (method, options))
@@ -226,6 +234,14 @@ class Field:
         return pick(scored, key=lambda pair: pair[0])[1], "the test set, for want of validation data: in its favour"
 
 
+def told(method: str, options: str) -> str:
+    """Options without those that only name the method's default: what is left makes it another contender."""
+    if not options or method not in METHODS:
+        return options
+    defaults = METHODS[method].defaults
+    return changed({k: v for k, v in json.loads(options).items() if k not in defaults or defaults[k] != v})
+
+
 def short(epsilon: float) -> str:
     """Two digits, and thousands in full."""
     return f"{epsilon:.2g}" if epsilon < 100 else f"{epsilon:,.0f}"
@@ -252,7 +268,7 @@ def _planned(plan: Plan) -> dict[tuple[str, str, float, int, float, float], froz
     out: dict[tuple[str, str, float, int, float, float], frozenset[int]] = {}
     for run in plan.runs:
         numbers = (run.batch_size, _seven(run.noise_multiplier), _seven(run.max_grad_norm))
-        key = (run.method, changed(run.options), _seven(run.lr), *numbers)
+        key = (run.method, told(run.method, changed(run.options)), _seven(run.lr), *numbers)
         out[key] = out.get(key, frozenset()) | {run.seed}
     return out
 
@@ -266,4 +282,4 @@ def _tuning_rows(folder: Path) -> list[Row]:
     rows = table.read(folder / "tuning.csv")
     if not rows:
         raise bad("tuning", str(folder), "holds no tuning.csv", "Give what `dpivon study run` wrote for a tuning study")
-    return rows
+    return [row | {"options": told(row["method"], row["options"])} for row in rows]
