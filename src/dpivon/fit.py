@@ -18,7 +18,8 @@ from dpivon.privacy import Accountant, Budget, budget
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
-from dpivon.stacked.stack import Run, Stack
+from dpivon.stacked.run import Run
+from dpivon.stacked.stack import Stack
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

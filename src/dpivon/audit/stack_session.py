@@ -19,7 +19,8 @@ from dpivon.privacy.stack import StackedGradients
 from dpivon.privacy.streams import PRIVACY
 from dpivon.stacked import rules
 from dpivon.stacked.networks import AnyNetwork
-from dpivon.stacked.stack import Run, Stack
+from dpivon.stacked.run import Run
+from dpivon.stacked.stack import Stack
 
 
 class TracedNetwork(AnyNetwork):

@@ -2,6 +2,7 @@
 
 from dpivon.stacked.ensemble import Ensemble, ensemble_noise, joint_epsilon
 from dpivon.stacked.networks import AnyNetwork, Network, PaperNetwork
-from dpivon.stacked.stack import Run, Stack
+from dpivon.stacked.run import Run
+from dpivon.stacked.stack import Stack
 
 __all__ = ["AnyNetwork", "Ensemble", "Network", "PaperNetwork", "Run", "Stack", "ensemble_noise", "joint_epsilon"]

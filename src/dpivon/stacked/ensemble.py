@@ -19,7 +19,8 @@ from dpivon.errors import bad, check_whole
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy.accounting import Accountant, budget
 from dpivon.stacked.networks import Network
-from dpivon.stacked.stack import Run, Stack
+from dpivon.stacked.run import Run
+from dpivon.stacked.stack import Stack
 
 
 def joint_epsilon(stack: Stack, delta: float) -> float:

@@ -46,6 +46,7 @@ def _drawn(cells: Mapping[Variant, Cells], base: Variant, names: Mapping[Variant
                 axis.errorbar(x, at, xerr=spread, fmt="o", ms=3.5, lw=1, **look)
         axis.axvline(0, color="#666666", lw=0.8, ls=":")
         axis.set_xlabel(f"difference in {label}")
+        axis.locator_params(axis="x", nbins=4)
         axis.grid(alpha=0.25)
     _bend(axes[list(MEASURES).index("nll")])
     axes[0].set_yticks(range(len(found)), [names[v] for v in found])
