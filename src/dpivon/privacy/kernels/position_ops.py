@@ -1,5 +1,5 @@
-"""The kernel of :mod:`dpivon.privacy.kernels.positions` as a torch operator, which a tracer records, a compiler leaves alone and
-a CUDA graph captures.
+"""The kernel of :mod:`dpivon.privacy.kernels.positions` as a torch operator, which a tracer records, a compiler leaves alone
+and a CUDA graph captures.
 
     torch.ops.dpivon.position_sums   Σ_t of several [rows, positions, out], side by side in fp32 or double, [rows, Σ out]
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_TILE = 64  # outputs, and positions at most: 8 KiB of bf16 are read at a time, in lines of 128 bytes
+_LINE, _LINES = 128, 64  # a program reads a line of so many bytes from up to so many positions at a time
 
 
 def launch(gs: Sequence[Tensor], double: bool) -> Tensor:
@@ -26,9 +26,9 @@ def launch(gs: Sequence[Tensor], double: bool) -> Tensor:
     result = gs[0].new_empty(_shape(gs), dtype=_dtype(double))
     with torch.cuda.device_of(result):
         for g, out in zip(gs, result.split([g.shape[2] for g in gs], 1), strict=True):
-            n, t, p = g.shape
-            positions.add_positions[(n * -(-p // _TILE),)](
-                g, out, *g.stride(), out.stride(0), p, T=t, BT=min(_TILE, 1 << (t - 1).bit_length()), BO=_TILE,
+            (n, t, p), across = g.shape, _LINE // g.element_size()
+            positions.add_positions[(n * -(-p // across),)](
+                g, out, *g.stride(), out.stride(0), p, t, BT=min(_LINES, 1 << (t - 1).bit_length()), BO=across,
                 ACCUMULATOR=tl.float64 if double else tl.float32, num_warps=4,
             )  # fmt: skip
     return result

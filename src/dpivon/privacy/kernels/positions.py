@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def add_positions(
-    G, OUT, gn, gt, go, outn, P, T: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr, ACCUMULATOR: tl.constexpr
+    G, OUT, gn, gt, go, outn, P, T, BT: tl.constexpr, BO: tl.constexpr, ACCUMULATOR: tl.constexpr
 ):  # fmt: skip
     """OUT is [rows, P] in the accumulator's dtype, its rows ``outn`` apart."""
     across = (P + BO - 1) // BO
