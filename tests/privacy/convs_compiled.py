@@ -53,10 +53,11 @@ def check_positions() -> None:
     numbers = ("gn", "gt", "outn", "P")
     for operand, result, accumulator, across in (("bf16", "fp32", tl.float32, 64), ("fp32", "fp64", tl.float64, 32)):
         types = dict.fromkeys((*numbers, "T"), "i32") | {"G": f"*{operand}", "OUT": f"*{result}"}
-        constants = {"go": 1, "BT": 64, "BO": across, "ACCUMULATOR": accumulator}
-        found = made(positions.add_positions, types, constants, ["G", "OUT", *numbers], warps=4)
+        constants = {"go": 1, "BT": 128, "BO": across, "ACCUMULATOR": accumulator}
+        found = made(positions.add_positions, types, constants, ["G", "OUT", *numbers], warps=8)
         assert "ld.global.v4" in found.ptx, operand
         assert found.spilled == 0, operand
+        assert found.registers <= 128, operand
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LINE, _LINES = 128, 64  # a program reads a line of so many bytes from up to so many positions at a time
+_LINE = 128  # bytes of a position that a program reads
+_LINES = 128  # positions at a time, at most; a warp reads 16 of them
 
 
 def launch(gs: Sequence[Tensor], double: bool) -> Tensor:
@@ -27,9 +28,10 @@ def launch(gs: Sequence[Tensor], double: bool) -> Tensor:
     with torch.cuda.device_of(result):
         for g, out in zip(gs, result.split([g.shape[2] for g in gs], 1), strict=True):
             (n, t, p), across = g.shape, _LINE // g.element_size()
+            lines = min(_LINES, 1 << (t - 1).bit_length())
             positions.add_positions[(n * -(-p // across),)](
-                g, out, *g.stride(), out.stride(0), p, t, BT=min(_LINES, 1 << (t - 1).bit_length()), BO=across,
-                ACCUMULATOR=tl.float64 if double else tl.float32, num_warps=4,
+                g, out, *g.stride(), out.stride(0), p, t, BT=lines, BO=across,
+                ACCUMULATOR=tl.float64 if double else tl.float32, num_warps=max(1, lines // 16),
             )  # fmt: skip
     return result
 
