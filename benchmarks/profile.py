@@ -85,6 +85,7 @@ PARTS = (
     ("layout changes", ("nchwtonhwc", "nhwctonchw", "convert_layout")),
     ("conv statistics (our kernels)", ("gradient_statistics", "combine_statistics")),
     ("conv sums (our kernels)", ("gradient_sums",)),
+    ("sums over positions and chunks (our kernel)", ("add_positions",)),
     ("norms and sums of the paper's network (our kernels)", ("weight_norms", "weight_sums")),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
     ("convolutions (cuDNN)", ("cudnn", "fprop", "dgrad", "wgrad", "convolve", "implicit")),

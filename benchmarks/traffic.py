@@ -40,6 +40,7 @@ REDUCTIONS = {
 #: What reads its operands from memory.
 EXTERN = {
     "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sort", "conv_statistics", "conv_sums",
+    "position_sums",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The operators of the kernels of convolutions by their definition, in double: for tests on a CPU."""
+"""The operators of the library's kernels by their definition, in double: for tests on a CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def register() -> None:
     """Once in a process: torch takes an operator's implementation for good."""
     torch.library.register_kernel("dpivon::conv_statistics", "cpu", plain_statistics)
     torch.library.register_kernel("dpivon::conv_sums", "cpu", plain_sums)
+    torch.library.register_kernel("dpivon::position_sums", "cpu", plain_position_sums)
 
 
 def each_gradient(x, g, shape, rows):
@@ -49,3 +50,7 @@ def plain_sums(x, g, c, found, shape, rows):
     chunks = torch.zeros(torch.ops.dpivon.conv_sums(*tensors, shape, rows).shape)
     chunks[0] = terms.sum(0)
     return chunks
+
+
+def plain_position_sums(gs, double):
+    return torch.cat([g.double().sum(1) for g in gs], 1).to(torch.float64 if double else torch.float32)

@@ -9,6 +9,7 @@ NAMES = {
     "gradient_statistics": "conv statistics (our kernels)",
     "combine_statistics": "conv statistics (our kernels)",
     "gradient_sums": "conv sums (our kernels)",
+    "add_positions": "sums over positions and chunks (our kernel)",
     "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, float>": "layout changes",
     "sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc": "convolutions (cuDNN)",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",

@@ -70,13 +70,29 @@ def test_the_first_layers_gradient_is_stored_before_it_is_measured_and_summed():
     assert {str(_source(n.args[1]).target) for n in first} == {"dpivon.stored.default"}
 
 
+@pytest.mark.parametrize(("model", "biases"), [("text", 8), ("vit", 17)])
+def test_biases_are_added_up_once_from_what_their_weights_are_measured_by(model, biases):
+    """One operator for all of them; norms and sums both read what it wrote."""
+    graph = private_program(model, 4, kernels=True).graph
+    (made,) = (n for n in graph.nodes if "position_sums" in str(n.target) and not n.args[1])
+    assert len(made.args[0]) == biases
+    assert {_source(g) for g in made.args[0]} == {
+        _source(n.args[1]) for n in graph.nodes if "conv_statistics" in str(n.target)
+    }
+    read = {n.meta["part"].split(",")[0] for n in made.users}
+    assert read == {"norms", "sums"}
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layers"), [("text", 8), ("vit", 17)])
 def test_the_compiler_measures_and_sums_from_the_same_buffers(model, layers):
-    from benchmarks.where import kernels, shared
+    """Every layer; and no gradient is rounded once for its bias and once for its weight."""
+    from benchmarks.where import again, kernels, shared
 
-    assert shared(kernels(private_program(model, 64, kernels=True), options(again=True))) == (layers, layers)
+    found = kernels(private_program(model, 64, kernels=True), options(again=True))
+    assert shared(found) == (layers, layers)
+    assert sum(again(k) for k in found if k.kind in ("elementwise", "reduction")) == 0
 
 
 def _source(node):

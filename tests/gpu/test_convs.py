@@ -112,6 +112,27 @@ def test_operators_say_beforehand_what_they_return():
     torch.library.opcheck(torch.ops.dpivon.conv_sums, (x, g, c, found, shape, 1), test_utils=checks)
 
 
+def test_sums_over_positions_are_those_of_the_definition():
+    """Of gradients in bf16 and fp32, any strides, and of chunks in double; NaN stays in its row; twice the same to the bit."""
+    for dtype, double, tolerance in (
+        (torch.bfloat16, False, 1e-5),
+        (torch.float32, False, 1e-5),
+        (torch.float32, True, 1e-12),
+    ):
+        shapes = ((70, 64, 512), (70, 65, 128), (70, 1, 48), (70, 300, 40))
+        gs = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+        gs[1] = gs[1].transpose(0, 1).contiguous().transpose(0, 1)
+        gs[0][3, 2, 1] = float("nan")
+        got, again = (torch.ops.dpivon.position_sums(gs, double) for _ in range(2))
+        exact = torch.cat([g.double().sum(1) for g in gs], 1)
+        assert got.dtype == (torch.float64 if double else torch.float32)
+        assert got.isnan().nonzero().tolist() == [[3, 1]]
+        torch.testing.assert_close(got.nan_to_num().double(), exact.nan_to_num(), rtol=0.0, atol=20 * tolerance)
+        assert torch.equal(got.nan_to_num(), again.nan_to_num())
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.dpivon.position_sums, (gs[1:], False), test_utils=checks)
+
+
 # ---- linear layers over several positions: convolutions of one tap
 
 
@@ -174,6 +195,7 @@ def test_the_compiled_program_of_a_transformer_gives_the_sums_of_the_loop(data, 
     traced = program._trace(0.5, False, theta[0], images, labels, batch.places[0])
     targets = [str(node.target) for node in traced.graph.nodes]
     assert sum("conv_sums" in target for target in targets) == 9  # four weights a layer, and the patches
+    assert sum("position_sums" in target for target in targets) == 10  # their chunks, and all biases at once
     assert any("attention" in target for target in targets)  # no scores in memory
 
 

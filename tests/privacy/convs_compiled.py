@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import torch
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.hopper import SHORT, conv_binary, made
 
-from dpivon.privacy.kernels import conv_ops, convs
+from dpivon.privacy.kernels import conv_ops, convs, positions
 from dpivon.privacy.kernels.conv_ops import Geometry
 
 THREE = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
@@ -29,6 +30,7 @@ def main() -> None:
             for standardised in (True, False):
                 for kernel in (convs.gradient_statistics, convs.gradient_sums):
                     check(kernel, dtype, geometry, into, out, side, standardised)
+    check_positions()
 
 
 def check(kernel, dtype, geometry, into, out, side, standardised) -> None:
@@ -44,6 +46,18 @@ def check(kernel, dtype, geometry, into, out, side, standardised) -> None:
     assert "cp.async.cg" in found.ptx, what
     # 172 for 64→128, standardised: a tile twice as large spills less and was slower on an H200.
     assert found.spilled <= 192, what
+
+
+def check_positions() -> None:
+    """Sums over positions, of gradients in bf16 and of chunks in double: sixteen bytes at a time, nothing spilled."""
+    numbers = ("gn", "gt", "outn", "P")
+    for operand, result, accumulator, across in (("bf16", "fp32", tl.float32, 64), ("fp32", "fp64", tl.float64, 32)):
+        types = dict.fromkeys((*numbers, "T"), "i32") | {"G": f"*{operand}", "OUT": f"*{result}"}
+        constants = {"go": 1, "BT": 128, "BO": across, "ACCUMULATOR": accumulator}
+        found = made(positions.add_positions, types, constants, ["G", "OUT", *numbers], warps=8)
+        assert "ld.global.v4" in found.ptx, operand
+        assert found.spilled == 0, operand
+        assert found.registers <= 128, operand
 
 
 if __name__ == "__main__":

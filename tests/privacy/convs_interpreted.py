@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import plain_convs
 from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
-from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels import conv_ops, position_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, Tile
 from dpivon.privacy.layers.convolved import Convolved
 
@@ -40,6 +41,7 @@ def main() -> None:
         rows_of_one_example(kind)
     tiles_change_nothing()
     strides_change_nothing()
+    sums_over_positions()
 
 
 def what_is_summed_is_what_was_measured(kind: str) -> None:
@@ -101,6 +103,23 @@ def strides_change_nothing() -> None:
     assert torch.equal(conv_ops.statistics(x.to(memory_format=torch.channels_last), g, None, shape, 1), expected)
     assert torch.equal(conv_ops.statistics(every_second, g, None, shape, 1), expected)
     print("ok strides", flush=True)
+
+
+def sums_over_positions() -> None:
+    """Fewer and more positions than a tile has, outputs that fill no line, any strides; NaN stays in its row."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 65, 48), (5, 64, 16), (5, 1, 40), (5, 130, 33))
+    gs = [torch.randn(shape, generator=generator) for shape in shapes]
+    gs[0] = torch.stack([gs[0], gs[0]], 2)[:, :, 0]
+    gs[1] = gs[1].transpose(0, 1).contiguous().transpose(0, 1)
+    gs[0][3, 2, 1] = float("nan")
+    kept = torch.arange(5) != 3
+    for double, tolerance in ((True, 1e-12), (False, 2e-6)):
+        got, exact = (sums(gs, double) for sums in (position_ops.launch, plain_convs.plain_position_sums))
+        assert got.dtype == exact.dtype
+        assert got.isnan().nonzero().tolist() == [[3, 1]]
+        torch.testing.assert_close(got[kept], exact[kept], rtol=0.0, atol=tolerance * 12)
+    print("ok positions", flush=True)
 
 
 if __name__ == "__main__":

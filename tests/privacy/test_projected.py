@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import plain_convs
 from dpivon.models import TextEncoder, VisionTransformer
 from dpivon.optim.metric import Factors
+from dpivon.privacy.gradients.side_by_side import in_blocks
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
@@ -19,6 +21,7 @@ from dpivon.privacy.layers.convolved import Convolved
 from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import hugging_face_conv1d, rule_for
 from dpivon.privacy.layers.scaled import scaled
+from dpivon.privacy.layers.summed import Summed
 from dpivon.privacy.layers.uses import Dense, Outer, merge
 from dpivon.stacked import AnyNetwork
 from dpivon.variational.layers import SpreadLinear
@@ -97,6 +100,58 @@ def test_kernels_are_taken_where_they_read_less(monkeypatch):
         assert kind() is Outer
 
 
+def test_a_bias_waits_for_the_others_while_a_program_is_recorded():
+    """One matrix of all of them, whoever is struck; a layer without kernels, and a step that is not recorded, make theirs."""
+    layers = [nn.Linear(16, 48), nn.Linear(16, 32), nn.Linear(16, 40)]
+    operands_of = [operands(p=layer.out_features) for layer in layers]
+    for _, g in operands_of:
+        g[2, 3] = float("nan")
+    params = [layer.bias for layer in layers]
+
+    def program(c):
+        found = [rule_for(f)(f, (a,), g)[f.bias] for f, (a, g) in zip(layers, operands_of, strict=True)]
+        blocks = in_blocks(params, found, joint=True)
+        kinds.append([type(use) for use in found])
+        return [(use.squared_norm(), use.weighted_sum(c)) for _, use in blocks]
+
+    kinds, c = [], torch.tensor([0.5, 1.0, 0.0, 0.2, 1.0])
+    recorded, made = make_fx(program)(c), program(c)
+    assert kinds == [[Summed, Summed, Dense], [Dense] * 3]
+    called = [node.target for node in recorded.graph.nodes]
+    assert called.count(torch.ops.dpivon.position_sums.default) == 1
+    (norms, total), (alone, last) = recorded(c)
+    kept = c > 0
+    exact = torch.cat([g.double().sum(1) for _, g in operands_of], 1)[kept]
+    torch.testing.assert_close((norms + alone)[kept], exact.square().sum(1), rtol=1e-5, atol=0.0)
+    sums = (exact * c[kept].unsqueeze(1)).sum(0)
+    torch.testing.assert_close(torch.cat([total, last]), sums, rtol=1e-5, atol=1e-5)
+    assert not norms[2].isfinite()
+    assert len(made) == 1
+    torch.testing.assert_close(made[0][0][kept], exact.square().sum(1), rtol=1e-5, atol=0.0)
+
+
+def test_a_bias_that_waits_is_an_ordinary_use():
+    """Clipped by itself, of several rows an example, stretched by a metric, used twice."""
+    _, g = operands(examples=6)
+    use, made = Summed(g), Dense(g.sum(1))
+    d = Factors.of(torch.rand(48))
+    twice = [merge([of, of]) for of in (use, made)]
+    pairs = ((use, made), (use.grouped(2), made.grouped(2)), (scaled(use, d), scaled(made, d)), twice)
+    for got, expected in pairs:
+        c = torch.rand(len(expected.g))
+        torch.testing.assert_close(got.squared_norm(), expected.squared_norm(), rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(got.weighted_sum(c), expected.weighted_sum(c), rtol=1e-5, atol=1e-5)
+    struck = torch.arange(6) == 1
+    torch.testing.assert_close(use.without(struck).materialise(), made.without(struck).materialise())
+
+
+def test_the_operator_says_beforehand_what_it_returns():
+    gs = [operands(p=p)[1] for p in (16, 48)]
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    for double in (False, True):
+        torch.library.opcheck(torch.ops.dpivon.position_sums, (gs, double), test_utils=checks)
+
+
 def test_two_uses_of_one_weight_are_merged_with_their_cross_terms():
     a, g = operands(examples=6)
     shape = torch.Size((48, 16))
@@ -173,6 +228,7 @@ def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypa
     called = [node.target for node in nodes]
     assert called.count(torch.ops.dpivon.conv_statistics.default) == weights
     assert called.count(torch.ops.dpivon.conv_sums.default) == weights
+    assert called.count(torch.ops.dpivon.position_sums.default) == weights + 1  # their chunks, and the biases at once
     made = {tuple(p.shape) for p in network.template().parameters() if p.numel() >= 256 and p.dim() == 2}
     values = [(n.target, n.meta.get("val")) for n in nodes if n.target is not torch.ops.dpivon.conv_sums.default]
     shapes = [(target, tuple(v.shape)) for target, v in values if isinstance(v, torch.Tensor)]

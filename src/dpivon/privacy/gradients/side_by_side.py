@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpivon.privacy.layers.summed import Summed, side_by_side
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 
@@ -19,12 +20,16 @@ def in_blocks(
     params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool
 ) -> list[tuple[list[int], Use | None]]:
     """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side."""
-    small = _beside(params, uses) if joint else []
-    if len(small) < 2:
+    if not joint:
         return [([i], use) for i, use in enumerate(uses)]
-    together = torch.cat([_rows(uses[i]) for i in small], 1)
-    taken = set(small)
-    return [(small, Dense(together)), *(([i], use) for i, use in enumerate(uses) if i not in taken)]
+    blocks: list[tuple[list[int], Use | None]] = []
+    if waiting := {i: use for i, use in enumerate(uses) if isinstance(use, Summed)}:
+        blocks.append((list(waiting), side_by_side(list(waiting.values()))))
+    small = _beside(params, uses)
+    if len(small) > 1:
+        blocks.append((small, Dense(torch.cat([_rows(uses[i]) for i in small], 1))))
+    taken = {i for members, _ in blocks for i in members}
+    return [*blocks, *(([i], use) for i, use in enumerate(uses) if i not in taken)]
 
 
 def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:

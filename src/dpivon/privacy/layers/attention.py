@@ -17,8 +17,9 @@ from dpivon.errors import bad
 from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import Observe, register_forward
-from dpivon.privacy.layers.uses import Dense, Outer, Use
-from dpivon.privacy.precision import as_multiplied, wide
+from dpivon.privacy.layers.summed import summed
+from dpivon.privacy.layers.uses import Outer, Use
+from dpivon.privacy.precision import as_multiplied
 
 
 @register_forward(nn.MultiheadAttention, bf16=True)
@@ -95,7 +96,7 @@ def _uses(
     if layer.in_proj_weight.requires_grad:
         uses[layer.in_proj_weight] = use(x.to(g.dtype), g, layer.in_proj_weight.shape)
     if layer.in_proj_bias is not None and layer.in_proj_bias.requires_grad:
-        uses[layer.in_proj_bias] = Dense(wide(g).sum(1))
+        uses[layer.in_proj_bias] = summed(g, uses.get(layer.in_proj_weight))
     return uses
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.privacy.layers.convolved import convolved, takes
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
+from dpivon.privacy.layers.summed import summed
 from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense, rows_of_an_example
 from dpivon.privacy.precision import product, wide_dtype
 
@@ -53,7 +54,7 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
         else:
             uses[weight] = _unfolded(layer, x, g, out)
     if bias is not None and bias.requires_grad:
-        uses[bias] = Dense(out.sum(1, dtype=wide_dtype(out)))
+        uses[bias] = summed(out, uses.get(weight))
     return uses
 
 

@@ -17,8 +17,10 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry
+from dpivon.privacy.kernels.position_ops import position_sums
 from dpivon.privacy.layers.pulled_back import pulled_back
 from dpivon.privacy.layers.uses import Use
+from dpivon.privacy.precision import capturing
 
 _ROUNDING = 1e-5  # of S: more than its own rounding and that of q² can be, so that a norm is never too small
 _LEAST = 1 / 16  # of S: a smaller rest is rounded off in the sum, so such an example is clipped as if it had this much
@@ -85,9 +87,7 @@ class Convolved:
         found = None if self.weight is None else self._statistics
         chunks = torch.ops.dpivon.conv_sums(self.x, self.g, c.float(), found, self.geometry.flat(), self.rows)
         (kh, kw), into, out = self.geometry.kernel, self.x.shape[1], self.g.shape[1]
-        total: Tensor = (
-            chunks.sum(0, dtype=torch.float64).view(kh, kw, into, out).permute(3, 2, 0, 1).reshape(self.shape)
-        )
+        total = _added_up(chunks).view(kh, kw, into, out).permute(3, 2, 0, 1).reshape(self.shape)
         return total if self.weight is None else pull_back(self.weight, total)
 
     def materialise(self) -> Tensor:
@@ -112,3 +112,11 @@ class Convolved:
     def standardised(self, weight: Tensor) -> Convolved:
         """The same gradients in ŵ, as gradients in ``weight``."""
         return replace(self, weight=weight)
+
+
+def _added_up(chunks: Tensor) -> Tensor:
+    """Σ of the chunks in double. A compiler makes too few programs of so few numbers: recorded, they are ours to add."""
+    if not capturing():
+        return chunks.sum(0, dtype=torch.float64)
+    total: Tensor = position_sums([chunks.flatten(1).unsqueeze(0)], True)
+    return total

@@ -11,8 +11,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import Dense, Use
-from dpivon.privacy.precision import wide
+from dpivon.privacy.layers.summed import summed
+from dpivon.privacy.layers.uses import Use
 
 
 @register_rule(nn.Linear, NonDynamicallyQuantizableLinear, RNNLinear, bf16=True)
@@ -23,7 +23,7 @@ def linear(layer: nn.Linear, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tens
     if weight.requires_grad:
         uses[weight] = projected(_rows_of_positions(inputs[0].to(g.dtype)), g, weight.shape)
     if bias is not None and bias.requires_grad:
-        uses[bias] = Dense(wide(g).sum(1))
+        uses[bias] = summed(g, uses.get(weight))
     return uses
 
 

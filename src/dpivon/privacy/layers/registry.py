@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from dpivon.privacy.layers.projected import projected
-from dpivon.privacy.layers.uses import Dense, Use
+from dpivon.privacy.layers.summed import summed
+from dpivon.privacy.layers.uses import Use
 
 Rule = Callable[[Any, tuple[Any, ...], Tensor], Mapping[Tensor, Use]]
 Observe = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Use]]], Tensor]
@@ -103,5 +104,5 @@ def hugging_face_conv1d(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mappi
         a = inputs[0].to(g.dtype).reshape(len(g), -1, inputs[0].shape[-1])
         uses[layer.weight] = projected(a, g, layer.weight.shape, transposed=True)
     if layer.bias.requires_grad:
-        uses[layer.bias] = Dense(g.sum(1))
+        uses[layer.bias] = summed(g, uses.get(layer.weight))
     return uses
