@@ -97,6 +97,8 @@ def pretend() -> ExitStack:
             current_device = staticmethod(lambda: 0)
             get_device_properties = staticmethod(lambda device=None: H200)
 
+    for answered in vars(torch.utils._triton).values():  # torch remembers that there was no device
+        getattr(answered, "cache_clear", lambda: None)()
     for name in ("cuda", "cuda:0"):
         device_interface.register_interface_for_device(name, Interface)
     triton_driver._active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
