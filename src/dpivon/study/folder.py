@@ -1,6 +1,7 @@
 """A folder of results: which runs have their row, which stacks are under way, and how one becomes the other.
 
 OUT/study.json           the plan that the results belong to
+OUT/defaults.json        what its methods did where the plan says nothing
 OUT/runs.csv             a row a finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
 OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
@@ -25,6 +26,7 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
 from dpivon.study.beyond import BEYOND
+from dpivon.study.defaults import DEFAULTS, check_defaults, keep_defaults
 from dpivon.study.plan import Plan, PlannedRun, read_plan
 
 LEDGERS = "ledgers"
@@ -65,11 +67,14 @@ def claim(out: Path, plan: Plan) -> None:
     path = out / "study.json"
     if path.exists():
         known = read_plan(path)
+        check_defaults(out, known)
         if known.digest == plan.digest:
             return
         if not plan.extends(known):
             fix = "Give another folder, or remove this one; a plan may gain runs, and nothing else may change"
             raise bad("out", str(out), "holds the results of another plan", fix)
+    if not path.exists() or (out / DEFAULTS).exists():
+        keep_defaults(out, plan)  # before the plan, without which they are nobody's
     plan.write(path)
 
 

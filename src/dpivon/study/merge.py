@@ -10,6 +10,7 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
+from dpivon.study.defaults import DEFAULTS, check_alike
 from dpivon.study.folder import LEDGERS
 from dpivon.study.plan import read_plan
 
@@ -32,10 +33,13 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
             raise bad(
                 "others", str(folder), f"holds the results of another plan than {first}", "Merge runs of one plan"
             )
+        check_alike(folder, first)
     out.mkdir(parents=True, exist_ok=True)
     added = {}
     for folder in others:
         if not (out / "study.json").exists():
+            if (folder / DEFAULTS).exists():
+                shutil.copy(folder / DEFAULTS, out / DEFAULTS)
             shutil.copy(folder / "study.json", out / "study.json")
         for ledger in sorted((folder / LEDGERS).glob("[!.]*/")):
             _copy_whole(ledger, out / LEDGERS)
