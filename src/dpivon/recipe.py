@@ -2,9 +2,9 @@
 
 What is in it, and why (docs/strong-privacy.md has the measurements, part by part):
 
-1. **A step in units of the weights** (``dp-steady``): α = 3.5 w/√T, divided by the root mean square of what is released over all
-   weights, whose noise is known. It is gradient descent's direction, and σ, C, b and T drop out of the choice of its length.
-   Where T is below 400 the first steps climb to it.
+1. **A step in units of the weights** (``dp-steady``): α = 3.5 w/√T, divided by the root mean square of what is released over
+   all weights, whose noise is known. It is gradient descent's direction, and σ, C, b and T drop out of the choice of its
+   length. Where T is below 400 the first steps climb to it.
 2. **Averaged iterates** over the last tenth of the training: noise moves every iterate, and averaging loses most of it.
 3. **A posterior from the spread of the iterates** in that window; predictions average over draws of it. Its variance is a
    quarter of theirs where there is a temperature, which does most of what width is for, and all of it where there is none.

@@ -221,3 +221,20 @@ def test_a_state_from_before_an_option_goes_on_with_what_the_optimizer_was_made_
         "steps": 100.0,
         "ramp": 9.0,
     }
+
+
+def test_a_state_that_another_estimator_left_is_refused_before_anything_moves() -> None:
+    """One that was saved when v̂ was shrunk to its tensor by default, among others."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    first = SteadyOptimizer([weight], ess=10.0, steps=100.0, curvature="empirical-bayes-fisher")
+    first.step()
+    optimizer = SteadyOptimizer([weight], ess=10.0, steps=100.0)
+    with pytest.raises(
+        ArgumentError, match=r"state_dict=\['fourth'.*Make the optimizer with the rule, or the curvature"
+    ):
+        optimizer.load_state_dict(first.state_dict())
+    assert not optimizer.state
+    again = SteadyOptimizer([weight], ess=10.0, steps=100.0, curvature="empirical-bayes-fisher")
+    again.load_state_dict(first.state_dict())
+    again.step()
