@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from dpivon import budget
+from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
+from dpivon.optim.curvature import resolve
+from dpivon.optim.steady_rule import Steady
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
+from dpivon.stacked.rules import RULES, PointRows
 
 RUNS = [
     Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 8),
@@ -113,6 +117,33 @@ def test_a_lost_step_that_comes_out_differently_gets_new_noise_and_a_new_batch(t
     assert drawn == [4, 8, 12]  # the lost ones, once, of which nothing was released; then only new places
     assert spent(again) == cost(8 + 6)
     assert disk.ledger.record.releases == 14
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("before", ["empirical-bayes-fisher", "averaged-fisher"])
+def test_a_default_estimator_that_is_another_one_by_now_is_not_put_in_its_place(tmp_path, monkeypatch, before, written):
+    """Beside a run that remembers what the old default did, so that the rows' shapes do not tell."""
+    runs = [Run("dp-calm", 1, 1.0, 1.0, 0.01, 8), Run("dp-steady", 2, 1.0, 1.0, 3.5, 8)]
+    with monkeypatch.context() as patch:
+        patch.setitem(RULES, "dp-steady", PointRows(Steady(resolve(before))))
+        if not written:  # as checkpoints were
+            patch.setattr("dpivon.stacked.checkpoint.Rotation.write", without_estimators(Rotation.write))
+        first, disk = kept(tmp_path, runs=runs)
+        disk.restore()
+        go(first, 2)
+        disk.save({})
+        disk.close()
+    second, disk = kept(tmp_path, runs=runs)
+    if not written and before == "averaged-fisher":  # nothing in such a checkpoint tells: the rows look alike
+        assert disk.restore() == {}
+        return
+    with pytest.raises(ArgumentError, match=r"curvature=\['empirical-bayes-fisher', 'whole-fisher'\].*were begun with"):
+        disk.restore()
+    assert second.steps_done == 0
+
+
+def without_estimators(write):
+    return lambda files, at, state: write(files, at, {k: v for k, v in state.items() if k != "estimators"})
 
 
 def test_without_a_checkpoint_what_the_ledger_has_is_charged_and_nothing_is_drawn_again(tmp_path):

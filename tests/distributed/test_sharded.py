@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import dpivon
+from dpivon.optim import RuleOptimizer
+from dpivon.optim.calm_rule import Calm
+from dpivon.optim.steady import SteadyOptimizer
 
 STEPS, ROUNDING = 6, 2e-6
 
@@ -226,6 +229,10 @@ def attempt(what: str) -> None:
         options["grad_sample_mode"] = "hooks"
     if what in ("rank-one", "whole"):
         make = lambda net: dpivon.IVON(net.parameters(), lr=0.1, ess=60, curvature=what)  # noqa: E731
+    if what == "steady":
+        make = lambda net: SteadyOptimizer(net.parameters(), ess=60)  # noqa: E731
+    if what == "calm rule":
+        make = lambda net: RuleOptimizer(net.parameters(), Calm(), lr=0.1, ess=60.0)  # noqa: E731
     if what == "rule":
         make = lambda net: dpivon.LangevinDynamics(net.parameters(), lr=0.1, ess=60)  # noqa: E731
     engine = dpivon.PrivacyEngine(distributed=what != "alone")
@@ -247,7 +254,12 @@ REFUSED = {
     "order": ("ArgumentError", "is not split by rows over all 2 ranks in their order"),
     "mode": ("ArgumentError", "grad_sample_mode='hooks'"),
     "rank-one": ("ArgumentError", "curvature='rank-one'"),
-    "whole": ("ArgumentError", "curvature='whole'"),
+    "whole": (
+        "ArgumentError",
+        "curvature='whole': pools over weights of which each rank has a part. Use 'gradsq-corrected'",
+    ),
+    "steady": ("ArgumentError", "optimizer='SteadyOptimizer': does not know sharded"),  # whatever its curvature
+    "calm rule": ("ArgumentError", "Use 'averaged-fisher'"),  # one that it would take
     "rule": ("ArgumentError", "does not know sharded"),
     "alone": ("ArgumentError", "trains alone"),
     "reaching": ("PrivacyError", "outside its layer"),

@@ -57,6 +57,22 @@ def test_its_default_step_is_gradient_descents_of_known_length() -> None:
     assert float(moved.norm()) == pytest.approx(3.5 * float(start.norm()) / 30, rel=1e-3)
 
 
+def test_every_group_has_a_second_moment_of_its_own() -> None:
+    """w is of all parameters, v̂ of a group: each moves by r w/√T a weight, however little gradient it has."""
+    params = [nn.Parameter(torch.full(shape, 0.1)) for shape in ((8, 6), (4, 8))]
+    gradients = {p: torch.full_like(p, size) for p, size in zip(params, (1e-3, 5.0), strict=True)}
+    hyper = {"ess": 1.0, "steps": 900.0, "weight_decay": 0.0, "beta1": 0.0}
+    optimizer = SteadyOptimizer([{"params": [p]} for p in params], lr=3.0, **hyper)
+    optimizer.step(release=Release(gradients, 0.0, batch_size=1.0))
+    for p in params:
+        torch.testing.assert_close(p.detach(), torch.full_like(p, 0.1 - 0.01), rtol=1e-4, atol=0.0)
+
+
+def test_without_anything_to_train_there_is_no_scale() -> None:
+    with pytest.raises(ArgumentError, match="scale=None: no weight is trained"):
+        SteadyOptimizer([nn.Parameter(torch.ones(2), requires_grad=False)], ess=1.0)
+
+
 def carried(steps: int, *, beta1: float, ramp: float) -> float:
     """How far noise alone carries the weights, over r w: release k moves them by c_k of itself, and the c_k² add up."""
     a = [min(1.0 / math.sqrt(steps), t / math.sqrt(ramp) if ramp else math.inf) for t in range(1, steps + 1)]
@@ -221,3 +237,20 @@ def test_a_state_from_before_an_option_goes_on_with_what_the_optimizer_was_made_
         "steps": 100.0,
         "ramp": 9.0,
     }
+
+
+def test_a_state_that_another_estimator_left_is_refused_before_anything_moves() -> None:
+    """One that was saved when v̂ was shrunk to its tensor by default, among others."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    first = SteadyOptimizer([weight], ess=10.0, steps=100.0, curvature="empirical-bayes-fisher")
+    first.step()
+    optimizer = SteadyOptimizer([weight], ess=10.0, steps=100.0)
+    with pytest.raises(
+        ArgumentError, match=r"state_dict=\['fourth'.*Make the optimizer with the rule, or the curvature"
+    ):
+        optimizer.load_state_dict(first.state_dict())
+    assert not optimizer.state
+    again = SteadyOptimizer([weight], ess=10.0, steps=100.0, curvature="empirical-bayes-fisher")
+    again.load_state_dict(first.state_dict())
+    again.step()

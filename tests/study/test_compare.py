@@ -184,8 +184,20 @@ def test_an_option_that_names_a_default_makes_no_other_contender(field):
         '{"options": "none"}',
     }
     assert found.entries[found.cells[0]][SHIPPED].rows[0]["options"] == shipped
-    with pytest.raises(ArgumentError, match="holds dp-steady twice at seed 0, once with a default named"):
+    with pytest.raises(ArgumentError, match="holds dp-steady twice at seed 0, perhaps once with a default"):
         field(theirs + ours(bare) + ours('{"trace": 0.0}'), tuned=preferring("dp-sgd"))
+
+
+def test_a_run_that_does_not_know_its_steps_is_another_contender(field):
+    """``steps`` is 0 by default, and then a stack fills in its plan: a run that says 0 is the ablation without it."""
+    theirs = [r for r in final() if r["method"] != "dp-steady"]
+
+    def ours(options):
+        return [row("dp-steady", s, 0, DEFAULT, plain("dp-steady", s, DEFAULT), options=options) for s in SIGMAS]
+
+    blind = json.dumps({"curvature": METHODS["dp-steady"].defaults["curvature"], "steps": 0.0, "trace": WIDTH})
+    found = field(theirs + ours(json.dumps({"trace": WIDTH})) + ours(blind), tuned=preferring("dp-sgd"))
+    assert {c.variant for c in found.contenders if c.method == "dp-steady"} == {"", '{"steps": 0.0, "trace": 0.25}'}
 
 
 def test_a_table_that_lacks_something_is_refused(field):

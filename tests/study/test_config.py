@@ -12,8 +12,10 @@ import pytest
 from dpivon import Augmentation, budget, temperature_cost
 from dpivon.errors import ArgumentError
 from dpivon.methods import METHODS
+from dpivon.optim import curvature as estimators
+from dpivon.optim.steady_rule import Steady
 from dpivon.recipe import RATE, WIDTH
-from dpivon.stacked.rules import RULES
+from dpivon.stacked.rules import RULES, PointRows
 from dpivon.study import table
 from dpivon.study import tuning as tuned
 from dpivon.study.config import resolve, rounded_up
@@ -415,3 +417,17 @@ def test_a_plan_without_a_temperature_keeps_its_digest(resolved):
     assert replace(plan, temperature_noise=20.0).digest != plan.digest
     with pytest.raises(ArgumentError, match=r"temperature_noise=-1\.0"):
         replace(plan, temperature_noise=-1.0)
+
+
+def test_a_run_whose_default_estimator_is_another_one_by_now_has_noise_of_its_own(monkeypatch):
+    """Sums that differ under the same noise could be subtracted. What ran before keeps the noise that its results have."""
+    plan = resolve(STUDIES / "beyond.yaml")
+    run = next(r for r in plan.runs if r.method == "dp-steady")
+    named = replace(run, options={"curvature": "whole-fisher"})
+    seeds, names = [], ("empirical-bayes-fisher", METHODS["dp-steady"].defaults["curvature"], "averaged-fisher")
+    for name in names:
+        monkeypatch.setitem(RULES, "dp-steady", PointRows(Steady(estimators.resolve(name))))
+        seeds.append((noise_seed(plan, run), noise_seed(plan, named)))
+    assert seeds[0][0] == 5841052354061426290
+    assert len({own for own, _ in seeds}) == len(names)
+    assert len({of_named for _, of_named in seeds}) == 1

@@ -132,12 +132,27 @@ class RuleOptimizer(Optimizer):
             group[name] = check_hyper(name, group[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._check_memory(state_dict)
         before = self.param_groups
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, before, strict=True):
             for name in self.rule.defaults:
                 group.setdefault(name, own[name])  # saved before the rule had this one: it is what it was made with
         restore(self, state_dict)
+
+    def _check_memory(self, state_dict: dict[str, Any]) -> None:
+        """Refuse what another rule, or this one with another estimator, remembered: a step would fail halfway."""
+        started = self.rule.start(TensorList([torch.zeros(1)]), self.param_groups[0])
+        ours = {"step", *started} - {"mean"}
+        for saved in state_dict["state"].values():
+            theirs = set(saved) - {"mean"}
+            if theirs and theirs != ours:
+                raise bad(
+                    "state_dict",
+                    sorted(theirs),
+                    f"is not what this {self.rule.name!r} remembers, {sorted(ours)}",
+                    "Make the optimizer with the rule, or the curvature, that it was saved with",
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {key: self.__dict__[key] for key in ("rule", "generator", "_private")}

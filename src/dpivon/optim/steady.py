@@ -16,9 +16,10 @@ class SteadyOptimizer(CalmOptimizer):
     >>> optimizer = SteadyOptimizer(model.parameters(), steps=epochs * len(loader), ess=len(train_set))
 
     Args:
-        params: parameters, named parameters, or parameter groups.
+        params: parameters, named parameters, or parameter groups. w is of all of them, v̂ of each group by itself: the step
+            goes in the direction of the gradient within a group, and is as long in each.
         lr: r, dimensionless.
-        curvature: an estimator of a second moment, by name or as an object.
+        curvature: an estimator of a second moment, by name or as an object; by default one v̂ for all weights of a group.
         scale: w; by default that of the parameters as they are now.
         **hyper: ``ess`` (N_ess, needed), ``steps`` T, ``ramp`` R, and the other hyperparameters of the rule.
     """

@@ -10,8 +10,8 @@ the theory of noisy gradient descent asks for, distance over √T times the root
 r‖w‖ for the unknown distance. w is of the initialisation and T of the plan: both public. Where nobody knows T,
 α_t = r w / (2 √t) has the same Σ α_t over T steps.
 
-With few steps α is large, and the first of them goes one way: at T = 12 and r = 5 it moves every weight by 1.4 of its size,
-and most units of a ReLU layer never answer again. So the step climbs, by the step of a plan of ``ramp`` R steps each time:
+With few steps α is large, and the first of them goes one way: at T = 12 and r = 3.5 it moves the weights by their own size, and
+most units of a ReLU layer never answer again. So the step climbs, by the step of a plan of ``ramp`` R steps each time:
 
     α_t = min(r w / √T, t r w / √R) = r w / √max(T, R/t²)
 
@@ -35,6 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dpivon.errors import bad
 from dpivon.optim.calm_rule import Calm
 from dpivon.optim.curvature import CurvatureEstimator, Matrices, resolve
 from dpivon.optim.rule import REQUIRED, Hyper
@@ -85,6 +86,8 @@ def weight_scale(tensors: Sequence[Tensor], shapes: Matrices) -> float:
     both = list(zip(tensors, shapes, strict=True))
     chosen = [(t, shape) for t, shape in both if min(shape) > 1] or both
     n = sum(t.numel() for t, _ in chosen)
+    if n == 0:
+        raise bad("scale", None, "no weight is trained, so there is none to take it from", "Set requires_grad on some")
     squares = sum(float(t.detach().double().square().sum()) for t, _ in chosen)
     if squares == 0.0:
         squares = sum(t.numel() / (3.0 * columns) for t, (_, columns) in chosen)

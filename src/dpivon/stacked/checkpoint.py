@@ -24,6 +24,7 @@ from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.temperature import temperature_releases
+from dpivon.stacked.rules import estimator_of
 from dpivon.stacked.stack import Stack
 
 
@@ -52,6 +53,7 @@ class StackCheckpoints:
             "step": int(stack._t),
             "at": at,
             "runs": _fingerprint(stack),
+            "estimators": _estimators(stack),
             "data": self._digest(stack.mechanism.key),
             "ledger": self.ledger.record.id,
             "charged": min(
@@ -116,11 +118,22 @@ class StackCheckpoints:
             )
         if state["runs"] != _fingerprint(self.stack) or state["data"] != self._digest(bytes(state["key"].tolist())):
             raise bad("checkpoint", str(self.folder), "is of other runs, another network or other data", fix)
+        self._check_estimators(state, fix)
         for before, now in zip(state.get("hyper", []), _hyper(self.stack), strict=False):
             for name in [name for name in now if name in before]:  # what was not written down is not compared
                 if not torch.allclose(now[name], before[name], rtol=1e-5, atol=0.0):
                     begun = f"but runs in {self.folder} were begun with {before[name].tolist()}"
                     raise bad(name, now[name].tolist(), begun, f"Go on with that. {fix}")
+
+    def _check_estimators(self, state: Mapping[str, Any], fix: str) -> None:
+        """A run that names no estimator has its method's, and that may be another one than when it was begun."""
+        ours = _estimators(self.stack)
+        begun = state.get("estimators", ours)  # from before it was written down: what the rows remember must do
+        alike = all(set(part.state) == set(saved) for part, saved in zip(self.stack.parts, state["rows"], strict=True))
+        if begun != ours or not alike:
+            known = f"with {begun!r}" if begun != ours else "with another default, which remembers something else"
+            problem = f"but runs in {self.folder} were begun {known}"
+            raise bad("curvature", ours, problem, f"Go on with the version of dpivon that began them. {fix}")
 
     def _digest(self, key: bytes) -> str:
         """Of the data, keyed; once, since it may be large."""
@@ -137,6 +150,12 @@ def _hyper(stack: Stack) -> list[dict[str, torch.Tensor]]:
     """The numbers that rows are updated with. Some follow from what no run says: the plan's steps, N, the first weights."""
     told = ("noise_variance", "scaled_variance")  # follows from the specs, which are in the fingerprint
     return [{k: v.flatten().cpu() for k, v in part.hyper.items() if k not in told} for part in stack.parts]
+
+
+def _estimators(stack: Stack) -> list[str]:
+    """The curvature estimator of every run; empty where there is none."""
+    own = {run.method: estimator_of(run.method) for run in stack.runs}
+    return [run.kind.curvature or getattr(own[run.method], "name", "") for run in stack.runs]
 
 
 def _fingerprint(stack: Stack) -> str:

@@ -14,6 +14,7 @@ from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
+from dpivon.stacked.rules import RULES, estimator_of
 from dpivon.study.evaluation import HELD_OUT, Evaluation
 
 FORMAT = "dpivon-study-1"
@@ -23,6 +24,14 @@ SPLITS = ("final", "tuning")
 CLASSES = 10  # of each of the data sets
 _PAPER = ("cifar10", "paper", ())  # data set, network and classes of the paper's experiment
 _FIX = "Write the plan with `dpivon study resolve`"
+#: The curvature that a method had by default when results were first made with it.
+_FIRST = {
+    "dp-calm": "empirical-bayes-fisher",
+    "dp-steady": "empirical-bayes-fisher",
+    "dp-ivon-gradsq": "gradsq-corrected",
+    "dp-ivon-gradsq-plain": "gradsq",
+    "dp-ivon-reparam": "reparam",
+}
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,10 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
         text += f"|{plan.dataset}|{plan.network}|{plan.classes}"
     if plan.augment is not None:
         text += f"|{plan.augment}"
+    # A run that names no estimator has its method's default, and with another one it is another run.
+    own = estimator_of(run.method) if run.method in RULES else None  # an unknown one is named where it is used
+    if own is not None and "curvature" not in run.options and own.name != _FIRST.get(run.method):
+        text += f"|{own.name}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

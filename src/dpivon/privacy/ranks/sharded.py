@@ -123,15 +123,18 @@ def check_sharded(module: nn.Module, mode: str, optimizer: Any, group: Group | N
     for name, p in module.named_parameters():
         if p.requires_grad:
             _check_layout(name, p, group)
+    if (
+        isinstance(optimizer, LearnsFromReleases)
+        and not isinstance(optimizer, IVON)
+        and type(optimizer) is not RuleOptimizer
+    ):
+        fix = "Use dpivon.IVON, RuleOptimizer or an optimizer of torch.optim, or train unsharded"  # rules go by coordinates
+        raise bad("optimizer", type(optimizer).__name__, "does not know sharded parameters", fix)
     estimator = getattr(getattr(optimizer, "rule", optimizer), "estimator", getattr(optimizer, "curvature", None))
     if not getattr(estimator, "elementwise", True):
-        fix = "Use 'gradsq-corrected', or train unsharded"
-        raise bad("curvature", estimator.name, "pools over a tensor of which each rank has a part", fix)  # type: ignore[union-attr]
-    if isinstance(optimizer, IVON):
-        return
-    if isinstance(optimizer, LearnsFromReleases) and type(optimizer) is not RuleOptimizer:  # rules go by coordinates
-        fix = "Use dpivon.IVON, RuleOptimizer or an optimizer of torch.optim, or train unsharded"
-        raise bad("optimizer", type(optimizer).__name__, "does not know sharded parameters", fix)
+        other = "gradsq-corrected" if isinstance(optimizer, IVON) else "averaged-fisher"
+        problem = "pools over weights of which each rank has a part"
+        raise bad("curvature", estimator.name, problem, f"Use {other!r}, or train unsharded")  # type: ignore[union-attr]
 
 
 def _check_layout(name: str, p: Any, group: Group) -> None:

@@ -158,7 +158,7 @@ class _Judge:
             return self._bar("2d", text, numbers=raw)
         i = interval(values)
         plainly = "" if i.high < 0 else "; it buys nothing that is shown here"
-        numbers = f"after it {nats(i, '+')} against the same run without width, {len(found)} cells; {raw}{plainly}"
+        numbers = f"after it {nats(i, '+')} against runs without width, {len(found)} cells; {raw}{plainly}"
         return self._bar("2d", text, MET if i.high < 0 else NOT_MET, numbers)
 
     # ---- the paper's own setting

@@ -16,6 +16,7 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.methods import METHODS
 from dpivon.recipe import WIDTH
+from dpivon.stacked.rules import FILLED
 from dpivon.study import table
 from dpivon.study.cells import Value, value
 from dpivon.study.compare.cell import SETTING, Cell, Contender, cell_of
@@ -88,7 +89,7 @@ class Field:
             key = (row["method"], told(row["method"], row["options"]), row["lr"])
             members = found.setdefault(key, {})
             if row["seed"] in members:
-                problem = f"holds {key[0]} twice at seed {row['seed']}, once with a default named and once without"
+                problem = f"holds {key[0]} twice at seed {row['seed']}, perhaps once with a default named and once without"
                 raise bad("outs", str(out), problem, "Take one of them out of its table")
             members[row["seed"]] = row
         if plan and len(rows) < len(plan.runs):
@@ -235,10 +236,11 @@ class Field:
 
 
 def told(method: str, options: str) -> str:
-    """Options without those that only name the method's default: what is left makes it another contender."""
+    """Options without those that only name the method's default: what is left makes it another contender. What a stack fills in
+    where nothing is said, as the plan's T, is no default: ``steps: 0`` is a run that does not know T."""
     if not options or method not in METHODS:
         return options
-    defaults = METHODS[method].defaults
+    defaults = {k: v for k, v in METHODS[method].defaults.items() if k not in (*FILLED, "steps")}
     return changed({k: v for k, v in json.loads(options).items() if k not in defaults or defaults[k] != v})
 
 
