@@ -89,7 +89,9 @@ class Field:
             key = (row["method"], told(row["method"], row["options"]), row["lr"])
             members = found.setdefault(key, {})
             if row["seed"] in members:
-                problem = f"holds {key[0]} twice at seed {row['seed']}, perhaps once with a default named and once without"
+                problem = (
+                    f"holds {key[0]} twice at seed {row['seed']}, perhaps once with a default named and once without"
+                )
                 raise bad("outs", str(out), problem, "Take one of them out of its table")
             members[row["seed"]] = row
         if plan and len(rows) < len(plan.runs):
