@@ -211,10 +211,21 @@ def refusals(rank: int) -> dict[str, str]:
     return found
 
 
+def optimizer_for(what: str, params: Any) -> torch.optim.Optimizer:
+    if what in ("rank-one", "whole"):
+        return dpivon.IVON(params, lr=0.1, ess=60, curvature=what)
+    if what == "steady":
+        return SteadyOptimizer(params, ess=60)
+    if what == "calm rule":
+        return RuleOptimizer(params, Calm(), lr=0.1, ess=60.0)
+    if what == "rule":
+        return dpivon.LangevinDynamics(params, lr=0.1, ess=60)
+    return torch.optim.SGD(params, lr=0.1)
+
+
 def attempt(what: str) -> None:
     net: Any = trainings.network()
     options: dict[str, Any] = {}
-    make = lambda net: torch.optim.SGD(net.parameters(), lr=0.1)  # noqa: E731
     if what == "conv":
         net = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten())
     if what == "reaching":
@@ -227,18 +238,10 @@ def attempt(what: str) -> None:
         fully_shard(net)
     if what == "mode":
         options["grad_sample_mode"] = "hooks"
-    if what in ("rank-one", "whole"):
-        make = lambda net: dpivon.IVON(net.parameters(), lr=0.1, ess=60, curvature=what)  # noqa: E731
-    if what == "steady":
-        make = lambda net: SteadyOptimizer(net.parameters(), ess=60)  # noqa: E731
-    if what == "calm rule":
-        make = lambda net: RuleOptimizer(net.parameters(), Calm(), lr=0.1, ess=60.0)  # noqa: E731
-    if what == "rule":
-        make = lambda net: dpivon.LangevinDynamics(net.parameters(), lr=0.1, ess=60)  # noqa: E731
     engine = dpivon.PrivacyEngine(distributed=what != "alone")
     model, optimizer, loader = engine.make_private(
         module=net,
-        optimizer=make(net),
+        optimizer=optimizer_for(what, net.parameters()),
         data_loader=torch.utils.data.DataLoader(trainings.dataset(), batch_size=12),
         noise_multiplier=1.0,
         max_grad_norm=1.0,

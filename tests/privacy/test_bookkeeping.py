@@ -1,4 +1,4 @@
-"""Book-keeping gradients against a loop over examples: every layer rule, shape and option, and every way to misuse it."""
+"""Book-keeping gradients against a loop over examples: every layer rule, shape and option."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from benchmarks.overhead import as_on_a_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.layers import DPLSTM
+from per_example_loop import book, both_precisions, loop, loss_of, small_cnn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpivon import ArgumentError, PrivacyError
+from dpivon import PrivacyError
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum, row_norms
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
@@ -22,62 +22,6 @@ from dpivon.privacy.layers import Dense, Outer, Rows, register_rule, uses
 from dpivon.privacy.layers.standardised import standardised_conv, standardised_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using padding=.same.")
-
-
-def loss_of(output, weight):
-    """A per-example loss that reaches every output element differently."""
-    return (torch.tanh(output) * weight[: output[0].numel()].view_as(output[0])).flatten(1).sum(1)
-
-
-def loop(model, x, weight, clipping):
-    """The definition: one example at a time, in fp64."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    rows = []
-    for i in range(len(x)):
-        loss = loss_of(model(x[i : i + 1]), weight).sum()
-        grads = torch.autograd.grad(loss, params, allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)])
-    return clipped_sum([torch.stack(column) for column in zip(*rows, strict=True)], clipping)
-
-
-def book(model, x, weight, clipping, *, reduction="mean", channels_last=False, **options):
-    keeper = BookKeeper(model, batch_first=True, loss_reduction=reduction, **options)
-    params = [p for p in model.parameters() if p.requires_grad]
-    try:
-        if channels_last:
-            x = x.to(memory_format=torch.channels_last)
-        losses = loss_of(model(x), weight)
-        (losses.mean() if reduction == "mean" else losses.sum()).backward()
-        assert all(p.grad is None for p in params), "an ordinary weight gradient was computed"
-        return keeper.clipped_sums(params, clipping)
-    finally:
-        keeper.detach_from_model()
-
-
-def agree(model, x, *, clip=None, dtype=torch.float64, tolerance=1e-10, **options):
-    """Relative error against the fp64 loop, with clipping active for about half of the examples and with none."""
-    weight = torch.randn(8192, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    reference = model.double()
-    wide = x.double() if x.is_floating_point() else x
-    norm = max(
-        float(torch.cat([s.flatten() for s in loop(reference, wide[:1], weight, FlatClipping(1e9))]).norm()), 1e-3
-    )
-    for bound in [clip] if clip else [0.9 * norm, 1e6 * norm]:
-        expected = loop(reference, wide, weight, FlatClipping(bound))
-        model.to(dtype)
-        got = book(model, x.to(dtype) if x.is_floating_point() else x, weight.to(dtype), FlatClipping(bound), **options)
-        model.double()
-        # Relative to what was summed, not to the sum, which may cancel.
-        scale = max(
-            math.sqrt(sum(float(e.square().sum()) for e in expected)), min(bound, norm) * math.sqrt(len(x)) / 10
-        )
-        error = math.sqrt(sum(float((e - g.double()).square().sum()) for e, g in zip(expected, got, strict=True)))
-        assert error <= tolerance * scale, (bound, error / scale)
-
-
-def both_precisions(model, x, **options):
-    agree(model, x, **options)
-    agree(model, x, dtype=torch.float32, tolerance=1e-5, **options)
 
 
 @given(
@@ -224,100 +168,6 @@ def test_batch_second_throughout():
         torch.testing.assert_close(e, g)
 
 
-class CrossAttention(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
-
-    def forward(self, x):
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        out, _ = self.attention(x, x.flip(1), x * 0.5, attn_mask=mask)
-        return out
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_cross_attention_with_a_mask(bias):
-    torch.manual_seed(0)
-    both_precisions(CrossAttention(bias=bias), torch.randn(3, 4, 8))
-
-
-class MaskedSelfAttention(nn.Module):
-    """Without weights, as an encoder calls it: the scores never lie in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
-        padding[:, -1] = x[:, -1, 0] > 0
-        return self.attention(x, x, x, padding, need_weights=False, attn_mask=mask)[0]
-
-
-def test_self_attention_without_weights():
-    torch.manual_seed(0)
-    x = torch.randn(4, 5, 8)
-    assert 0 < int((x[:, -1, 0] > 0).sum()) < 4
-    both_precisions(MaskedSelfAttention(), x)
-
-
-def test_an_example_that_is_not_finite_does_not_reach_the_others_through_attention():
-    torch.manual_seed(0)
-    model, weight = MaskedSelfAttention(), torch.randn(8192)
-    x = torch.randn(4, 5, 8)
-    x[1, 2, 3] = float("nan")
-    got = book(model, x, weight, FlatClipping(0.5), reduction="sum")
-    expected = book(model, x[[0, 2, 3]], weight, FlatClipping(0.5), reduction="sum")
-    for e, g in zip(expected, got, strict=True):
-        torch.testing.assert_close(e, g)
-
-
-def test_attention_computes_what_the_layer_computes():
-    torch.manual_seed(0)
-    layer = nn.MultiheadAttention(8, 2, batch_first=True).double()
-    x = torch.randn(3, 5, 8, dtype=torch.float64)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]])
-    for options in ({}, {"key_padding_mask": padding}, {"average_attn_weights": False}, {"need_weights": False}):
-        expected, expected_weights = layer(x, x, x, **options)
-        keeper = BookKeeper(layer, batch_first=True, loss_reduction="mean")
-        out, weights = layer(x, x, x, **options)
-        keeper.detach_from_model()
-        torch.testing.assert_close(out, expected)
-        if expected_weights is not None:
-            torch.testing.assert_close(weights, expected_weights)
-
-
-def test_attention_refuses_the_masks_that_the_layer_refuses():
-    """One that only happens to fit would hide one example's keys from the others; one of integers would be added."""
-    layer, x = nn.MultiheadAttention(8, 2), torch.randn(6, 4, 8)  # six positions, four examples
-    refused = {
-        "key_padding_mask": [torch.zeros(6, 4, dtype=torch.bool), torch.zeros(4, 6, dtype=torch.long)],
-        "attn_mask": [torch.zeros(1, 6), torch.zeros(6, 8, 6), torch.zeros(4, 2, 6, 6), torch.zeros(6, 6).long()],
-        "is_causal": [True],
-    }
-    for name, values in refused.items():
-        for value in values:
-            with pytest.raises((AssertionError, RuntimeError)):
-                layer(x, x, x, **{name: value})
-            keeper = BookKeeper(layer, batch_first=False, loss_reduction="mean")
-            with pytest.raises(ArgumentError, match=f"{name}=.*Use |{name}=.*Give "):
-                layer(x, x, x, **{name: value})
-            keeper.detach_from_model()
-
-
-def test_attention_dropout_shows_in_the_weights_as_the_layer_shows_it():
-    layer, x = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).double(), torch.randn(3, 5, 8).double()
-    torch.manual_seed(1)
-    expected, expected_weights = layer(x, x, x, average_attn_weights=False)
-    keeper = BookKeeper(layer, batch_first=True, loss_reduction="mean")
-    torch.manual_seed(1)
-    out, weights = layer(x, x, x, average_attn_weights=False)
-    keeper.detach_from_model()
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(weights, expected_weights)
-
-
 class Conv1D(nn.Module):
     """Hugging Face's Conv1D, as its source writes it."""
 
@@ -337,19 +187,6 @@ Conv1D.__module__ = "transformers.pytorch_utils"
 def test_hugging_face_conv1d():
     torch.manual_seed(0)
     both_precisions(nn.Sequential(Conv1D(5, 4), nn.Tanh(), Conv1D(3, 5)), torch.randn(3, 6, 4))
-
-
-def small_cnn():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, padding=1, groups=4),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(128, 5),
-    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -550,92 +387,6 @@ def test_several_theta_samples_and_augmentations_are_averaged_per_example_before
         keeper.end_of_sample(params, 3)
     for e, g in zip(expected, keeper.clipped_sums(params, FlatClipping(0.3)), strict=True):
         torch.testing.assert_close(e, g)
-
-
-# ---- misuse is refused
-
-
-class Functional(nn.Module):
-    """Uses a weight behind its layer's back."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return F.linear(self.layer(x), self.layer.weight)
-
-
-def test_functional_use_of_a_parameter_is_an_error_not_silence():
-    model = Functional()
-    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
-    model(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(PrivacyError, match="outside its layer"):
-        keeper.clipped_sums(list(model.parameters()), FlatClipping(1.0))
-
-
-def test_rows_that_are_not_examples_are_an_error():
-    class Flattened(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.layer(x.reshape(-1, 4)).reshape(len(x), -1)
-
-    model = Flattened()
-    BookKeeper(model, batch_first=True, loss_reduction="mean")
-    with pytest.raises(PrivacyError, match="saw 15 rows in a batch of 5"):
-        model(torch.randn(5, 3, 4)).sum().backward()
-
-
-def test_a_second_pass_before_the_step_is_an_error():
-    model = small_cnn()
-    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
-    for _ in range(2):
-        model(torch.randn(2, 3, 8, 8)).sum().backward()
-    with pytest.raises(PrivacyError, match="second forward and backward"):
-        keeper.clipped_sums(list(model.parameters()), FlatClipping(1.0))
-
-
-def test_a_second_backward_through_one_forward_is_an_error():
-    model = nn.Sequential(nn.Linear(3, 2))
-    BookKeeper(model, batch_first=True, loss_reduction="mean")
-    loss = model(torch.randn(4, 3)).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(PrivacyError, match="second backward"):
-        loss.backward()
-
-
-def test_backward_through_an_earlier_batch_is_an_error():
-    model = nn.Sequential(nn.Linear(3, 2))
-    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
-    loss = model(torch.randn(4, 3)).sum()
-    keeper.forget_passes()
-    with pytest.raises(PrivacyError, match="earlier batch"):
-        loss.backward()
-
-
-def test_a_failing_forward_leaves_the_weights_trainable():
-    class Failing(nn.Linear):
-        def forward(self, x):
-            raise RuntimeError("out of memory")
-
-    register_rule(Failing)(lambda layer, inputs, g: {})
-    model = nn.Sequential(Failing(3, 2))
-    BookKeeper(model, batch_first=True, loss_reduction="mean")
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model(torch.randn(4, 3))
-    assert all(p.requires_grad for p in model.parameters())
-
-
-def test_evaluation_is_not_watched():
-    model = small_cnn().eval()
-    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
-    model(torch.randn(2, 3, 8, 8)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    with pytest.raises(PrivacyError, match="without per-example gradients"):
-        keeper.clipped_sums(list(model.parameters()), FlatClipping(1.0))
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from per_example_loop import book, both_precisions
 from private_runs import CLASSES, EXAMPLES, FEATURES, CapturingNoise, data, images, make, mlp
-from test_bookkeeping import book, both_precisions
 from torch import nn
 
 from dpivon import DpivonError, PrivacyError

@@ -19,13 +19,11 @@ import torch
 from dpivon import budget, temperature_cost
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
-from dpivon.methods import METHODS
 from dpivon.stacked import Stack
 from dpivon.study import grouped, runner, table
 from dpivon.study.__main__ import main
 from dpivon.study.evaluate import predicted
-from dpivon.study.folder import claim, group
-from dpivon.study.merge import merge
+from dpivon.study.folder import group
 from dpivon.study.plan import Plan, PlannedRun, noise_seed
 from dpivon.study.progress import Progress
 from dpivon.study.runner import run_study
@@ -334,48 +332,6 @@ def test_results_of_two_plans_never_meet(undisturbed, tmp_path, capsys):
     other.write(tmp_path / "other.json")
     assert main(["run", str(tmp_path / "other.json"), "--out", str(undisturbed), "--quiet"]) == 2
     assert "another plan" in capsys.readouterr().err
-
-
-def test_results_of_two_defaults_never_meet(tmp_path, monkeypatch):
-    """A folder that was begun when a method had another default: its ids mean other runs today. What the study names itself,
-    and what another method does, is no reason to stop."""
-    folder = tmp_path / "study"
-    folder.mkdir()
-    steady = replace(PLAN, runs=(PlannedRun("dp-steady", 64, 1.0, 1.0, 0, 3.5, {"trace": 0.25}),))
-    claim(folder, steady)
-    kept = json.loads((folder / "defaults.json").read_text())["dp-steady"]
-    assert kept["curvature"] == METHODS["dp-steady"].defaults["curvature"]
-    assert "trace" not in kept
-    claim(folder, steady)
-    other = replace(METHODS["dp-steady"], defaults={**METHODS["dp-steady"].defaults, "curvature": "averaged-fisher"})
-    monkeypatch.setitem(METHODS, "dp-steady", other)
-    with pytest.raises(ArgumentError, match="results of dp-steady with curvature = 'whole-fisher' where a study says"):
-        claim(folder, steady)
-    with pytest.raises(ArgumentError, match="results of dp-steady with curvature"):  # nor may it grow
-        claim(
-            folder, replace(steady, runs=(*steady.runs, PlannedRun("dp-steady", 64, 1.0, 1.0, 1, 3.5, {"trace": 0.25})))
-        )
-    named = replace(steady, runs=(PlannedRun("dp-steady", 64, 1.0, 1.0, 0, 3.5, {"curvature": "whole-fisher"}),))
-    again = tmp_path / "named"
-    again.mkdir()
-    claim(again, named)
-    monkeypatch.setitem(METHODS, "dp-steady", replace(other, defaults={**other.defaults, "curvature": "whole-fisher"}))
-    claim(again, named)
-    parts = [tmp_path / "a", tmp_path / "b"]
-    for part in parts:
-        part.mkdir()
-        claim(part, steady)
-        monkeypatch.setitem(METHODS, "dp-steady", other)
-    with pytest.raises(
-        ArgumentError, match=r"others='.*b': holds results of dp-steady with curvature = 'averaged-fisher'"
-    ):
-        merge(tmp_path / "all", parts)
-    (folder / "defaults.json").write_text("[1, 2")
-    with pytest.raises(ArgumentError, match="is not a table of options by method"):
-        claim(folder, steady)
-    (folder / "defaults.json").unlink()  # results that are older than this file
-    claim(folder, steady)
-    assert not (folder / "defaults.json").exists()
 
 
 def test_a_plan_that_grew_goes_on_from_what_is_finished(undisturbed, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -41,5 +41,4 @@ def compiled(function: _F, device: torch.device, *, again: bool = False) -> _F:
         return function
     # One process may train many stacks of different sizes; past the limit torch would go back to eager without a word.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    result: _F = torch.compile(function, dynamic=False, options=options(again=again))  # type: ignore[assignment]
-    return result
+    return cast(_F, torch.compile(function, dynamic=False, options=options(again=again)))

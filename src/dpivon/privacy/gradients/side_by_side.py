@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.privacy.layers.summed import Summed, side_by_side
+from dpivon.privacy.layers.summed import Summed, one_matrix
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 
@@ -24,7 +24,7 @@ def in_blocks(
         return [([i], use) for i, use in enumerate(uses)]
     blocks: list[tuple[list[int], Use | None]] = []
     if waiting := {i: use for i, use in enumerate(uses) if isinstance(use, Summed)}:
-        blocks.append((list(waiting), side_by_side(list(waiting.values()))))
+        blocks.append((list(waiting), one_matrix(list(waiting.values()))))
     small = _beside(params, uses)
     if len(small) > 1:
         blocks.append((small, Dense(torch.cat([_rows(uses[i]) for i in small], 1))))

@@ -33,7 +33,7 @@ class Summed:
 
     @cached_property
     def _made(self) -> Dense:
-        return side_by_side([self])
+        return one_matrix([self])
 
     def squared_norm(self) -> Tensor:
         return self._made.squared_norm()
@@ -54,6 +54,6 @@ class Summed:
         return Summed(self.g.unflatten(0, (-1, rows)).flatten(1, 2))
 
 
-def side_by_side(biases: Sequence[Summed]) -> Dense:
-    """All of them as one matrix."""
+def one_matrix(biases: Sequence[Summed]) -> Dense:
+    """All of them side by side."""
     return Dense(position_sums([bias.g for bias in biases], False))

@@ -130,11 +130,11 @@ def check_sharded(module: nn.Module, mode: str, optimizer: Any, group: Group | N
     ):
         fix = "Use dpivon.IVON, RuleOptimizer or an optimizer of torch.optim, or train unsharded"  # rules go by coordinates
         raise bad("optimizer", type(optimizer).__name__, "does not know sharded parameters", fix)
-    estimator = getattr(getattr(optimizer, "rule", optimizer), "estimator", getattr(optimizer, "curvature", None))
+    estimator: Any = getattr(getattr(optimizer, "rule", optimizer), "estimator", getattr(optimizer, "curvature", None))
     if not getattr(estimator, "elementwise", True):
         other = "gradsq-corrected" if isinstance(optimizer, IVON) else "averaged-fisher"
         problem = "pools over weights of which each rank has a part"
-        raise bad("curvature", estimator.name, problem, f"Use {other!r}, or train unsharded")  # type: ignore[union-attr]
+        raise bad("curvature", estimator.name, problem, f"Use {other!r}, or train unsharded")
 
 
 def _check_layout(name: str, p: Any, group: Group) -> None:
