@@ -200,15 +200,6 @@ def test_a_run_that_does_not_know_its_steps_is_another_contender(field):
     assert {c.variant for c in found.contenders if c.method == "dp-steady"} == {"", '{"steps": 0.0, "trace": 0.25}'}
 
 
-def test_only_the_recipe_is_known_by_its_width(field):
-    """Another method's run with such an option is a variant of it, and its plain run stands for it."""
-    traced = json.dumps({"trace": WIDTH})
-    rows = [row("dp-adam", s, 0, 0.003, plain("dp-adam", s, 0.003), options=traced) for s in SIGMAS]
-    found = field(rows + final(), tuned=preferring("dp-sgd"))
-    assert found.entries[found.cells[0]][Contender("dp-adam")].rows[0]["options"] == ""
-    assert {c.variant for c in found.contenders if c.method == "dp-adam"} == {"", traced}
-
-
 def test_a_table_that_lacks_something_is_refused(field):
     with pytest.raises(ArgumentError, match="holds a run without one of dataset"):
         field(changed(final(), at("dp-sgd", 4.3, 1), accuracy=None), tuned=preferring("dp-sgd"))

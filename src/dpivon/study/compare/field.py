@@ -111,8 +111,8 @@ class Field:
         out: dict[Contender, Entry] = {}
         for method in dict.fromkeys(key[0] for key in found):
             kinds = list(dict.fromkeys(options for m, options, _ in found if m == method))
-            preferred = [changed({"trace": WIDTH}), ""] if method == self.ours else [""]  # the recipe as it is shipped
-            main = next((kind for kind in preferred if kind in kinds), kinds[0])
+            shipped = changed({"trace": WIDTH})  # alone it fits no other method: a width needs averages
+            main = next((kind for kind in (shipped, "") if kind in kinds), kinds[0])
             for options in kinds:
                 variant = "" if options == main else options or '{"options": "none"}'
                 rates = sorted(lr for m, o, lr in found if (m, o) == (method, options))
