@@ -437,6 +437,16 @@ def test_the_papers_own_setting_from_two_folders(field):
     with pytest.raises(ArgumentError, match="stands in two folders"):
         field(rows(others), rows(others))
 
+    def part(keep):
+        ours = [r for r in rows([("dp-steady", 3.5, 0.605)]) if keep(r)]
+        return bars(field(ours, rows(others, bare)), scope="paper")["3a"]
+
+    whole_settings = part(lambda r: r["batch_size"] == 512)
+    assert whole_settings.verdict == "met where measured"
+    assert "(mean of 2 curves); 20 of 30 cells cannot be compared" in whole_settings.numbers
+    # A curve with a gap has no area, and no other stands in for it.
+    assert part(lambda r: r["batch_size"] == 512 or r["noise_multiplier"] == 1.0).verdict == "not measured"
+
 
 def test_the_leaderboard_counts_only_what_is_within_epsilon_and_small(field):
     def scores(method, sigma, lr):

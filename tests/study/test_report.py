@@ -180,13 +180,32 @@ def test_variants_are_compared_not_averaged(results):
     assert all(x.split(" | ")[5].endswith("(-0.25)") and x.split(" | ")[1].endswith("(+0)") for x in lines)
     assert len(table.read(results / "summary.csv")) == 8
     figure = draw_ablations(ivon + other)
-    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["DP-IVON-Gradsq, ess = 500"]
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ess = 500"]
     nll = [x for dots in figure.axes[1].containers for x in dots[0].get_xdata()]
     assert len(nll) == 4
     assert nll == pytest.approx([-0.25] * len(nll))
     refused = invoke("study", "figures", results)
     assert refused.exit_code == 2
     assert "several variants" in refused.stderr
+
+
+def test_variants_are_held_against_what_the_plan_names_first(results):
+    """Whichever was finished first; and after a temperature, where all have one."""
+    made = [r for r in table.read(results / "runs.csv") if r["method"] == "dp-adam"]
+    kept = ("method", "batch_size", "noise_multiplier", "max_grad_norm", "seed", "lr")
+    runs = [PlannedRun(**{k: r[k] for k in kept}, options={"ema": ema}) for ema in (0.5, 0.25) for r in made]
+    plan = Plan("order", "cifar10", "paper", "final", 1, 1e-5, 1, 0, tuple(runs))
+    plan.write(results / "study.json")
+    scores = {"tempered_accuracy": 0.5, "tempered_ece": 0.02}
+    rows = [
+        r | scores | {"options": json.dumps(dict(run.options)), "id": run.id, "tempered_nll": run.options["ema"]}
+        for r, run in zip(made * 2, runs, strict=True)
+    ]
+    table.write(results / "runs.csv", rows[::-1])
+    write_report(results)
+    assert "difference from DP-Adam, ema = 0.5, lr 0.1." in (results / "ablations.md").read_text()
+    nll = [x for dots in draw_ablations(rows).axes[1].containers for x in dots[0].get_xdata()]
+    assert nll == pytest.approx([-0.25] * 4)
 
 
 def test_what_lies_beside_a_study_goes_with_it(results, tmp_path):

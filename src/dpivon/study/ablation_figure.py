@@ -16,7 +16,8 @@ MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE"}
 def ablation_figure(cells: Mapping[Variant, Cells], base: Variant, names: Mapping[Variant, str]) -> Any:
     """A panel a measure, a line a variant, a dot a cell of the grid: the difference from ``base``, its spread as a bar.
 
-    Averaged over draws where the variant has a posterior. A run that diverged has no dot.
+    Averaged over draws where the variant has a posterior, and after the private temperature where every variant has one. A run
+    that diverged has no dot.
     """
     import matplotlib
 
@@ -28,16 +29,16 @@ def _drawn(cells: Mapping[Variant, Cells], base: Variant, names: Mapping[Variant
     from matplotlib import colormaps
 
     found = [v for v in cells if v != base]
-    grid = sorted(
-        {(r["noise_multiplier"], r["batch_size"], r["max_grad_norm"]) for c in cells.values() for r in c.rows}
-    )
+    rows = [r for c in cells.values() for r in c.rows]
+    tempered = all(r.get("tempered_nll") is not None for r in rows)
+    grid = sorted({(r["noise_multiplier"], r["batch_size"], r["max_grad_norm"]) for r in rows})
     figure = new_figure(11.5, 1.9 + 0.33 * len(found))
     axes = figure.subplots(1, len(MEASURES), sharey=True, squeeze=False)[0]
     colours = [colormaps["viridis"](0.85 * i / max(1, len(grid) - 1)) for i in range(len(grid))]
     for axis, (measure, label) in zip(axes, MEASURES.items(), strict=True):
         for i, (sigma, b, c) in enumerate(grid):
-            start, _ = _score(cells[base], base, (b, sigma, c), measure)
-            points = [(*_score(cells[v], v, (b, sigma, c), measure), line) for line, v in enumerate(found)]
+            start, _ = _score(cells[base], base, (b, sigma, c), measure, tempered)
+            points = [(*_score(cells[v], v, (b, sigma, c), measure, tempered), line) for line, v in enumerate(found)]
             drawn = [(mean - start, spread, line) for mean, spread, line in points if math.isfinite(mean - start)]
             if drawn:
                 x, spread, lines = zip(*drawn, strict=True)
@@ -52,7 +53,8 @@ def _drawn(cells: Mapping[Variant, Cells], base: Variant, names: Mapping[Variant
     axes[0].set_yticks(range(len(found)), [names[v] for v in found])
     axes[0].invert_yaxis()
     legend(figure, axes, [])
-    figure.suptitle(f"Against {names[base]}, averaged over draws, mean and spread of seeds", fontsize=11)
+    how = "averaged over draws, after the temperature" if tempered else "averaged over draws"
+    figure.suptitle(f"Against {names[base]}\n{how}; mean and spread of seeds", fontsize=11)
     return figure
 
 
@@ -74,9 +76,11 @@ def _cell(grid: Sequence[tuple[float, int, float]], sigma: float, b: int, c: flo
     return ", ".join([f"σ = {sigma:g}", *more])
 
 
-def _score(cells: Cells, variant: Variant, at: tuple[int, float, float], measure: str) -> tuple[float, float]:
+def _score(
+    cells: Cells, variant: Variant, at: tuple[int, float, float], measure: str, tempered: bool
+) -> tuple[float, float]:
     """Mean and spread, averaged over draws where there are any; NaN where nothing ran."""
-    for column in (f"mc_{measure}", measure):
+    for column in ([f"tempered_{measure}"] if tempered else []) + [f"mc_{measure}", measure]:
         value = cells.get(variant[0], *at, column)
         if value is not None:
             return value.mean, value.std

@@ -64,10 +64,7 @@ def is_of(row: Row, variant: Variant) -> bool:
 
 def draw_ablations(rows: Sequence[Row]) -> Any:
     cells, base = by_variant(rows)
-    one_rate = len({lr for _, _, lr in cells}) == 1
-    return ablation_figure(
-        cells, base, {v: describe(v).rpartition(", ")[0] if one_rate else describe(v) for v in cells}
-    )
+    return ablation_figure(cells, base, {v: describe(v) if v == base else changes(v, base) for v in cells})
 
 
 def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str:
@@ -105,9 +102,21 @@ def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str
 def describe(variant: Variant) -> str:
     """A variant in words: its method, what of it was changed, and last its learning rate."""
     method, options, lr = variant
-    changes = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
+    changed = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
     rate = "a rate for each cell" if lr is None else f"lr {lr:g}"
-    return f"{METHODS[method].title if method in METHODS else method}{', ' + changes if changes else ''}, {rate}"
+    return f"{METHODS[method].title if method in METHODS else method}{', ' + changed if changed else ''}, {rate}"
+
+
+def changes(variant: Variant, base: Variant) -> str:
+    """What of ``base`` is another in the variant, in words; of another method everything is."""
+    if variant[0] != base[0]:
+        return describe(variant)
+    ours, theirs = (json.loads(options) if options else {} for options in (variant[1], base[1]))
+    found = [f"{k} = {shown(v)}" for k, v in ours.items() if k not in theirs or theirs[k] != v]
+    found += [f"{k} as by default" for k in theirs if k not in ours]
+    if variant[2] != base[2]:
+        found.append("a rate for each cell" if variant[2] is None else f"lr {variant[2]:g}")
+    return ", ".join(found)
 
 
 def _shown(value: Value | None, reference: Value | None) -> str:

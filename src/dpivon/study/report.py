@@ -17,7 +17,7 @@ from dpivon.study.check import check_page
 from dpivon.study.claims_page import claims_page
 from dpivon.study.figures import draw_figures, save
 from dpivon.study.hooks import HOOKS
-from dpivon.study.plan import read_plan
+from dpivon.study.plan import Plan, read_plan
 from dpivon.study.table import SCORES, Row
 from dpivon.study.tuning import candidates, epsilon_with_tuning, history
 
@@ -69,6 +69,7 @@ def write_report(out: Path, tuning: Path | None = None, check: Path | None = Non
     summary = out / "summary.csv"
     _summary(rows, tuned, summary)
     if is_ablation(rows):
+        rows = _in_order(rows, plan)
         page = out / "ablations.md"
         page.write_text(ablations_page(rows, title=title, plan=plan), encoding="utf-8")
         return [*save(draw_ablations(rows), out / "figures" / "ablations"), summary, page]
@@ -102,6 +103,12 @@ def _beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
             raise bad(kind, str(given), f"holds no {name}", f"Give the folder of the {kind} study, or leave it out")
         return rows
     return table.read(out / name) or table.read(out.resolve().with_name(f"{out.resolve().name}-{kind}") / name)
+
+
+def _in_order(rows: list[Row], plan: Plan | None) -> list[Row]:
+    """As the plan has them, not as they were finished: the others are held against what it names first."""
+    place = {run.id: i for i, run in enumerate(plan.runs)} if plan else {}
+    return sorted(rows, key=lambda row: place.get(row["id"], len(place)))
 
 
 def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dpivon.study.compare.cell import Cell, Contender
 from dpivon.study.compare.field import MEAN, RAW, TEMPERED, Field
-from dpivon.study.compare.pooled import Differences, against_best, area_difference, curves, met_by, pooled
+from dpivon.study.compare.pooled import Differences, against_best, area_difference, begun, met_by, pooled
 from dpivon.study.compare.published import PUBLISHED, published
 from dpivon.study.compare.scopes import NORMS, TITLES, Scope, lacking
 from dpivon.study.compare.statistics import Interval, holm, interval, p_value
@@ -88,7 +88,7 @@ class _Judge:
         least = min(found.values(), key=lambda i: i.mean)
         lowest = replace(least, low=min(i.low for i in found.values()))  # shown only if it is shown of each
         numbers = "; ".join(f"{points(i)} against {title}" for title, i in found.items())
-        number_of = len(curves(self.scope.cells))
+        number_of = len(begun(self.field, self.scope.cells, self.ours))
         numbers += f" (mean of {number_of} curves)" if number_of > 1 else ""
         return self._bar(number, text, verdict(lowest, 0.0, above=True, strict=number == "1c"), numbers)
 

@@ -147,13 +147,19 @@ def _line(
         return
     ours = contender.method == field.ours and not contender.variant
     paint = _paint(contender) if ours else colour(contender.method, number)
-    look: dict[str, Any] = {"color": paint, "lw": 1.8 if ours else 1.3, "ls": ":" if contender.variant else "-"}
+    look: dict[str, Any] = {"color": paint, "lw": 1.8 if ours else 1.3, "ls": _dashes(field, contender)}
     look |= {"markerfacecolor": "white"} if ours and not contender.default else {}
     eps, values = zip(*points, strict=True)
     means, stds = [v.mean for v in values], [v.std for v in values]
     axis.plot(eps, means, marker=MARKERS.get(contender.method, "D"), ms=3.5, label=_label(field, contender), **look)
     low, high = ([max(m + k * s, 1e-6) for m, s in zip(means, stds, strict=True)] for k in (-1, 1))
     axis.fill_between(eps, low, high, color=paint, alpha=0.1, lw=0)
+
+
+def _dashes(field: Field, contender: Contender) -> str:
+    """A variant is not drawn through, and no two of a method alike."""
+    others = [c for c in field.contenders if c.variant and c.method == contender.method]
+    return [":", "--", "-."][others.index(contender) % 3] if contender.variant else "-"
 
 
 def _label(field: Field, contender: Contender) -> str:

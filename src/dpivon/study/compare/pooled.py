@@ -43,10 +43,15 @@ def areas(field: Field, cells: Sequence[Cell], contender: Contender) -> Differen
     return {seed: log_area(epsilons, [scores[seed] for scores in found]) for seed in sorted(common)} or None
 
 
+def begun(field: Field, cells: Sequence[Cell], ours: Contender) -> list[list[Cell]]:
+    """The curves of settings in which ours ran at all; a setting that was left out as a whole is not a gap in a curve."""
+    return [members for members in curves(cells).values() if met_by(field, members, ours)]
+
+
 def area_difference(field: Field, cells: Sequence[Cell], ours: Contender, theirs: Contender) -> list[float] | None:
-    """Ours less theirs, repetition by repetition, averaged over the settings; None if one of them has a gap."""
+    """Ours less theirs, repetition by repetition, averaged over the settings that ours began; None if one has a gap."""
     parts = []
-    for members in curves(cells).values():
+    for members in begun(field, cells, ours):
         a, b = areas(field, members, ours), areas(field, members, theirs)
         if a is None or b is None:
             return None

@@ -1,0 +1,34 @@
+"""The recipe's width is the one that its tuning chose, by a rule that could have chosen another."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.spread import choice, scores
+
+from dpivon.recipe import WIDTH
+
+
+def made_up(*nll):
+    """Widths 0, .1 and .25 at one cell: two seeds .01 either way, so that a difference has a standard error of .014."""
+    return {
+        width: {
+            ("512", "1"): {
+                "tempered_nll": [x - 0.01, x + 0.01],
+                "tempered_ece": [0.0] * 2,
+                "tempered_accuracy": [0.5] * 2,
+            }
+        }
+        for width, x in zip((0.0, 0.1, 0.25), nll, strict=True)
+    }
+
+
+def test_the_default_is_what_held_out_pictures_chose():
+    assert choice(scores())[0] == WIDTH
+
+
+@pytest.mark.parametrize(
+    ("nll", "width"),
+    [((1.0, 1.013, 1.016), 0.1), ((1.0, 1.016, 1.013), 0.25), ((1.0, 1.02, 1.02), 0.0), ((1.1, 1.0, 1.1), 0.1)],
+)
+def test_the_widest_within_one_standard_error(nll, width):
+    assert choice(made_up(*nll))[0] == width
