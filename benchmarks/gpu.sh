@@ -24,17 +24,21 @@ step step-cnn-512-h200 cnn 512
 step step-cnn-128-h200 cnn 128
 # shellcheck disable=SC2086  # a list of words
 step step-wrn-h200 wrn 256 --only $plain opacus-hooks opacus-ghost ours-bf16 ours-captured
-# The same with kernels for its convolutions, which are off by default. One contender is new to the compiler's cache, so it
-# may have the processors to itself: 508 configurations of torch's own kernels on two of them would take minutes.
-export DPIVON_CONV_KERNELS=1 TORCHINDUCTOR_COMPILE_THREADS=16
-# shellcheck disable=SC2086
-step step-wrn-kernels-h200 wrn 256 --only $plain ours-bf16 ours-captured
-unset DPIVON_CONV_KERNELS
-export TORCHINDUCTOR_COMPILE_THREADS=2
 # shellcheck disable=SC2086
 step step-text-h200 text 512 --only $plain ours-bf16 ours-captured
 # shellcheck disable=SC2086
 step step-vit-h200 vit 256 --only $plain ours-bf16 ours-captured
+# The same with kernels for norms and sums, which are off by default. One contender is new to the compiler's cache, so it
+# may have the processors to itself: 508 configurations of torch's own kernels on two of them would take minutes.
+export DPIVON_CONV_KERNELS=1 TORCHINDUCTOR_COMPILE_THREADS=16
+# shellcheck disable=SC2086
+step step-wrn-kernels-h200 wrn 256 --only $plain opacus-hooks ours-bf16 ours-captured
+# shellcheck disable=SC2086
+step step-text-kernels-h200 text 512 --only $plain ours-bf16 ours-captured
+# shellcheck disable=SC2086
+step step-vit-kernels-h200 vit 256 --only $plain ours-bf16 ours-captured
+unset DPIVON_CONV_KERNELS
+export TORCHINDUCTOR_COMPILE_THREADS=2
 measure stacked-h200 benchmarks.stacked --steps 64
 measure scaling-h200 benchmarks.scaling --device cuda
 measure evaluation-h200 benchmarks.evaluation --device cuda

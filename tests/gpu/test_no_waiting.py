@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,18 @@ from dpivon.models import PaperCNN
 from dpivon.privacy.noise import TorchNoise
 
 DEVICE = torch.device("cuda")
+
+
+@contextmanager
+def waiting_is_an_error():
+    """In this block alone. The mode is set inside ``try``: torch warns once it has set it, and where that is raised as an
+    error the mode would stay for all tests that follow in the process."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")
@@ -43,11 +57,8 @@ def test_no_operation_of_a_step_waits_for_the_device(spoiled):
 
     for _ in range(2):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(bool(torch.isfinite(p).all()) for p in parameters)
 
 

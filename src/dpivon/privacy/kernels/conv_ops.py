@@ -4,9 +4,10 @@ CUDA graph captures.
     torch.ops.dpivon.conv_statistics   what the examples' norms are made of, [examples, 1 or 3, out]
     torch.ops.dpivon.conv_sums         the weighted sum, in chunks to be added up in double, [chunks, taps · in, out]
 
-On an H200 they take a quarter off the private step of a wide residual network and of a text encoder, and a tenth off a vision
-transformer's (results/benchmarks). They are off until every test of a GPU has passed with them: ``DPIVON_CONV_KERNELS=1`` in
-the environment turns them on, and so does :func:`kernels`. Without them every convolution is unfolded.
+On an H200 they take half off the private step of a wide residual network, a seventh off a text encoder's and little off a
+vision transformer's, against the best plain step (results/benchmarks). They are off until every test of a GPU has passed with
+them at one commit: ``DPIVON_CONV_KERNELS=1`` in the environment turns them on, and so does :func:`kernels`. Without them every
+convolution is unfolded.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
     Tiles are 64×64 at most, for bf16 with four warps. A larger one reads less, but statistics of standardised weights hold four
     tiles in registers: of 64×64 two programs fit side by side, and one multiplies while the other reduces. Where an example
     takes several rounds, the sums go over examples and rounds in one loop, so that reading does not pause between two examples.
-    On an H200 each of the two was faster for every 3×3 layer of a WRN-16-4 that it concerns; both at once, and layers of other
-    networks, are not timed yet (`python -m benchmarks.convs --candidates`). An example is cut into three parts, so that a batch
-    of 256 gives each of 132 processors about six programs.
+    On an H200 each of the two was faster for every 3×3 layer of a WRN-16-4 that it concerns; both at once took the norms and
+    sums of its whole step from 3.14 to 2.93 ms. Layers of other networks are not timed one by one yet (`python -m
+    benchmarks.convs --candidates`). An example is cut into three parts, so that a batch of 256 gives each of 132 processors
+    about six programs.
     """
     bt = _positions_at_once(positions, 64 if dtype == torch.bfloat16 else 32)
     bd, bo = min(64, _power_of_two(rows)), min(64, _power_of_two(out))
