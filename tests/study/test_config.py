@@ -248,7 +248,7 @@ def test_the_recipe_on_the_papers_grid_has_the_papers_cells():
         return {(r.batch_size, r.noise_multiplier, r.max_grad_norm, r.seed) for r in plan.runs}
 
     grid, paper = resolve(STUDIES / "strong-grid.yaml"), resolve(STUDIES / "paper.yaml")
-    assert cells(grid) == cells(paper)
+    assert cells(grid) == {cell for cell in cells(paper) if cell[0] == 512}
     assert (grid.epochs, grid.delta, grid.network, grid.seed) == (paper.epochs, paper.delta, paper.network, paper.seed)
     assert {(r.method, r.lr) for r in grid.runs} == {("dp-steady", METHODS["dp-steady"].lr)} == {("dp-steady", RATE)}
     assert len(resolve(STUDIES / "strong-ablation.yaml").runs) == 108
@@ -301,7 +301,7 @@ def test_rates_by_cell(resolved, tmp_path):
 def test_the_leaderboards_study():
     """The rates that equal tuning chose, the recipe as it is shipped, views and averaged iterates for all, ε as it says."""
     final = resolve(STUDIES / "leaderboard.yaml")
-    assert len(final.runs) == 24
+    assert len(final.runs) == 8
     assert final.network == "compact"
     assert final.augment == Augmentation(2, flip=True, crop=4)
     assert all("ema" in r.options or r.method == "dp-steady" for r in final.runs)
