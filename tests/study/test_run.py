@@ -197,7 +197,9 @@ def test_an_evaluation_that_is_stopped_goes_on_and_the_training_is_not_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(grouped, "predicted", disturbed)
         if raised is None:
-            assert run_study(PLAN, tmp_path, PAIR) == Outcome(1, 3, signal.SIGINT)  # what was looked at has its row
+            assert run_study(PLAN, tmp_path, PAIR) == Outcome(
+                1, 3, signal.SIGINT, left=1
+            )  # what was looked at has its row
         else:
             with pytest.raises(raised):
                 run_study(PLAN, tmp_path, PAIR)
@@ -398,7 +400,10 @@ def test_a_stack_that_does_not_fit_is_told_what_to_do(tmp_path, monkeypatch):
 
 def test_a_part_of_a_plan(undisturbed, tmp_path):
     part = Settings(quiet=True, block=4, device="cpu", only="-b128-")
-    assert run_study(PLAN, tmp_path, part).finished == 1
+    stopped = run_study(PLAN, tmp_path, replace(part, minutes=1e-9, block=1))
+    assert (stopped.finished, stopped.exit_code) == (0, 75)
+    outcome = run_study(PLAN, tmp_path, part)
+    assert (outcome.finished, outcome.planned, outcome.exit_code) == (1, 3, 0)  # all that was asked for
     assert [r["method"] for r in table.read(tmp_path / "runs.csv")] == ["dp-adam"]
     assert run_study(PLAN, tmp_path, FAST).finished == 3
     compare(tmp_path, undisturbed, exact=True)

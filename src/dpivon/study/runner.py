@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,16 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                 retire(folder, out)
                 del work
                 clear(device)
-    return Outcome(len(finished(out, plan)), len(plan.runs), stopped())
+    return outcome_of(plan, out, settings, stopped())
+
+
+def outcome_of(
+    plan: Plan, out: Path, settings: Settings, signal: int, failed: Mapping[str, str] | None = None
+) -> Outcome:
+    """What came of a call: a part of the plan, where only that was asked for, may be all there is to do."""
+    done = finished(out, plan)
+    left = sum(settings.only in run.id and run.id not in done for run in plan.runs)
+    return Outcome(len(done), len(plan.runs), signal, failed or {}, left)
 
 
 def check_settings(settings: Settings) -> None:

@@ -64,17 +64,19 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many of the plan's runs are finished, which signal stopped the others, and which were given up and why."""
+    """How many of the plan's runs are finished, which signal stopped the others, which were given up and why, and how many are
+    left of those that were asked for; without a number, all that are not finished."""
 
     finished: int
     planned: int
     signal: int = 0
     failed: Mapping[str, str] = field(default_factory=dict)
+    left: int | None = None
 
     @property
     def exit_code(self) -> int:
         """128 + the signal; 1 if runs were given up; otherwise 75 (EX_TEMPFAIL: run it again to go on) or 0."""
-        if self.finished == self.planned:
+        if (self.planned - self.finished if self.left is None else self.left) == 0:
             return 0
         return 128 + self.signal if self.signal else 1 if self.failed else 75
 

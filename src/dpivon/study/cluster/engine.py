@@ -33,7 +33,7 @@ from dpivon.study.datasets import load_data
 from dpivon.study.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
 from dpivon.study.plan import Plan, PlannedRun, steps_of
 from dpivon.study.progress import Progress
-from dpivon.study.runner import check_settings, progress_of, stop_signals
+from dpivon.study.runner import check_settings, outcome_of, progress_of, stop_signals
 from dpivon.study.settings import MOST, Cluster, Outcome, Settings
 
 _WAIT = 0.5  # seconds between looks at the desk
@@ -70,7 +70,7 @@ def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> O
                     ) from error
                 finally:
                     driver.close()
-        return Outcome(len(finished(out, plan)), len(plan.runs), stopped(), failed)
+        return outcome_of(plan, out, settings, stopped(), failed)
 
 
 def _check(cluster: Cluster) -> None:
