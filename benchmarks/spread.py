@@ -26,6 +26,7 @@ FOLDERS = ("strong-spread-tuning", "strong-spread-small-tuning")
 FINAL = ("strong-epsilon", "strong-paper", "strong-fashion")
 MEASURES = ("tempered_nll", "tempered_ece", "tempered_accuracy")
 
+CELL = ("dataset", "network", "batch_size", "noise_multiplier", "max_grad_norm", "lr")
 Cell = tuple[str, ...]
 Scores = dict[float, dict[Cell, dict[str, list[float]]]]  # by width, cell and measure, a number a seed
 
@@ -37,7 +38,7 @@ def scores(folders: Sequence[str] = FOLDERS, table: str = "tuning.csv") -> Score
         with (RESULTS / folder / table).open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["method"] == "dp-steady"]
         for row in sorted(rows, key=lambda row: int(row["seed"])):
-            cell = row["dataset"], row["batch_size"], row["noise_multiplier"]
+            cell = tuple(row[name] for name in CELL)
             for measure in MEASURES:
                 found[json.loads(row["options"])["trace"]][cell][measure].append(float(row[measure]))
     return found
@@ -62,8 +63,9 @@ def choice(found: Scores) -> tuple[float, list[str]]:
     for width in sorted(found):
         over, error = nll[width][0] - nll[best][0], math.hypot(nll[width][1], nll[best][1])
         close += [width] if over <= error else []
-        numbers = [nll[width][0], over, error, *(summary(found[width], m)[0] for m in MEASURES[1:])]
-        lines.append(f"| {width:g} | " + " | ".join(f"{x:.4f}" for x in numbers) + " |")
+        from_best = ["", ""] if width == best else [f"{over:.4f}", f"{error:.4f}"]
+        others = [f"{summary(found[width], m)[0]:.4f}" for m in MEASURES[1:]]
+        lines.append(" | ".join([f"| {width:g}", f"{nll[width][0]:.4f}", *from_best, *others]) + " |")
     return max(close), lines
 
 
@@ -91,14 +93,21 @@ def on_the_test_set(found: Scores) -> list[str]:
     return lines
 
 
+def counted(found: Scores) -> str:
+    cells = next(iter(found.values()))
+    seeds = sorted({len(values["tempered_nll"]) for each in found.values() for values in each.values()})
+    return f"{len(cells)} cells, {' or '.join(map(str, seeds))} repetitions each"
+
+
 def main() -> None:
-    width, lines = choice(scores())
+    tuned, final = scores(), scores(FINAL, "runs.csv")
+    width, lines = choice(tuned)
     text = [
         "# How wide: trace by held-out pictures",
         "",
         "    python -m benchmarks.spread",
         "",
-        f"From {' and '.join(f'`results/{f}`' for f in FOLDERS)}: seven cells, two or three seeds each.",
+        f"From {' and '.join(f'`results/{f}`' for f in FOLDERS)}: {counted(tuned)}.",
         "",
         *lines,
         "",
@@ -106,9 +115,9 @@ def main() -> None:
         "",
         "## On the test sets, which chose nothing",
         "",
-        f"From {', '.join(f'`results/{f}`' for f in FINAL)}: eleven cells, five repetitions, each with noise of its own.",
+        f"From {', '.join(f'`results/{f}`' for f in FINAL)}: {counted(final)}, each with noise of its own.",
         "",
-        *on_the_test_set(scores(FINAL, "runs.csv")),
+        *on_the_test_set(final),
         "",
     ]
     (RESULTS / "strong-privacy" / "spread.md").write_text("\n".join(text), encoding="utf-8")

@@ -391,6 +391,33 @@ def test_one_repetition_proves_nothing(field):
     assert found["1c"].verdict == "met, within chance"
 
 
+def test_what_a_second_network_leaves_out_is_said(field):
+    """One ε of another network, one seed, and worse: no area, fewer repetitions for the mean, and a small model too."""
+    one = [r | {"network": "compact"} for r in final(seeds=1) if r["noise_multiplier"] == 4.3]
+    worse = [r | {"accuracy": 0.3, "mc_accuracy": 0.3} if r["method"] == "dp-steady" else r for r in one]
+    found = field(final(), worse, tuned=preferring("dp-adam"))
+    judged = bars(found)
+    assert judged["1a"].verdict == "not measured"
+    assert judged["1a"].numbers == "over the 1 of 5 repetitions that every cell has"
+    assert "1 of 4 cells lie on no curve" in judged["1c"].numbers
+    small = [b for b in judge(found, scopes(found), SHIPPED) if b.number == "4a" and "ε = 3 in all" in b.scope]
+    assert [b.numbers.rpartition("; ")[2] for b in small] == ["279,882 weights", "357,258 weights"]
+    # With validation data for both there is a choice, and one of them is judged.
+    tuned = preferring("dp-steady") + [r | {"network": "compact"} for r in preferring("dp-adam", margin=0.3)]
+    both = judge(field(final(), worse, tuned=tuned), scopes(found), TUNED)
+    assert [b.numbers.rpartition("; ")[2] for b in both if b.number == "4a"].count("357,258 weights") == 2
+
+
+def test_what_is_not_met_in_a_part_says_so_too(field):
+    rows = [r for r in final() if r["noise_multiplier"] != 11.5]
+    short = [
+        r | {"accuracy": r["accuracy"] - 0.1, "mc_accuracy": 0.3} if r["method"] == "dp-steady" else r for r in rows
+    ]
+    found = bars(field(short, tuned=preferring("dp-adam")))
+    assert found["1a"].verdict == "not met"
+    assert all(found[n].numbers.endswith("nothing at ε = 1") for n in ("1a", "1b", "1c", "1d"))
+
+
 def test_a_part_of_a_scope_is_not_the_whole(field):
     rows = [r for r in final() if r["noise_multiplier"] != 11.5]
     found = field(rows, tuned=preferring("dp-adam"))

@@ -13,7 +13,7 @@ from dpivon.cli import app
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting.accountant import epsilon
 from dpivon.study import table
-from dpivon.study.ablations import ablations_page, draw_ablations, is_ablation, variants
+from dpivon.study.ablations import ablations_page, changes, draw_ablations, is_ablation, variants
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.report import write_report
 from dpivon.study.tuning import candidates, epsilon_with_tuning, pick
@@ -187,6 +187,20 @@ def test_variants_are_compared_not_averaged(results):
     refused = invoke("study", "figures", results)
     assert refused.exit_code == 2
     assert "several variants" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        (("dp-adam", '{"ema": 0.5, "beta1": 0.8}', 0.1), "beta1 = 0.8"),
+        (("dp-adam", '{"beta1": 0.9}', 0.3), "beta1 = 0.9, ema as by default, lr 0.3"),
+        (("dp-adam", '{"ema": 0.5}', None), "a rate for each cell"),
+        (("dp-adam", '{"ema": 0.50}', 0.1), "DP-Adam, ema = 0.5, lr 0.1"),  # written in another way
+        (("dp-sgd", "", 0.1), "DP-SGD, lr 0.1"),
+    ],
+)
+def test_what_a_variant_changes(variant, words):
+    assert changes(variant, ("dp-adam", '{"ema": 0.5}', 0.1)) == words
 
 
 def test_variants_are_held_against_what_the_plan_names_first(results):

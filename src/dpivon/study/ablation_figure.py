@@ -30,7 +30,7 @@ def _drawn(cells: Mapping[Variant, Cells], base: Variant, names: Mapping[Variant
 
     found = [v for v in cells if v != base]
     rows = [r for c in cells.values() for r in c.rows]
-    tempered = all(r.get("tempered_nll") is not None for r in rows)
+    tempered = all(any(r.get("tempered_nll") is not None for r in c.rows) for c in cells.values())
     grid = sorted({(r["noise_multiplier"], r["batch_size"], r["max_grad_norm"]) for r in rows})
     figure = new_figure(11.5, 1.9 + 0.33 * len(found))
     axes = figure.subplots(1, len(MEASURES), sharey=True, squeeze=False)[0]
@@ -80,7 +80,7 @@ def _score(
     cells: Cells, variant: Variant, at: tuple[int, float, float], measure: str, tempered: bool
 ) -> tuple[float, float]:
     """Mean and spread, averaged over draws where there are any; NaN where nothing ran."""
-    for column in ([f"tempered_{measure}"] if tempered else []) + [f"mc_{measure}", measure]:
+    for column in [f"tempered_{measure}"] if tempered else [f"mc_{measure}", measure]:
         value = cells.get(variant[0], *at, column)
         if value is not None:
             return value.mean, value.std

@@ -50,7 +50,7 @@ def is_ablation(rows: Sequence[Row]) -> bool:
 
 
 def by_variant(rows: Sequence[Row]) -> tuple[dict[Variant, Cells], Variant]:
-    """The cells of every variant, and the one that the others are held against."""
+    """The cells of every variant, and the one that the others are held against: the paper's plain method, or else the first."""
     found = variants(rows)
     base = next((v for v in found if v[0] == IVON and v[1] == ""), found[0])
     return {v: Cells([r for r in rows if is_of(r, v)]) for v in found}, base
@@ -68,7 +68,7 @@ def draw_ablations(rows: Sequence[Row]) -> Any:
 
 
 def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None) -> str:
-    """A table a cell of the grid: a line a variant, the difference from the plain method beside each score."""
+    """A table a cell of the grid: a line a variant, the difference from :func:`by_variant`'s first beside each score."""
     cells, base = by_variant(rows)
     found = list(cells)
     columns = _COLUMNS | {k: v for k, v in _TEMPERED.items() if any(row.get(k) is not None for row in rows)}
@@ -116,7 +116,7 @@ def changes(variant: Variant, base: Variant) -> str:
     found += [f"{k} as by default" for k in theirs if k not in ours]
     if variant[2] != base[2]:
         found.append("a rate for each cell" if variant[2] is None else f"lr {variant[2]:g}")
-    return ", ".join(found)
+    return ", ".join(found) or describe(variant)
 
 
 def _shown(value: Value | None, reference: Value | None) -> str:

@@ -106,7 +106,8 @@ def _beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
 
 
 def _in_order(rows: list[Row], plan: Plan | None) -> list[Row]:
-    """As the plan has them, not as they were finished: the others are held against what it names first."""
+    """As the plan has them, not as they were finished: what it names first is what the others are held against, unless the
+    paper's plain method is there."""
     place = {run.id: i for i, run in enumerate(plan.runs)} if plan else {}
     return sorted(rows, key=lambda row: place.get(row["id"], len(place)))
 

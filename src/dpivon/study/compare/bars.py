@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dpivon.study.compare.cell import Cell, Contender
 from dpivon.study.compare.field import MEAN, RAW, TEMPERED, Field
-from dpivon.study.compare.pooled import Differences, against_best, area_difference, begun, met_by, pooled
+from dpivon.study.compare.pooled import Differences, against_best, area_difference, begun, kept, met_by, pooled
 from dpivon.study.compare.published import PUBLISHED, published
 from dpivon.study.compare.scopes import NORMS, TITLES, Scope, lacking
 from dpivon.study.compare.statistics import Interval, holm, interval, p_value
@@ -57,14 +57,15 @@ class _Judge:
     def _close(self) -> Bar:
         text = "accuracy, mean difference from the best baseline: the 95 % interval begins at −0.5 points or above"
         found = pooled(list(self.accuracy.values()))
+        fewer = kept(list(self.accuracy.values()))
         if len(found) < 2:
-            return self._bar("1a", text)
+            return self._bar("1a", text, numbers=fewer)
         i = interval(found)
         return self._bar(
             "1a",
             text,
             MET if i.low >= CLOSE else NOT_MET,
-            f"{points(i)} over {self._cells()}{self._strict(RAW, 'accuracy')}",
+            f"{points(i)} over {self._cells()}{self._strict(RAW, 'accuracy')}{'; ' + fewer if fewer else ''}",
         )
 
     def _worst(self) -> Bar:
@@ -90,6 +91,9 @@ class _Judge:
         numbers = "; ".join(f"{points(i)} against {title}" for title, i in found.items())
         number_of = len(begun(self.field, self.scope.cells, self.ours))
         numbers += f" (mean of {number_of} curves)" if number_of > 1 else ""
+        drawn = {cell for members in begun(self.field, self.scope.cells, self.ours) for cell in members}
+        alone = sum(cell not in drawn for cell in self.cells)
+        numbers += f"; {alone} of {len(self.cells)} cells lie on no curve" if alone else ""
         return self._bar(number, text, verdict(lowest, 0.0, above=True, strict=number == "1c"), numbers)
 
     def _wins(self) -> Bar:
@@ -135,12 +139,14 @@ class _Judge:
 
     def _nll_mean(self) -> Bar:
         text = "NLL after the private temperature is lower than the best baseline's on average"
-        found = pooled(list(self._differences(TEMPERED, "nll").values()))
+        cells = list(self._differences(TEMPERED, "nll").values())
+        found = pooled(cells)
         if not found:
             return self._bar("2c", text)
-        i = interval(found)
+        i, fewer = interval(found), kept(cells)
         found_so = verdict(i, 0.0, above=False, strict=True)
-        return self._bar("2c", text, found_so, nats(i, "+") + self._strict(TEMPERED, "nll"))
+        numbers = nats(i, "+") + self._strict(TEMPERED, "nll") + ("; " + fewer if fewer else "")
+        return self._bar("2c", text, found_so, numbers)
 
     def _width(self) -> Bar:
         text = "averaging over the posterior lowers NLL beyond what a temperature does, beyond chance"
@@ -214,8 +220,8 @@ class _Judge:
         return f"{len(self.accuracy)} cells" if len(self.accuracy) > 1 else "one cell"
 
     def _bar(self, number: str, text: str, found: str = NOT_MEASURED, numbers: str = "") -> Bar:
-        """What is met in a part of the scope is not met in the rest."""
-        gaps = lacking(self.field, self.scope, list(self.accuracy)) if found.startswith(MET) else []
-        if gaps:
+        """What is met in a part of the scope is not met in the rest; and what was seen in a part is said to be."""
+        gaps = lacking(self.field, self.scope, list(self.accuracy)) if found != NOT_MEASURED else []
+        if gaps and found.startswith(MET):
             found = f"{MET} where measured{found.removeprefix(MET)}"
         return Bar(number, self.scope.title, text, found, "; ".join([*([numbers] if numbers else []), *gaps]))

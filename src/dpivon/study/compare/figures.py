@@ -156,10 +156,12 @@ def _line(
     axis.fill_between(eps, low, high, color=paint, alpha=0.1, lw=0)
 
 
-def _dashes(field: Field, contender: Contender) -> str:
-    """A variant is not drawn through, and no two of a method alike."""
-    others = [c for c in field.contenders if c.variant and c.method == contender.method]
-    return [":", "--", "-."][others.index(contender) % 3] if contender.variant else "-"
+def _dashes(field: Field, contender: Contender) -> Any:
+    """A variant is not drawn through, and no two of a method alike: dots, dashes, dashes with a dot, with two, …"""
+    if not contender.variant:
+        return "-"
+    place = [c for c in field.contenders if c.variant and c.method == contender.method].index(contender)
+    return ":" if place == 0 else (0, (4, 2) + (1, 2) * (place - 1))
 
 
 def _label(field: Field, contender: Contender) -> str:

@@ -21,6 +21,12 @@ def pooled(cells: Sequence[Differences]) -> list[float]:
     return [sum(found[seed] for found in cells) / len(cells) for seed in sorted(common)]
 
 
+def kept(cells: Sequence[Differences]) -> str:
+    """In words, how many repetitions that leaves, where it is not all of them."""
+    most, common = max((len(found) for found in cells), default=0), len(pooled(cells))
+    return f"over the {common} of {most} repetitions that every cell has" if common < most else ""
+
+
 def curves(cells: Sequence[Cell]) -> dict[Setting, list[Cell]]:
     """Cells by setting, where there are two or more: those have an area."""
     out: dict[Setting, list[Cell]] = {}
