@@ -2,7 +2,7 @@
 
     python -m benchmarks.spread     # from results/strong-spread-tuning and -small-tuning: results/strong-privacy/spread.md
 
-A score is a mean over cells (b and σ) of means over seeds, its standard error that of the seeds within cells. What is within
+A score is a mean over cells of means over seeds, its standard error that of the seeds within cells. What is within
 one standard error of the difference cannot be told apart. Of those the widest is taken: width is what a prediction has beyond
 a temperature, and under shift it pays.
 
@@ -11,14 +11,15 @@ What the final studies say of the same widths on their test sets is told beside 
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from dpivon.study import table
 from dpivon.study.compare.statistics import interval
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -27,20 +28,19 @@ FINAL = ("strong-epsilon", "strong-paper", "strong-fashion")
 MEASURES = ("tempered_nll", "tempered_ece", "tempered_accuracy")
 
 CELL = ("dataset", "network", "batch_size", "noise_multiplier", "max_grad_norm", "lr")
-Cell = tuple[str, ...]
+Cell = tuple[Any, ...]
 Scores = dict[float, dict[Cell, dict[str, list[float]]]]  # by width, cell and measure, a number a seed
 
 
-def scores(folders: Sequence[str] = FOLDERS, table: str = "tuning.csv") -> Scores:
+def scores(folders: Sequence[str] = FOLDERS, name: str = "tuning.csv") -> Scores:
     """Of DP-Steady, seeds in order."""
     found: Scores = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for folder in folders:
-        with (RESULTS / folder / table).open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["method"] == "dp-steady"]
-        for row in sorted(rows, key=lambda row: int(row["seed"])):
-            cell = tuple(row[name] for name in CELL)
+        rows = [row for row in table.read(RESULTS / folder / name) if row["method"] == "dp-steady"]
+        for row in sorted(rows, key=lambda row: row["seed"]):
+            cell = tuple(row[column] for column in CELL)
             for measure in MEASURES:
-                found[json.loads(row["options"])["trace"]][cell][measure].append(float(row[measure]))
+                found[json.loads(row["options"])["trace"]][cell][measure].append(row[measure])
     return found
 
 

@@ -89,10 +89,9 @@ class _Judge:
         least = min(found.values(), key=lambda i: i.mean)
         lowest = replace(least, low=min(i.low for i in found.values()))  # shown only if it is shown of each
         numbers = "; ".join(f"{points(i)} against {title}" for title, i in found.items())
-        number_of = len(begun(self.field, self.scope.cells, self.ours))
-        numbers += f" (mean of {number_of} curves)" if number_of > 1 else ""
-        drawn = {cell for members in begun(self.field, self.scope.cells, self.ours) for cell in members}
-        alone = sum(cell not in drawn for cell in self.cells)
+        drawn = begun(self.field, self.scope.cells, self.ours)
+        numbers += f" (mean of {len(drawn)} curves)" if len(drawn) > 1 else ""
+        alone = len(set(self.cells).difference(*drawn))
         numbers += f"; {alone} of {len(self.cells)} cells lie on no curve" if alone else ""
         return self._bar(number, text, verdict(lowest, 0.0, above=True, strict=number == "1c"), numbers)
 
