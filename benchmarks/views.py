@@ -76,7 +76,7 @@ def on_cpu(model, pictures=64, rounds=7):
             backward()
             keeper.clipped_sums(params, FlatClipping(1.0))
             keeper.forget_passes()
-            keeper.clear(params)
+            keeper.clear()
 
         out[name] = _best(private, rounds)
         keeper.detach_from_model()

@@ -7,6 +7,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dpivon.privacy.gradients.ghost import GhostCriterion
+from dpivon.privacy.gradients.per_example import PerExampleGradients
 from sowing import GRADIENTS, Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -15,8 +17,6 @@ import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
 from dpivon.audit.subject import PATHS
 from dpivon.privacy.clipping import FlatClipping
-from dpivon.privacy.gradients.ghost import GhostCriterion
-from dpivon.privacy.gradients.per_example import PerExampleGradients
 from dpivon.privacy.layers.uses import Dense
 from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.optimizer import DPOptimizer

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from dpivon.privacy.gradients.per_example import PerExampleGradients
 from sowing import GRADIENTS, Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -14,7 +15,6 @@ import dpivon.stacked.stack as stacked
 from dpivon.audit.subject import STACK_PATHS, VARIED_PATHS
 from dpivon.optim.metric import Factors
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.per_example import PerExampleGradients
 from dpivon.privacy.metric import Scaling
 from dpivon.privacy.optimizer import DPOptimizer
 

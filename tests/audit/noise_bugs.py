@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from dpivon.privacy.gradients.per_example import PerExampleGradients
 from sowing import Patch, attr, both, everywhere
 from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.mechanism as mechanism
 import dpivon.stacked.stack as stacked
-from dpivon.privacy.gradients.per_example import PerExampleGradients
 from dpivon.privacy.layers.uses import Dense
 from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from dpivon.audit.subject import PATHS, STACK_PATHS
-from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.ghost import GhostGradients
 from dpivon.privacy.gradients.per_example import PerExampleGradients
+
+from dpivon.audit.subject import PATHS, STACK_PATHS
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
 

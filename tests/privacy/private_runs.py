@@ -1,16 +1,19 @@
-"""Small models and a factory of private runs, on every way of computing the clipped sum."""
+"""Small models and a factory of private runs, with the rules of layers or with every layer run example by example."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
+from dpivon.privacy.gradients import watching
 
 EXAMPLES, FEATURES, CLASSES = 12, 5, 3
 
@@ -101,7 +104,7 @@ class Run:
         return self.noise.releases(len(self.optimizer.params))
 
 
-def make(mode: str = "hooks", **options: Any) -> Run:
+def make(mode: str = "bookkeeping", **options: Any) -> Run:
     """A run. Full batches (q = 1) unless ``batch_size`` says otherwise, so that membership is known."""
     torch.manual_seed(options.pop("seed", 0))
     x, y = options.pop("data", None) or data()
@@ -116,16 +119,23 @@ def make(mode: str = "hooks", **options: Any) -> Run:
     capture = options.pop("capture", True)
     criterion = options.pop("criterion", None) or nn.CrossEntropyLoss()
     call = options.pop("call", engine.make_private)
-    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "grad_sample_mode": mode, **options}
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
     options = {key: value for key, value in options.items() if value is not None}
-    if mode == "ghost":
-        options["criterion"] = criterion
-    made = call(module=module, optimizer=optimizer, data_loader=loader, **options)
-    model, private, *wrapped, private_loader = made
-    run = Run(engine, model, private, private_loader, wrapped[0] if wrapped else criterion, optimizer)
+    with without_rules() if mode == "alone" else nullcontext():
+        made = call(module=module, optimizer=optimizer, data_loader=loader, **options)
+    model, private, private_loader = made
+    run = Run(engine, model, private, private_loader, criterion, optimizer)
     if capture:
         run.noise = private.noise = CapturingNoise()
     return run
+
+
+@contextmanager
+def without_rules() -> Iterator[None]:
+    """Models that are made private inside have no layer with a rule: all of them run example by example."""
+    missing = {"return_value": None}
+    with mock.patch.object(watching, "rule_for", **missing), mock.patch.object(watching, "forward_for", **missing):
+        yield
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

@@ -80,8 +80,6 @@ CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "clipping adaptive": ({"clipping": "adaptive"}, "clipping", "'adaptive'"),
     "reduction unknown": ({"loss_reduction": "none"}, "loss_reduction", "'none'"),
     "mode unknown": ({"grad_sample_mode": "magic"}, "grad_sample_mode", "'magic'"),
-    "mode without wrapping": ({"grad_sample_mode": "ew", "wrap_model": False}, "wrap_model", "False"),
-    "mode batch second": ({"grad_sample_mode": "ew", "batch_first": False}, "batch_first", "False"),
     "random on empty": ({"rand_on_empty": True}, "rand_on_empty", "True"),
     "batch above N": ({"expected_batch_size": 13}, "expected_batch_size", "13"),
     "batch zero": ({"expected_batch_size": 0}, "expected_batch_size", "0"),
@@ -91,17 +89,6 @@ CALLS: dict[str, tuple[dict[str, Any], str, str]] = {
     "N fractional": ({"dataset_size": 12.5}, "dataset_size", "12.5"),
     "augmentations zero": ({"augmentations": 0}, "augmentations", "0"),
     "augmentations fractional": ({"augmentations": 1.5}, "augmentations", "1.5"),
-    "ghost per layer": (
-        {"grad_sample_mode": "ghost", "clipping": "per_layer", "max_grad_norm": [1.0] * 4},
-        "clipping",
-        "'per_layer'",
-    ),
-    "ghost augmentations": ({"grad_sample_mode": "ghost", "augmentations": 2}, "augmentations", "2"),
-    "ghost reduction": (
-        {"grad_sample_mode": "ghost", "criterion": nn.CrossEntropyLoss(reduction="sum")},
-        "criterion",
-        "reduction='sum'",
-    ),
 }
 
 
@@ -183,18 +170,8 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Linear(7, CLASSES))
 
 
-class LayerWithBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(FEATURES, CLASSES))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-def with_a_layer_that_has_a_buffer() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, FEATURES), LayerWithBuffer())
+def with_max_norm() -> nn.Module:
+    return nn.Sequential(nn.Embedding(FEATURES, 3, max_norm=1.0), nn.Flatten(), nn.Linear(3, CLASSES))
 
 
 @pytest.mark.parametrize(
@@ -207,19 +184,17 @@ def with_a_layer_that_has_a_buffer() -> nn.Module:
         (lambda: mlp().eval(), "module", "training mode"),
         (lambda: nn.DataParallel(mlp()), "module", "DataParallel"),
         (lambda: nn.LSTM(FEATURES, CLASSES), "module", "LSTM"),
-        (with_a_layer_that_has_a_buffer, "module", "cannot be trained privately"),
+        (with_max_norm, "module", "max_norm"),
     ],
 )
-def test_a_model_that_cannot_be_trained_privately_is_refused(mode, network, argument, value):
-    if mode == "ew" and network is with_a_layer_that_has_a_buffer:
-        pytest.skip("the buffer is watched in forward instead")
+def test_a_model_that_cannot_be_trained_privately_is_refused(network, argument, value):
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     before = state(module, optimizer)
     loader = plain_loader()
     call = PrivacyEngine().make_private
     refused(
-        lambda: call(module=module, optimizer=optimizer, data_loader=loader, grad_sample_mode=mode, **GOOD),
+        lambda: call(module=module, optimizer=optimizer, data_loader=loader, **GOOD),
         argument,
         value,
     )
@@ -228,8 +203,6 @@ def test_a_model_that_cannot_be_trained_privately_is_refused(mode, network, argu
 
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_wrapping_twice_is_refused(mode, wrap_model):
-    if mode == "ew" and not wrap_model:
-        pytest.skip("expanded weights need the wrapper")
     module = mlp()
     run = make(mode, module=module, wrap_model=wrap_model)
     model = run.model if wrap_model else module
@@ -255,29 +228,9 @@ def test_upstream_ivon_is_refused():
     refused(lambda: make(module=module, optimizer=lambda _: optimizer), "optimizer", "dpivon.IVON")
 
 
-def test_several_samples_in_ghost_mode_are_refused():
-    module = mlp()
-    optimizer = dpivon.IVON(module.parameters(), lr=0.1, ess=100.0, mc_samples=3)
-    refused(lambda: make("ghost", module=module, optimizer=lambda _: optimizer), "mc_samples", "3")
-    assert not optimizer._private
-
-
 def test_a_noise_generator_contradicts_secure_mode():
     generator = torch.Generator()
     refused(lambda: make(secure_mode=True, noise_generator=generator), "noise_generator", "secure_mode=True")
-
-
-class ScalarAnyway(nn.Module):
-    reduction = "mean"
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target)
-
-
-def test_a_scalar_criterion_in_ghost_mode_is_refused():
-    run = make("ghost", criterion=ScalarAnyway())
-    x, y = next(iter(run.loader))
-    refused(lambda: run.criterion(run.model(x), y), "criterion", "ScalarAnyway")
 
 
 # ---- data

@@ -51,7 +51,7 @@ class Counting(overhead.Counting):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def a_step(kind, build=PaperCNN, shape=(3, 32, 32), n=8, spoiled=False, mode=None, sigma=1.0):
+def a_step(kind, build=PaperCNN, shape=(3, 32, 32), n=8, spoiled=False, sigma=1.0):
     """One step of a user's loop on a fixed batch, and the parameters that it trains."""
     torch.manual_seed(0)
     model = build()
@@ -71,7 +71,6 @@ def a_step(kind, build=PaperCNN, shape=(3, 32, 32), n=8, spoiled=False, mode=Non
         max_grad_norm=1.0,
         poisson_sampling=False,
         noise_generator=torch.Generator().manual_seed(2),
-        **({} if mode is None else {"grad_sample_mode": mode}),
     )
     loss_fn = nn.CrossEntropyLoss()
 
@@ -195,10 +194,9 @@ def test_a_tray_takes_the_smallest_first_and_nothing_that_does_not_fit():
     assert side_by_side._beside(parameters, uses) == [0, 1, 2, 3]  # on a CPU by their own size alone
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 @pytest.mark.parametrize("kind", ["ivon", "sgd"])
-def test_a_value_is_read_back_once_to_look_for_struck_examples_and_never_where_nobody_looks(monkeypatch, kind, mode):
-    small = {"build": SmallCNN, "shape": (1, 8, 8), "mode": mode}
+def test_a_value_is_read_back_once_to_look_for_struck_examples_and_never_where_nobody_looks(monkeypatch, kind):
+    small = {"build": SmallCNN, "shape": (1, 8, 8)}
     step, _ = a_step(kind, **small)
     assert counted(step).readers == {LOOKS_FOR_STRUCK_EXAMPLES: 1}
     monkeypatch.setattr(clipping, "readable", lambda t: False)
@@ -206,10 +204,9 @@ def test_a_value_is_read_back_once_to_look_for_struck_examples_and_never_where_n
     assert counted(step).readers == {}
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 @pytest.mark.parametrize("spoiled", [False, True])
-def test_where_nobody_looks_the_result_is_the_same_to_the_bit(monkeypatch, mode, spoiled):
-    small = {"build": SmallCNN, "shape": (1, 8, 8), "mode": mode, "spoiled": spoiled}
+def test_where_nobody_looks_the_result_is_the_same_to_the_bit(monkeypatch, spoiled):
+    small = {"build": SmallCNN, "shape": (1, 8, 8), "spoiled": spoiled}
     found = []
     for looks in (True, False):
         if not looks:

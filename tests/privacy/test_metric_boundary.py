@@ -263,12 +263,11 @@ def known(optimizer: Any) -> list[Factors] | None:
     return None if optimizer._scaling is None else optimizer._scaling._factors
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks", "functorch"])
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_every_mode_releases_the_plain_loops_gradient_divided_by_d(name: str, mode: str) -> None:
+def test_every_mode_releases_the_plain_loops_gradient_divided_by_d(name: str) -> None:
     """Without noise, so that the release is the sum: step after step, with the D that was known before each."""
     with pytest.warns(dpivon.PrivacyWarning):
-        optimizer = trained(name, sigma=0.0, grad_sample_mode=mode)
+        optimizer = trained(name, sigma=0.0)
     x, y = data()
     seen = 0
     for index, at, metric, release in optimizer.log:
@@ -284,9 +283,8 @@ def test_every_mode_releases_the_plain_loops_gradient_divided_by_d(name: str, mo
     assert float(d.max() / d.min()) > 1.5
 
 
-@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
-def test_before_anything_is_known_nothing_differs_to_the_bit(mode: str) -> None:
-    plain, early = (trained("cnn", metric=m, grad_sample_mode=mode) for m in (None, FactoredMetric(every=10**6)))
+def test_before_anything_is_known_nothing_differs_to_the_bit() -> None:
+    plain, early = (trained("cnn", metric=m) for m in (None, FactoredMetric(every=10**6)))
     for (*_, a), (*_, b) in zip(plain.log, early.log, strict=True):
         assert a.variance == b.variance
         assert all(torch.equal(g, h) for g, h in zip(a.gradients.values(), b.gradients.values(), strict=True))
@@ -342,7 +340,7 @@ def test_what_learns_d_is_handed_released_numbers_without_their_parameters(monke
         return real(self, memory, g, noise_variance=noise_variance, t=t)
 
     monkeypatch.setattr(FactoredMetric, "evidence", watched)
-    optimizer = trained(grad_sample_mode="hooks")
+    optimizer = trained()
     assert seen
     assert not any(isinstance(t, nn.Parameter) or hasattr(t, "grad_sample") or t.grad_fn is not None for t in seen)
     released = {g.data_ptr() for *_, release in optimizer.log for g in release.gradients.values()}
@@ -412,7 +410,6 @@ def test_a_parameter_that_was_frozen_later_is_named_and_nothing_is_released() ->
     ("options", "told"),
     [
         ({"metric": 0.5}, "metric=0.5: is not a metric"),
-        ({"grad_sample_mode": "ghost"}, "ghost"),
         ({"make": lambda m: dpivon.LangevinDynamics(m.parameters(), lr=0.1, ess=N)}, "one noise variance"),
     ],
 )
@@ -423,7 +420,7 @@ def test_what_cannot_clip_in_a_metric_or_learn_from_it_is_refused_by_name(option
 
 def test_several_ranks_are_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match="one process, and there are 2"):
-        metric_module.make_scaling(EAGER, torch.optim.SGD(build("mlp").parameters()), mode="hooks", ranks=2)
+        metric_module.make_scaling(EAGER, torch.optim.SGD(build("mlp").parameters()), ranks=2)
 
 
 def test_a_state_of_other_parameters_changes_nothing() -> None:

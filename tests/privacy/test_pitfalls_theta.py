@@ -17,15 +17,11 @@ from private_runs import (
     parameters,
 )
 
-from dpivon import ArgumentError, PrivacyError
+from dpivon import PrivacyError
 
 
 @pytest.mark.parametrize("samples", [2, 4])
 def test_several_theta_samples_are_clipped_once_and_charged_once(mode, samples):
-    if mode == "ghost":
-        with pytest.raises(ArgumentError, match=r"mc_samples=.*ghost"):
-            make(mode, optimizer=ivon(mc_samples=samples))
-        return
     run = make(mode, data=alike(), max_grad_norm=C, optimizer=ivon(mc_samples=samples, ess=1e8))
     for x, y in run.loader:
         for _ in range(samples):
@@ -37,8 +33,6 @@ def test_several_theta_samples_are_clipped_once_and_charged_once(mode, samples):
 
 
 def test_the_gradients_at_several_theta_samples_are_averaged(mode):
-    if mode == "ghost":
-        pytest.skip("one sample a step in ghost mode")
     sums = []
     for samples in (1, 3):
         run = make(mode, max_grad_norm=1e3, optimizer=ivon(mc_samples=samples, ess=1e14))
@@ -52,8 +46,6 @@ def test_the_gradients_at_several_theta_samples_are_averaged(mode):
 
 
 def test_theta_samples_of_one_step_on_different_batches_are_refused(mode):
-    if mode == "ghost":
-        pytest.skip("one sample a step in ghost mode")
     run = make(mode, optimizer=ivon(mc_samples=2))
     x, y = next(iter(run.loader))
     with run.optimizer.sampled_params(train=True):

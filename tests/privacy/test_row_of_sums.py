@@ -34,7 +34,7 @@ def test_a_row_is_its_parts_in_the_order_of_the_parameters(name, kind):
     keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
     found = []
     for sums in (keeper.clipped_sums, keeper.clipped_row):
-        keeper.clear(params)
+        keeper.clear()
         model(x).square().sum().backward()
         found.append(sums(params, clipping))
         keeper.forget_passes()

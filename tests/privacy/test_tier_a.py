@@ -148,7 +148,7 @@ def test_per_layer_clipping_bounds_every_tensor_and_the_noise_covers_all_of_them
     options = {"clipping": "per_layer", "max_grad_norm": bounds}
     sums = []
     for d in (batch, with_example(batch, x, 1)):
-        run = private("hooks", net, d, **options)
+        run = private("bookkeeping", net, d, **options)
         run.release(*d)
         sums.append(run.noise.sums)
     total = math.hypot(*bounds)
@@ -159,8 +159,6 @@ def test_per_layer_clipping_bounds_every_tensor_and_the_noise_covers_all_of_them
 
 
 def test_augmentations_of_one_example_are_clipped_as_one(mode):
-    if mode == "ghost":
-        pytest.skip("refused in ghost mode")
     x, y = data(1)
     rows = (100 * x).repeat(4, 1), y.repeat(4)
     total = private(mode, mlp(), rows, augmentations=4).release(*rows)

@@ -74,7 +74,7 @@ def test_noise_is_gaussian_with_the_accounted_standard_deviation(mode, secure_mo
 
 @pytest.mark.parametrize("secure_mode", [False, True])
 def test_noise_is_independent_across_coordinates_parameters_and_steps(secure_mode):
-    run = noise_run("hooks", optimizer=sgd, secure_mode=secure_mode)
+    run = noise_run("bookkeeping", optimizer=sgd, secure_mode=secure_mode)
     first, second = released(run), released(run)
     half = len(first[0]) // 2
     pairs = [(first[0], first[1]), (first[0], second[0]), (first[0], second[1]), (first[1], second[1])]
@@ -108,7 +108,7 @@ def test_secure_noise_ignores_the_seed():
     drawn = []
     for _ in range(2):
         torch.manual_seed(0)
-        drawn.append(released(noise_run("hooks", optimizer=sgd, secure_mode=True))[0])
+        drawn.append(released(noise_run("bookkeeping", optimizer=sgd, secure_mode=True))[0])
     assert correlation(*drawn) < 5 / math.sqrt(len(drawn[0]))
     assert not torch.equal(*drawn)
 
@@ -116,7 +116,7 @@ def test_secure_noise_ignores_the_seed():
 def test_a_noise_generator_is_the_only_source_of_noise():
     drawn = []
     for seed in (1, 1, 2):
-        run = noise_run("hooks", optimizer=sgd, noise_generator=torch.Generator().manual_seed(seed))
+        run = noise_run("bookkeeping", optimizer=sgd, noise_generator=torch.Generator().manual_seed(seed))
         torch.manual_seed(int(torch.randint(10**6, ())))
         drawn.append(released(run)[0])
     assert torch.equal(drawn[0], drawn[1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +23,14 @@ from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import make_clipping
-from dpivon.privacy.gradients.ghost import GhostCriterion, GhostGradients
-from dpivon.privacy.gradients.modes import attach, choose
-from dpivon.privacy.guards import ForwardWatch, check_model, check_optimizer
-from dpivon.privacy.losses import check_criterion
+from dpivon.privacy.forward_watch import ForwardWatch
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.gradients.trees import map_tensors
+from dpivon.privacy.gradients.wrapping import BookKeepingHooks, BookKeepingModule
+from dpivon.privacy.guards import check_model, check_optimizer
+from dpivon.privacy.independence import check_loss_rows, check_model_rows
+from dpivon.privacy.losses import PerExampleLoss, check_criterion
+from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.metric import make_scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_verbs import OpacusVerbs
@@ -88,6 +94,7 @@ class PrivacyEngine(OpacusVerbs):
         self.secure_mode = secure_mode
         self._dataset: Any = None
         self._dataset_size: int | None = None
+        self._loader: DataLoader[Any] | None = None  # of the last make_private
         self._limit: Limit | None = None
         self.ledger: Ledger | FollowedLedger | None = None
         self._inherited = 0  # releases that the ledger held when it was attached
@@ -122,9 +129,12 @@ class PrivacyEngine(OpacusVerbs):
         expected_batch_size: float | None = None,
         augmentations: int = 1,
         metric: FactoredMetric | None = None,
+        unchecked: bool = False,
     ) -> Any:
-        """The private counterparts ``(module, optimizer, data_loader)``; in ghost mode ``(module, optimizer, criterion,
-        data_loader)``.
+        """The private counterparts ``(module, optimizer, data_loader)``.
+
+        Before the first step, and whenever the inputs change their structure, the model is tried on made-up inputs: rows
+        together must give what rows give alone (:mod:`dpivon.privacy.independence`). :meth:`check` does the same with the loss.
 
         Args:
             module: the model. Its layers must not mix examples (no BatchNorm).
@@ -132,28 +142,30 @@ class PrivacyEngine(OpacusVerbs):
             data_loader: its dataset and batch size are kept, its sampler is replaced by Poisson sampling.
             noise_multiplier: σ. With 0 training runs, recorded as non-private.
             max_grad_norm: C; a list of bounds, one a parameter, with ``clipping="per_layer"``.
-            criterion: the loss. Ghost mode needs it (default ``nn.CrossEntropyLoss``); in the others it is only checked: a
-                mean that divides by anything but the rows of the batch is refused.
+            criterion: the loss, to be checked: a mean that divides by anything but the rows of the batch is refused.
             batch_first: whether the batch is dimension 0 (True) or 1.
             loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.
             poisson_sampling: with False your loader is used as it is, recorded as non-private.
             clipping: ``"flat"`` or ``"per_layer"``.
             noise_generator: source of the noise, for reproducible experiments. Who knows its seed can remove the noise.
-            grad_sample_mode: ``"bookkeeping"``, or one of Opacus's ``"hooks"``, ``"functorch"``, ``"ew"``,
-                ``"ghost"``. None takes book-keeping if every trainable layer has a rule for it, otherwise hooks.
+            grad_sample_mode: accepted for people from Opacus. All of ``"hooks"``, ``"functorch"``, ``"ew"`` and ``"ghost"``
+                mean ``"bookkeeping"``; the first three leave ``p.grad_sample`` as Opacus does, and with ``"ghost"`` the
+                result is ``(module, optimizer, criterion, data_loader)``.
             wrap_model: False attaches hooks to the model instead of wrapping it; go on using your own model then.
             rand_on_empty: accepted for compatibility; True would double the sensitivity and is refused.
             dataset_size: the public N, if it is not simply ``len(dataset)``.
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
             metric: clip in a metric that is learned from past releases (:mod:`dpivon.optim.metric`). It costs no privacy;
-                ``Release.variance`` then has one number a coordinate. Not in ghost mode, nor on several ranks.
+                ``Release.variance`` then has one number per coordinate. Not on several ranks.
+            unchecked: train although the model cannot be tried on made-up inputs. You answer for it that no row of a batch
+                depends on another; the ledger records it.
         """
         group = self._group()
         with Start(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
             module = unwrap_parallel(module, wrap_model)
-            mode = choose(module, grad_sample_mode)
-            check_model(module, mode)
+            mode = check_mode(grad_sample_mode)
+            check_model(module)
             check_optimizer(module, optimizer)
             if rand_on_empty:
                 raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
@@ -170,13 +182,21 @@ class PrivacyEngine(OpacusVerbs):
                 sample_rate=sampling.sample_rate,
                 loss_reduction=loss_reduction,
                 poisson=poisson_sampling,
+                unchecked=unchecked,
             )
             augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
-            self._check_mode(mode, clipping, optimizer, trainable, augmentations)
-            check_criterion(criterion, loss_reduction, mode)
-            team = choose_team(group, module, mode, optimizer, self.replica_check_every)
+            if mode == "ghost":  # whose criterion takes the mean itself
+                criterion = PerExampleLoss(criterion or nn.CrossEntropyLoss(reduction=loss_reduction), loss_reduction)
+            check_criterion(criterion, loss_reduction)
+            layout: dict[str, Any] = {
+                "batch_first": batch_first,
+                "loss_reduction": loss_reduction,
+                "augmentations": augmentations,
+            }
+            checked = not unchecked and tried(criterion, module, data_loader, layout)
+            team = choose_team(group, module, optimizer, self.replica_check_every)
             ranks = 1 if team is None else team.world
-            scaling = make_scaling(metric, optimizer, mode=mode, ranks=ranks)
+            scaling = make_scaling(metric, optimizer, ranks=ranks)
             loader: DataLoader[Any] = data_loader
             if poisson_sampling:
                 loader = poisson_loader(
@@ -189,26 +209,16 @@ class PrivacyEngine(OpacusVerbs):
                 )
             elif team is not None:
                 refuse_whole_batches(data_loader, team.world)
-            try:
-                collector, source = attach(
-                    module,
-                    mode,
-                    batch_first=batch_first,
-                    loss_reduction=loss_reduction,
-                    wrap_model=wrap_model,
-                    samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
-                    augmentations=augmentations,
-                    scatter=team.scatter if isinstance(team, Sharded) else None,
-                )
-            except NotImplementedError as error:
-                raise bad(
-                    "module",
-                    type(module).__name__,
-                    f"has a layer that cannot be trained privately ({error})",
-                    "Replace or freeze the layer",
-                ) from error
-            if poisson_sampling:
-                collector.forbid_grad_accumulation()
+            keeper = BookKeeper(
+                module,
+                **layout,
+                samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
+                scatter=team.scatter if isinstance(team, Sharded) else None,
+                accumulates=not poisson_sampling,
+                keeps_gradients=mode in ("hooks", "functorch", "ew"),
+                on_first=None if unchecked else check_model_rows,
+            )
+            collector = BookKeepingModule(module, keeper) if wrap_model else BookKeepingHooks(module, keeper)
             if noise_generator is None and self._seeded_by is not None:
                 noise_generator = own_generator(self._seeded_by)
             noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
@@ -216,17 +226,19 @@ class PrivacyEngine(OpacusVerbs):
                 optimizer,
                 spec=spec,
                 clipping=clip,
-                source=source,
+                source=keeper,
                 noise=noise,
                 charge=self._charge,
                 module=module,
-                watch=ForwardWatch(module),
+                watch=ForwardWatch(keeper, keeper.on_first),
                 draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
                 prefetches=data_loader.num_workers > 0,
                 together=team,
                 scaling=scaling,
             )
+            dp_optimizer.loss_checked = checked
             self._remember_dataset(data_loader.dataset, sampling.dataset_size)
+            self._loader = loader
             self._made.append(weakref.ref(dp_optimizer))
             self._noise.append(dp_optimizer.generator)
             start.note(
@@ -235,7 +247,6 @@ class PrivacyEngine(OpacusVerbs):
                 data_loader.dataset,
                 dataset_size=sampling.dataset_size,
                 clipping=f"{clipping} {max_grad_norm}",
-                grad_sample_mode=mode,
                 augmentations=augmentations,
                 accountant=self.accountant.mechanism(),
                 secure_mode=self.secure_mode,
@@ -247,10 +258,36 @@ class PrivacyEngine(OpacusVerbs):
                     PrivacyWarning,
                     stacklevel=2,
                 )
-            if not isinstance(source, GhostGradients):
-                return collector, dp_optimizer, loader
-            ghost_criterion = self._ghost_criterion(collector, source, dp_optimizer, criterion, loss_reduction)
-            return collector, dp_optimizer, ghost_criterion, loader
+            if mode == "ghost":
+                return collector, dp_optimizer, criterion, loader
+            return collector, dp_optimizer, loader
+
+    def check(self, loss_fn: Callable[..., Any], batch: Any = None) -> None:
+        """Refuse a loss in which one example changes the part of another. Made-up numbers are used, never data.
+
+        >>> engine.check(nn.CrossEntropyLoss())  # after make_private
+        >>> engine.check(lambda model, batch: my_loss(model(batch["x"]), batch["y"]))
+
+        Rows together must have the per-example gradients that they have alone, in double precision.
+
+        Args:
+            loss_fn: a criterion, called as ``loss_fn(model(inputs), targets)`` on batches that are such pairs; or a function
+                ``loss_fn(model, batch)`` that returns the loss of the batch, as your loop computes it.
+            batch: a batch of which shapes and types are used, if the data loader's are not those that the loop sees.
+        """
+        optimizer = self._made[-1]() if self._made else None
+        if optimizer is None:
+            raise PrivacyError(
+                "check() before make_private: there is no private model to try the loss with. Call it after."
+            )
+        if batch is None:
+            assert self._loader is not None
+            batch = batch_structure(self._loader)
+        device = optimizer.params[0].device
+        batch = map_tensors(lambda t: t.to(device), batch)
+        function = _of_pairs(loss_fn) if _is_criterion(loss_fn) else loss_fn
+        check_loss_rows(optimizer.source, function, batch)
+        optimizer.loss_checked = True
 
     def _generators_beside(self, optimizer: Optimizer, data_loader: DataLoader[Any]) -> dict[str, Any]:
         """Whatever else draws, or has drawn, by the names that a caller knows."""
@@ -376,47 +413,6 @@ class PrivacyEngine(OpacusVerbs):
             return
         self.accountant.step(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate)
 
-    # ---- checks
-
-    def _check_mode(
-        self,
-        mode: str,
-        clipping: str,
-        optimizer: Optimizer,
-        trainable: list[nn.Parameter],
-        augmentations: int,
-    ) -> None:
-        if mode != "ghost":
-            return
-        fix = "Use grad_sample_mode='hooks'"
-        if clipping != "flat":
-            raise bad("clipping", clipping, "is not possible with grad_sample_mode='ghost'", fix)
-        if augmentations > 1:
-            raise bad("augmentations", augmentations, "cannot be averaged before clipping in ghost mode", fix)
-        if isinstance(optimizer, IVON) and optimizer.mc_samples > 1:
-            raise bad("mc_samples", optimizer.mc_samples, "cannot be averaged before clipping in ghost mode", fix)
-        if any(p.dtype == torch.bfloat16 for p in trainable):
-            raise bad("module", torch.bfloat16, "ghost mode would round the clipped sum below fp32", fix)
-
-    def _ghost_criterion(
-        self,
-        collector: Any,
-        source: GhostGradients,
-        optimizer: DPOptimizer,
-        criterion: Any,
-        loss_reduction: str,
-    ) -> GhostCriterion:
-        criterion = criterion if criterion is not None else nn.CrossEntropyLoss(reduction=loss_reduction)
-        return GhostCriterion(
-            collector,
-            source,
-            lambda: optimizer.params,
-            lambda: optimizer.clipping,
-            criterion,
-            loss_reduction,
-            optimizer.expected_batch_size,
-        )
-
     def _remember_dataset(self, dataset: Any, size: int) -> None:
         if self._dataset is not None and self._dataset is not dataset:
             warnings.warn(
@@ -426,3 +422,62 @@ class PrivacyEngine(OpacusVerbs):
                 stacklevel=3,
             )
         self._dataset, self._dataset_size = dataset, size
+
+
+_MODES = ("bookkeeping", "hooks", "functorch", "ew", "ghost")
+
+
+def check_mode(grad_sample_mode: str | None) -> str:
+    """The name that was given, if it is known; all of them mean book-keeping."""
+    if grad_sample_mode is None or grad_sample_mode == "bookkeeping":
+        return "bookkeeping"
+    if grad_sample_mode not in _MODES:
+        known = ", ".join(map(repr, _MODES))
+        raise bad("grad_sample_mode", grad_sample_mode, f"is not one of {known}", "Leave it out")
+    _say_what_modes_mean()
+    return grad_sample_mode
+
+
+@functools.cache
+def _say_what_modes_mean() -> None:
+    warnings.warn(
+        "grad_sample_mode: every name means book-keeping in dpivon, which has one way to compute clipped sums. Leave it out.",
+        stacklevel=5,
+    )
+
+
+def _is_criterion(loss_fn: Any) -> bool:
+    """Whether it is called with outputs and targets, as torch's losses are."""
+    if isinstance(loss_fn, nn.Module | PerExampleLoss) or hasattr(loss_fn, "reduction"):
+        return True
+    return "reduction" in inspect.signature(loss_fn).parameters
+
+
+def _of_pairs(criterion: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, batch: criterion(model(batch[0]), batch[1])
+
+
+def tried(criterion: Any, module: nn.Module, data_loader: DataLoader[Any], layout: dict[str, Any]) -> bool:
+    """Whether a criterion that was handed over could be tried on batches of inputs and targets, and passed."""
+    if criterion is None:
+        return False
+    keeper = BookKeeper(module, **layout)
+    try:
+        batch = batch_structure(data_loader)
+        if not (isinstance(batch, tuple | list) and len(batch) == 2):
+            return False
+        device = next(module.parameters()).device
+        check_loss_rows(keeper, _of_pairs(criterion), map_tensors(lambda t: t.to(device), batch))
+    except NotTried:
+        return False
+    except PrivacyError as error:
+        raise bad("criterion", criterion, f"is not a loss per example ({error})", "Use dpivon.PerExampleLoss") from None
+    finally:
+        keeper.detach_from_model()
+    return True
+
+
+def batch_structure(data_loader: DataLoader[Any]) -> Any:
+    """A batch as the loader makes it, of which shapes and types are used."""
+    record = data_loader.dataset[0]
+    return data_loader.collate_fn([record, record])

@@ -4,11 +4,11 @@ The engine undoes a mean by multiplying with the rows of the batch, so the mean 
 ``weight=`` and ``ignore_index=`` divide by the weight of the labels that happen to be in the batch: then one example
 rescales the gradients of all others before they are clipped, and the sum may move by several C. Three lines of defence:
 
-- :class:`PerExampleLoss` makes any such loss safe: one loss an example, and the mean is ours.
-- A criterion that is handed to ``make_private`` is checked, by what it says of itself and by a probe on made-up numbers.
+- :class:`PerExampleLoss` makes any such loss safe: one loss per example, and the mean is ours.
+- A loss that is handed over, as ``make_private(criterion=…)`` or ``engine.check(loss_fn)``, is tried on made-up numbers.
 - :class:`LossWatch` looks at the graph of every backward that reaches the model's output, and refuses torch's own
   weighted means in it, also where the loss was never handed over. It reads the graph's structure and no value, so its
-  answer says nothing about the data. It cannot see through a division the caller wrote out by hand.
+  answer says nothing about the data. It cannot see through a division the caller wrote out by hand: ``engine.check`` does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.errors import PrivacyError, bad, check_choice
-from dpivon.privacy.gradients.collect import tensors_in
+from dpivon.errors import DpivonError, PrivacyError, bad, check_choice
+from dpivon.privacy.gradients.trees import tensors_in
+from dpivon.privacy.made_up import Kind, NotTried, made_up, some_rows
 
 _MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph
 _NLL = "NllLoss"  # how its names of those nodes begin
 _DEFAULT_IGNORE = -100
+_CHECKED = "_CheckedBackward"
 _FIX = "Use dpivon.PerExampleLoss(loss), which takes the plain mean of weighted losses"
 
 
@@ -64,9 +66,11 @@ class PerExampleLoss:
             check_rows(self.per_example, outputs, *targets)
             self._tried = True
         losses = self.per_example(outputs, *targets)
-        if self.reduction == "none":  # as ghost mode asks of its criterion
+        if self.reduction == "none":
             return losses
-        return losses.sum() / max(len(losses), 1) if self.loss_reduction == "mean" else losses.sum()
+        total = losses.sum() / max(len(losses), 1) if self.loss_reduction == "mean" else losses.sum()
+        checked: Tensor = _Checked.apply(total)  # type: ignore[no-untyped-call]
+        return checked
 
     def per_example(self, outputs: Tensor, *targets: Any) -> Tensor:
         """[B], one loss an example: also the ``loss`` that :func:`dpivon.fit` takes."""
@@ -110,46 +114,73 @@ def one_each(loss: Callable[..., Any]) -> Callable[..., Tensor]:
     return checked
 
 
+class _Checked(torch.autograd.Function):
+    """The same number. Its node in the graph says that the loss was tried."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
 def check_rows(losses: Callable[..., Any], outputs: Tensor, *targets: Any) -> None:
-    """Refuse losses of a row that depend on another row. Tried on random outputs and targets of zeros, never on data.
+    """Refuse losses of a row that depend on another row. Tried on made-up outputs and targets, never on data.
 
-    Only shapes and types of the arguments are used. Where made-up numbers make no sense to the loss, nothing is refused.
+    Only shapes and types of the arguments are used: three rows together must have the losses, and the gradients, that each
+    has alone.
     """
-    if not outputs.is_floating_point() or outputs.dim() == 0:
-        return
-    rows = len(outputs)
-    generator = torch.Generator().manual_seed(0)
-    made = torch.rand((3, *outputs.shape[1:]), generator=generator).to(outputs.device, outputs.dtype).requires_grad_()
-    others = [_made_up(t, rows) for t in targets]
-    with torch.enable_grad():
-        try:
-            found = losses(made, *others)
-            each = found.flatten(1).sum(1) if isinstance(found, Tensor) and found.dim() > 1 else found
-            usable = isinstance(each, Tensor) and each.dim() == 1 and len(each) == 3 and each.requires_grad
-            crossed = [_others_moved(each, made, i) for i in range(3)] if usable else []
-        except Exception:  # the loss wants targets of its own kind; what it does to real ones is checked by its shape
+    classes = outputs.shape[1] if outputs.dim() > 1 else 2
+    name, reason = getattr(losses, "__name__", type(losses).__name__), ""
+    for kind in (Kind(True, classes), Kind(False, 2), Kind(False, 1)):
+        for dtype in (torch.float64, torch.float32):  # a loss with weights of its own wants theirs
+            try:
+                differs = _differ(losses, made_up((outputs, *targets), 3, len(outputs), 0, kind, dtype))
+            except DpivonError:
+                raise
+            except Exception as error:  # the loss wants other numbers than these
+                reason = reason or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                continue
+            if differs:
+                raise PrivacyError(
+                    f"loss={name}: the loss of one row depends on other rows (found on made-up numbers), so clipping would not "
+                    "bound an example. Use a loss that looks at one example at a time."
+                )
             return
-    if any(crossed):
-        raise PrivacyError(
-            f"loss={getattr(losses, '__name__', type(losses).__name__)}: the loss of one row depends on other rows (found on "
-            "made-up numbers), so clipping would not bound an example. Use a loss that looks at one example at a time."
-        )
+    raise NotTried(
+        f"loss={name}: could not be tried on made-up numbers ({reason}), so nothing shows that an example has its own loss. "
+        "Let it take any numbers of its arguments' shapes and types."
+    )
 
 
-def _others_moved(each: Tensor, made: Tensor, i: int) -> bool:
-    (slope,) = torch.autograd.grad(each[i], made, retain_graph=True)
-    slope[i] = 0.0
-    return bool((slope != 0).any())
+def _differ(losses: Callable[..., Any], rows: tuple[Any, ...]) -> bool:
+    """Whether three rows together have other losses or gradients than each alone."""
+    together = _with_gradient(losses, rows)
+    for i in range(3):
+        alone = _with_gradient(losses, some_rows(rows, [i], 3, 0))
+        for whole, one in zip(together, alone, strict=True):
+            if not torch.isfinite(one).all():
+                raise ValueError("the loss is not finite")
+            if not torch.allclose(whole[i], one[0], rtol=1e-4, atol=1e-6):
+                return True
+    return False
 
 
-def _made_up(value: Any, rows: int) -> Any:
-    if isinstance(value, Tensor) and value.dim() and len(value) == rows:
-        return torch.zeros((3, *value.shape[1:]), dtype=value.dtype, device=value.device)
-    return value
+def _with_gradient(losses: Callable[..., Any], rows: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        outputs = rows[0].detach().requires_grad_()
+        found = losses(outputs, *rows[1:])
+        each = found.flatten(1).sum(1) if isinstance(found, Tensor) and found.dim() > 1 else found
+        if not isinstance(each, Tensor) or each.shape != (len(outputs),):
+            raise ValueError("there is not one loss per row")
+        (gradient,) = torch.autograd.grad(each.sum(), outputs)
+    return each.detach(), gradient
 
 
-def check_criterion(criterion: Any, loss_reduction: str, mode: str = "ghost") -> None:
-    """A criterion that fits ``loss_reduction``; outside ghost mode, which takes the mean itself, one that is separable."""
+def check_criterion(criterion: Any, loss_reduction: str) -> None:
+    """Refuse a criterion that does not fit ``loss_reduction``, or is known not to be separable."""
     if criterion is None:
         return
     reduction = getattr(criterion, "reduction", loss_reduction)
@@ -160,7 +191,7 @@ def check_criterion(criterion: Any, loss_reduction: str, mode: str = "ghost") ->
             f"has reduction={reduction!r} but loss_reduction={loss_reduction!r}",
             "Make the two equal",
         )
-    if mode == "ghost" or isinstance(criterion, PerExampleLoss) or loss_reduction != "mean":
+    if isinstance(criterion, PerExampleLoss) or loss_reduction != "mean":
         return
     if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
         if criterion.weight is not None:
@@ -211,21 +242,26 @@ class WeightedLossError(PrivacyError):
 
 
 class LossWatch:
-    """Refuses a backward into a private model's output through one of torch's weighted means.
+    """Refuses a backward into a private model's output through one of torch's weighted means, or through the wrong reduction.
 
     It reads what torch does not promise to keep: names in the graph, and the frame of the function that starts a
     backward. So it is tried on losses that it must refuse before it is relied on, and a backward whose losses it
     cannot find is refused.
+
+    Attributes:
+        checked: whether the loss of the last backward was a :class:`PerExampleLoss`, which was tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_reduction: str = "mean", ignored: Callable[[], bool] = lambda: False) -> None:
+        self.loss_reduction, self.ignored = loss_reduction, ignored
+        self.checked = False
         check_watch()
 
     def watch(self, output: Any) -> None:
         """Look at the backward that will reach this output of the model."""
-        for z in _outputs(output):
+        for z in tensors_in(output):
             if z.grad_fn is not None:
-                z.register_hook(_Look(z))
+                z.register_hook(_Look(z, self))
 
 
 @functools.cache
@@ -255,18 +291,27 @@ def _unseen(why: str) -> PrivacyError:
 
 
 class _Look:
-    def __init__(self, z: Tensor) -> None:
+    def __init__(self, z: Tensor, watch: LossWatch | None = None) -> None:
         self._end = _name(z.grad_fn)  # not the node itself, which would make a ring of the graph
+        self._watch = watch
 
     def __call__(self, g: Tensor) -> None:
         roots = [r.grad_fn for r in _roots() if isinstance(r, Tensor)]
         if not roots:
             raise _unseen("nobody knows which losses it began with")
-        for node in _below(roots, self._end):
-            if not node.name().startswith(_NLL) or node._saved_reduction != _MEAN:
+        nodes = _below(roots, self._end)
+        ignored = self._watch is not None and self._watch.ignored()
+        for node in nodes if not ignored else _below(roots, None):
+            if not node.name().startswith(_NLL):
                 continue
-            if any(_name(n) == self._end for n in _below([node], self._end)):  # else it is the loss of another model
-                _check_nll(node)
+            # Else it is the loss of another model. A loss inside the model is above its output only if nothing ends the walk.
+            if ignored or any(_name(n) == self._end for n in _below([node], self._end)):
+                if node._saved_reduction == _MEAN:
+                    _check_nll(node, ignored=ignored)
+                if self._watch is not None:
+                    _check_reduction(node, nodes, self._watch.loss_reduction)
+        if self._watch is not None:
+            self._watch.checked = any(node.name() == _CHECKED for node in nodes)
 
 
 def _name(node: Any) -> tuple[str, int]:
@@ -274,8 +319,8 @@ def _name(node: Any) -> tuple[str, int]:
     return node.name(), node._sequence_nr()
 
 
-def _below(nodes: list[Any], end: tuple[str, int]) -> list[Any]:
-    """The nodes of a graph from these down to the model's output, which is the ``end``."""
+def _below(nodes: list[Any], end: tuple[str, int] | None) -> list[Any]:
+    """The nodes of a graph from these down to the model's output, which is the ``end``; without one, all of them."""
     seen: set[Any] = set()
     pending = list(nodes)
     while pending:
@@ -283,29 +328,37 @@ def _below(nodes: list[Any], end: tuple[str, int]) -> list[Any]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if _name(node) != end:
+        if end is None or _name(node) != end:
             pending += [following for following, _ in node.next_functions]
     return list(seen)
 
 
-def _check_nll(node: Any) -> None:
-    ignored = int(node._saved_ignore_index)
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+def _check_nll(node: Any, *, ignored: bool) -> None:
+    index = int(node._saved_ignore_index)
+    index = index - 2**64 if index >= 2**63 else index
     try:
         weighted = node._saved_weight is not None
     except RuntimeError:  # it was there, and is freed by now
         weighted = True
-    if not weighted and ignored == _DEFAULT_IGNORE:
+    if not weighted and index == _DEFAULT_IGNORE and not ignored:
         return
-    what, value = ("weight", "given") if weighted else ("ignore_index", ignored)
+    what, value = ("weight", "given") if weighted else ("ignore_index", index)
     raise WeightedLossError(
         f"loss with {what}={value} and reduction='mean': {_divides('the weights' if weighted else 'the number')}, so nothing "
         f"was released. {_FIX}, or reduction='sum' with loss_reduction='sum'."
     )
 
 
-def _outputs(value: Any) -> list[Tensor]:
-    return tensors_in(getattr(value, "logits", value))
+def _check_reduction(node: Any, path: list[Any], loss_reduction: str) -> None:
+    """A sum that nothing divides is no mean, and the reverse."""
+    found = {0: "none", _MEAN: "mean", 2: "sum"}[int(node._saved_reduction)]
+    if found in ("none", loss_reduction) or any(n.name().startswith(("Div", "Mul", "Mean", "Sum")) for n in path):
+        return
+    raise PrivacyError(
+        f"loss with reduction={found!r} under loss_reduction={loss_reduction!r}: gradients would be scaled by the size of the "
+        f"batch, which one example changes, so nothing was released. Use loss_reduction={found!r} in make_private, or "
+        f"reduction={loss_reduction!r} in the loss."
+    )
 
 
 def _roots() -> list[Any]:

@@ -130,14 +130,12 @@ class Scaling:
         self._factors = [Factors(r.to(u, copy=True), c.to(u, copy=True)) for r, c, u in pairs] or None
 
 
-def make_scaling(metric: FactoredMetric | None, optimizer: Optimizer, *, mode: str, ranks: int) -> Scaling | None:
+def make_scaling(metric: FactoredMetric | None, optimizer: Optimizer, *, ranks: int) -> Scaling | None:
     """The state of the metric asked for, if whoever is to clip in it and to learn from it can."""
     if metric is None:
         return None
     if not isinstance(metric, FactoredMetric):
         raise bad("metric", metric, "is not a metric", "Use dpivon.FactoredMetric(), or leave it out")
-    if mode == "ghost":
-        raise bad("metric", metric, "is not known to grad_sample_mode='ghost'", "Leave grad_sample_mode out")
     if ranks > 1:
         raise bad("metric", metric, f"is for one process, and there are {ranks}", "Train alone, or leave it out")
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

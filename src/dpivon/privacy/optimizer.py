@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +13,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.errors import PrivacyError, bad
+from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import HasPosterior
 from dpivon.posterior import Posterior
 from dpivon.privacy import inner, sums
 from dpivon.privacy.clipping import Clipping
-from dpivon.privacy.gradients.base import GradientSource
-from dpivon.privacy.guards import ForwardWatch
+from dpivon.privacy.forward_watch import ForwardWatch
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.metric import Scaling
 from dpivon.privacy.noise import NoiseSource
@@ -49,7 +50,7 @@ class DPOptimizer(OpacusNames):
         *,
         spec: NoiseSpec,
         clipping: Clipping,
-        source: GradientSource,
+        source: BookKeeper,
         noise: NoiseSource,
         charge: Callable[[NoiseSpec], None],
         module: nn.Module,
@@ -68,6 +69,8 @@ class DPOptimizer(OpacusNames):
         self.together: Together = together or Alone()
         self._scaling = scaling
         self.last_release: Release | None = None
+        self.loss_checked = False  # by engine.check, on made-up numbers
+        self._told_of_loss = False
         self._batch = LogicalBatch()
         self._passes = ThetaPasses(source, watch)
         self._in_closure = False
@@ -109,7 +112,7 @@ class DPOptimizer(OpacusNames):
     @property
     def accumulated_iterations(self) -> int:
         """How many batches the pending gradients come from."""
-        return self.source.batches(self.params)
+        return self.source.batches()
 
     def posterior(self, model: nn.Module | None = None) -> Any:
         """The trained posterior, under the model's own names; a point of zero width for an ordinary optimizer."""
@@ -164,7 +167,8 @@ class DPOptimizer(OpacusNames):
     def pre_step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Everything before the inner optimizer's step. False while a logical batch is still incomplete."""
         self._passes.check_complete(self.original_optimizer)
-        self.watch.check_buffers()
+        self.watch.check_tensors()
+        self._tell_of_unchecked_loss()
         self._batch.check(self._spec, drawn=self.draws is not None)
         spec = self._spec_of_release()
         self._batch.spec = self._spec
@@ -176,6 +180,18 @@ class DPOptimizer(OpacusNames):
             self._passes.rewind(self.original_optimizer)
             return False
         return self._release(spec)
+
+    def _tell_of_unchecked_loss(self) -> None:
+        """Say once that nothing shows that every example has a loss of its own."""
+        if self._told_of_loss or self.loss_checked or self.watch.losses.checked:
+            return
+        self._told_of_loss = True
+        warnings.warn(
+            "The loss was not checked: if one example changes the loss of another, clipping does not bound it. Call "
+            "engine.check(loss_fn) after make_private, or use dpivon.PerExampleLoss.",
+            PrivacyWarning,
+            stacklevel=4,
+        )
 
     def _spec_of_release(self) -> NoiseSpec:
         """The spec with what is known now: that of the last release, which was checked, unless something has changed."""

@@ -25,6 +25,7 @@ class NoiseSpec:
         accumulated: how many batches this release merges (1 under Poisson sampling).
         poisson: whether batches are really drawn by Poisson sampling; without it q amplifies nothing.
         drawn_by: where noise and batches come from (:mod:`dpivon.privacy.noise`), for the ledger; it changes no number.
+        unchecked: whether the caller answers for it that no row of a batch depends on another.
     """
 
     noise_multiplier: float
@@ -35,6 +36,7 @@ class NoiseSpec:
     accumulated: int = 1
     poisson: bool = True
     drawn_by: tuple[str, str] = ("unstated", "unstated")
+    unchecked: bool = False
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -98,10 +100,12 @@ class NoiseSpec:
             "noise": self.drawn_by[0],
             "batches": self.drawn_by[1],
             "spec": self.digest,
+            **({"unchecked": True} if self.unchecked else {}),
         }
 
     @property
     def digest(self) -> str:
         """A short fingerprint of the mechanism, the same for equal specs on every machine."""
-        text = json.dumps({k: repr(v) for k, v in asdict(self).items() if k != "drawn_by"}, sort_keys=True)
+        left_out = {"drawn_by", "unchecked"}  # which change no number
+        text = json.dumps({k: repr(v) for k, v in asdict(self).items() if k not in left_out}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from opacus.optimizers.utils import params
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dpivon.errors import ArgumentError, PrivacyError
 from dpivon.optim.ivon import IVON
-from dpivon.privacy.gradients.base import GradientSource
-from dpivon.privacy.guards import ForwardWatch
+from dpivon.privacy.forward_watch import ForwardWatch
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
 
 def variational(inner: Optimizer) -> IVON:
@@ -29,7 +28,7 @@ def variational(inner: Optimizer) -> IVON:
 class ThetaPasses:
     """Keeps what the passes of a step leave at ``source`` in step with the θ-samples of the inner optimizer."""
 
-    def __init__(self, source: GradientSource, watch: ForwardWatch) -> None:
+    def __init__(self, source: BookKeeper, watch: ForwardWatch) -> None:
         self._source, self._watch = source, watch
         self._first_batch: list[Tensor] = []
 
@@ -44,7 +43,7 @@ class ThetaPasses:
                 "call step() after them."
             )
         if k > 1:
-            self._source.begin_sample(params(inner))
+            self._source.begin_sample()
         try:
             with inner.sampled_params(train=True):
                 yield
@@ -53,7 +52,7 @@ class ThetaPasses:
         except BaseException:
             self.forget(inner)
             raise
-        self._source.end_of_sample(params(inner), k)
+        self._source.end_of_sample()
 
     def _check_same_batch(self, *, first: bool) -> None:
         if first:
@@ -80,9 +79,9 @@ class ThetaPasses:
     def clear(self, inner: Optimizer, *, keep_theta: bool) -> None:
         """Forget pending gradients, but for those of a step of which more samples are to come; and θ, unless it is kept."""
         if isinstance(inner, IVON) and inner.samples_complete:
-            self._source.begin_sample(params(inner))
+            self._source.begin_sample()
             return
-        self._source.clear(params(inner))
+        self._source.clear()
         if isinstance(inner, IVON) and not inner.inside_training_sample and not keep_theta:
             inner.discard_samples()
 
@@ -90,5 +89,5 @@ class ThetaPasses:
         """Passes that were not finished, and samples that were used in vain: whoever tries again begins with the first."""
         self._source.forget_passes()
         if isinstance(inner, IVON) and inner.samples_used:
-            self._source.clear(params(inner))
+            self._source.clear()
             inner.rewind_samples()

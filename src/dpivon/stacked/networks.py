@@ -84,7 +84,7 @@ class AnyNetwork:
         self.build, self.loss = build, one_each(loss)
         self._given_loss = loss
         self._template = build()
-        check_model(self._template, "bookkeeping")
+        check_model(self._template)
 
     @property
     def size(self) -> int:

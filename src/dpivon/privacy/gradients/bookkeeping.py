@@ -11,8 +11,11 @@ A parameter that is also used outside its layer's forward is not detached there,
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,17 +26,48 @@ from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping, struck_examples
 from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
+from dpivon.privacy.gradients.trees import map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.scaled import scaled
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
-from dpivon.privacy.precision import capturing, without_autocast
+from dpivon.privacy.made_up import NotTried
+from dpivon.privacy.precision import capturing, wide, without_autocast
 
 __all__ = ["BookKeeper", "has_rules"]
 
+Batch = dict[Tensor, list[Use]]
+_SECOND_PASS = (
+    "A second forward and backward before step(): an example could be clipped twice in one release. Call step() after every "
+    "backward; use dpivon.BatchMemoryManager for large batches."
+)
+
+
+@dataclass
+class _Passes:
+    """What the forward and backward passes of one step have left so far."""
+
+    batches: list[Batch] = field(default_factory=lambda: [defaultdict(list)])
+    kept: list[tuple[Tensor, int | None]] = field(default_factory=list)  # what the uses hold, as it was
+    recorded: int | None = None  # the forward whose gradients arrived
+    arrived: bool = False
+    second: bool = False  # whether a second pass came where one is allowed
+
 
 class BookKeeper(LayerWatch):
-    """Watches the layers of a model and keeps the uses of their parameters. It is the optimizer's gradient source."""
+    """Watches the layers of a model and keeps the uses of their parameters. It is the optimizer's source of clipped sums.
+
+    Args:
+        module: the model.
+        batch_first: whether the batch is dimension 0 or 1 of what the model takes and returns.
+        loss_reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over the rows of a batch.
+        samples: how many passes over the same examples are averaged.
+        augmentations: how many consecutive rows are one example.
+        scatter: keeps a part of each sum, where the model is sharded.
+        accumulates: whether several batches may be summed in one step, which is not private under Poisson sampling.
+        keeps_gradients: whether per-example gradients are left in ``p.grad_sample``, as Opacus does.
+        on_first: called with the book-keeper and the arguments of the first forward pass of every new structure, before it.
+    """
 
     def __init__(
         self,
@@ -44,42 +78,108 @@ class BookKeeper(LayerWatch):
         samples: int = 1,
         augmentations: int = 1,
         scatter: Callable[[Tensor, Tensor], Tensor] | None = None,
+        accumulates: bool = False,
+        keeps_gradients: bool = False,
+        on_first: Callable[[BookKeeper, Any, Any], None] | None = None,
     ) -> None:
         super().__init__(module, batch_first=batch_first, scatter=scatter)
         self.loss_reduction = loss_reduction
         self.samples, self.augmentations = samples, augmentations
-        self._uses: dict[Tensor, list[Use]] = defaultdict(list)
-        self._scale: float | None = None
+        self.accumulates, self._keeps_gradients = accumulates, keeps_gradients
+        self.on_first = on_first
+        self._known: set[Any] = set()  # structures of inputs that were seen
+        self._untried: NotTried | None = None
+        self.rehearses = False  # whether passes are on made-up inputs
+        self.doubt: Tensor | None = (
+            None  # on a GPU: whether a forward has written to the model, so that no gradient counts
+        )
+        self._passes = _Passes()
         self._pool = Pool()
         settle_allocator()
         self._generation = 0
         self._running = False  # inside the model's forward
         self._pass = 0  # the forward that is running, or ran last
-        self._recorded: int | None = None  # the forward whose gradients arrived
-        self._kept: list[tuple[Tensor, int | None]] = []  # what the uses hold, as it was
-        self._arrived = False
-        self._second_pass = False
         self._attach_to_model()
-        self._handles.append(module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True))
-        self._handles.append(module.register_forward_hook(self._end_forward, always_call=True))
+        self._hook_root(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True, prepend=True)
+        self._hook_root(module.register_forward_hook, self._end_forward, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BookKeeper:
+        """A book-keeper of the copied model. The hooks that the copy shares with the original leave it alone."""
+        new = BookKeeper(
+            copy.deepcopy(self.module, memo),
+            batch_first=self.batch_first,
+            loss_reduction=self.loss_reduction,
+            samples=self.samples,
+            augmentations=self.augmentations,
+            scatter=self._scatter,
+            accumulates=self.accumulates,
+            keeps_gradients=self._keeps_gradients,
+            on_first=self.on_first,
+        )
+        memo[id(self)] = new
+        return new
 
     # ---- recording uses
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._recording(module):
+            self.rows = self._rows_of(args, kwargs)
+            self._announce(args, kwargs)
+            if self._passes.arrived and not self.accumulates:
+                self._passes.second = True
+            self._pass += 1
         self._running = True
-        if not self._recording(module):
+
+    def _rows_of(self, args: Any, kwargs: Any) -> int:
+        sizes = [t.shape[self.dim] for t in tensors_in((args, kwargs)) if t.dim() > self.dim]
+        if not sizes:
+            raise PrivacyError(
+                f"The model {type(self.module).__name__} was given no tensor with a batch dimension, so nothing says what an "
+                "example is. Pass the batch as a tensor, or as tensors in a tuple, list or dict."
+            )
+        return sizes[0]
+
+    def _announce(self, args: Any, kwargs: Any) -> None:
+        """Say that inputs of a new structure, or other trainable layers, are about to be seen for the first time."""
+        if self.on_first is None or capturing():
             return
-        if self._arrived:
-            self._second_pass = True
-        self._pass += 1
-        dim = 0 if self.batch_first else 1
-        shapes = [t.shape for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() > dim]
-        self.rows = shapes[0][dim] if shapes else None
+        state = tuple(
+            (layer.training, *(p.requires_grad for p in layer._parameters.values() if p is not None))
+            for layer in self.module.modules()
+        )
+        known = structure((args, kwargs)), state
+        self._untried = None
+        if known not in self._known:
+            try:
+                self.on_first(self, args, kwargs)
+            except NotTried as error:
+                self._untried = error  # if the model itself cannot run, that is what its caller wants to know
+                return
+            self._known.add(known)
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._running = False
+        if not self._recording(module) or output is None:
+            return None
+        if self._untried is not None:
+            raise self._untried
+        rows = self.rows if self.loss_reduction == "mean" else None
+        return map_tensors(lambda z: _loss_of_each(z, rows), output)
 
-    def _observe(self, z: Tensor, uses: Uses, saved: Sequence[Any] = (), *, batch_major: bool = False) -> Tensor:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, passes are kept apart from those of the step under way, and forgotten at the end."""
+        before = self._passes, self.rows, self._running, self.on_first
+        self._passes, self.on_first, self.rehearses = _Passes(), None, True
+        try:
+            yield
+        finally:
+            self._passes, self.rows, self._running, self.on_first = before
+            self.rehearses = False
+
+    def _observe(
+        self, z: Tensor, uses: Uses, saved: Sequence[Any] = (), *, batch_major: bool = False, layer: str = ""
+    ) -> Tensor:
         """Arrange that the gradient of z becomes uses when backward reaches it. ``saved`` must not change until then.
 
         A checkpoint that recomputes a forward inside backward comes here again; of the two z's only one gets a gradient.
@@ -100,101 +200,138 @@ class BookKeeper(LayerWatch):
                 )
             if alone:
                 raise PrivacyError(
-                    "A layer was called outside the forward of its model, where two batches in one step would go unnoticed: "
-                    "call the model that was made private."
+                    f"{layer} was called outside the forward of its model, where two batches in one step would go unnoticed. "
+                    "Call the model that was made private."
                 )
             seen[0] = True
             check_unchanged(kept)
-            # Rows of two forwards are different examples: clipped as one, each could move the sum by 2C.
-            self._second_pass |= self._recorded not in (None, origin)
-            self._recorded = origin
+            self._note_pass(origin)
             g = g if batch_major else self._batch_major((g,))[0]
             if first and capturing() and g.dtype == torch.bfloat16:
                 g = stored(g)
             if torch.is_grad_enabled():  # with create_graph=True
                 with torch.no_grad():
-                    self._record(uses, g)
+                    self._record(uses, g, layer)
             else:
-                self._record(uses, g)
+                self._record(uses, g, layer)
 
         z.register_hook(arrived)
         return z
 
-    def _record(self, uses: Uses, g: Tensor) -> None:
-        self._arrived = True
+    def _note_pass(self, origin: int) -> None:
+        """Rows of two forwards are different examples: clipped as one, each could move the sum by 2C."""
+        passes = self._passes
+        if passes.recorded not in (None, origin):
+            if self._keeps_gradients and not self.accumulates:  # where Opacus raises, too
+                raise PrivacyError(_SECOND_PASS)
+            if not self.accumulates:
+                passes.second = True
+            elif passes.batches[-1]:
+                passes.batches.append(defaultdict(list))
+        passes.recorded = origin
+
+    def _record(self, uses: Uses, g: Tensor, layer: str) -> None:
+        passes = self._passes
+        passes.arrived = True
         rows = g.shape[0]
         if self.rows is not None and rows != self.rows:
             raise PrivacyError(
-                f"A layer saw {rows} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
-                "would not bound "
-                "an example. Keep the batch as the first dimension of every layer's input."
+                f"{layer or 'A layer'} saw {rows} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
+                "would not bound an example. Keep the batch as the first dimension of every layer's input, "
+                "[batch, tokens, features] instead of [batch · tokens, features]."
             )
-        # A mean divides every example's gradient by the rows of the batch; undone at the end, on norms and sums.
-        scale = (rows if self.loss_reduction == "mean" else 1.0) / (self.samples * self.augmentations)
-        if self._scale not in (None, scale):
-            raise PrivacyError(
-                f"Layers saw batches of different sizes in one step (scales {self._scale} and {scale}): call zero_grad() "
-                "and run forward and backward on one batch."
-            )
-        self._scale = scale
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
         with self._pool, views_of_examples(self.augmentations), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
             use = settled(use.grouped(self.augmentations)) if self.augmentations > 1 else use
-            self._uses[p].append(use)
-            self._kept += [(t, version_of(t)) for t in vars(use).values() if isinstance(t, Tensor)]
+            passes.batches[-1][p].append(use)
+            passes.kept += [(t, version_of(t)) for t in vars(use).values() if isinstance(t, Tensor)]
+            if self._keeps_gradients:
+                each = [merge(batch[p]).materialise() * self._share for batch in passes.batches if p in batch]
+                p.grad_sample = each[0] if len(each) == 1 else each  # type: ignore[attr-defined]
 
-    # ---- the gradient source
+    @property
+    def _share(self) -> float:
+        """Of each pass and augmentation in the average that is an example's gradient."""
+        return 1.0 / (self.samples * self.augmentations)
+
+    # ---- the source of clipped sums
 
     @torch.no_grad()
     def clipped_sums(
         self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
     ) -> list[Tensor]:
+        """Σ_i ḡ_i of the passes just made, by parameter, in double. A second call without a new pass is an error.
+
+        With a ``metric``, one D per parameter, it is Σ_i clip(D ⊙ g_i), not divided by D again.
+        """
         sums: list[Any] = [None] * len(params)
-        for members, total in self._sums_of_blocks(params, clipping, metric):
-            for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
-                sums[i] = part if self._scatter is None else self._scatter(params[i], part)
+        for batch in self._take(params):
+            for members, total in self._sums_of_blocks(batch, params, clipping, metric):
+                for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
+                    part = part if self._scatter is None else self._scatter(params[i], part)
+                    sums[i] = part if sums[i] is None else sums[i] + part
+        self._pool.take_back()
         return sums
 
     @torch.no_grad()
     def clipped_row(
         self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
     ) -> Tensor:
-        """The same sums one after the other, as a program wants them. What lies side by side in a block and in the row
-        is moved there together: a compiler launches a copy for each part of a row."""
+        """The same sums of one batch one after the other, as a program wants them. What lies side by side in a block and in
+        the row is moved there together: a compiler launches a copy for each part of a row."""
         pieces: dict[int, Tensor] = {}
-        for members, total in self._sums_of_blocks(params, clipping, metric):
+        (batch,) = self._take(params)
+        for members, total in self._sums_of_blocks(batch, params, clipping, metric):
             runs = neighbours(members)
             sizes = [sum(params[i].numel() for i in run) for run in runs]
             pieces |= {run[0]: part for run, part in zip(runs, total.flatten().split(sizes), strict=True)}
+        self._pool.take_back()
         return torch.cat([pieces[first] for first in sorted(pieces)])
 
+    def _take(self, params: Sequence[Tensor]) -> list[Batch]:
+        """The uses of every batch, once."""
+        self._check(params)
+        check_unchanged(self._passes.kept)
+        batches = self._passes.batches
+        self._passes.batches, self._passes.kept = [defaultdict(list)], []
+        return batches
+
+    def norms_and_sums(self, params: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """‖g_i‖² of every example, and Σ_i c_i g_i by parameter for the given c, of the passes just made."""
+        (batch,) = self._take(params)
+        squares, sums = weights.new_zeros(len(weights)), []
+        for p in params:
+            if p in batch:
+                use = merge(batch[p])
+                squares = squares + use.squared_norm().to(squares)
+                sums.append(use.weighted_sum(weights * self._share))
+            else:
+                sums.append(torch.zeros_like(p))
+        self._pool.take_back()
+        return squares * self._share**2, sums
+
     def _sums_of_blocks(
-        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None
+        self, batch: Batch, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Which parameters are summed as one, by their place, and their sum: of several, one after the other."""
-        self._check(params)
-        check_unchanged(self._kept)
-        recorded = [self._uses.get(p) for p in params]
+        recorded = [batch.get(p) for p in params]
         uses = [None if found is None else merge(found) for found in recorded]
         if metric is not None:
             uses = [None if use is None else scaled(use, d) for use, d in zip(uses, metric, strict=True)]
-        scale = self._scale or 1.0
-        self._uses.clear()
-        self._kept.clear()
-        self._scale = None
+        batch.clear()
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = in_blocks(params, uses, joint=clipping.joint and self._scatter is None)
         del uses, recorded  # what was put side by side need not be kept twice
         norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
-        table = (
-            torch.stack([torch.zeros_like(known) if n is None else n for n in norms]).clamp_(min=0.0).sqrt_() * scale
-        )
-        factors = clipping.factors(table)
+        table = torch.stack([torch.zeros_like(known) if n is None else n for n in norms])
+        factors = clipping.factors(table.clamp_(min=0.0).sqrt_() * self._share)
+        if self.doubt is not None:
+            factors = factors.masked_fill(self.doubt, 0.0)
         struck, recording = struck_examples(factors), capturing()
-        weights = (factors * scale).to(dtype_of_sums(blocks))
+        weights = (factors * self._share).to(dtype_of_sums(blocks))
         for (members, use), c in zip(blocks, weights.unbind(), strict=True):
             if use is None:
                 (i,) = members
@@ -204,46 +341,69 @@ class BookKeeper(LayerWatch):
             if struck is not None and not (recording and isinstance(use, Dense)):
                 use = use.without(struck)
             yield members, use.weighted_sum(c)
-        self._pool.take_back()
 
     def _check(self, params: Sequence[Tensor]) -> None:
-        if self._second_pass:
+        if self._passes.second:
+            raise PrivacyError(_SECOND_PASS)
+        if not any(self._passes.batches):
             raise PrivacyError(
-                "A second forward and backward before step(): an example could be clipped twice in one release. Call "
-                "step() after "
-                "every backward; use dpivon.BatchMemoryManager for large batches."
-            )
-        if not self._uses:
-            raise PrivacyError(
-                "step() without per-example gradients: gradients were cleared or never computed. Run forward through "
-                "the model that "
-                "make_private returned, then loss.backward(), then step(), then zero_grad()."
+                "step() without per-example gradients: gradients were cleared or never computed. Run forward through the "
+                "model that make_private returned, then loss.backward(), then step(), then zero_grad()."
             )
         for p in params:
             if p.grad is not None:
+                name = next((n for n, own in self.module.named_parameters() if own is p), None)
                 raise PrivacyError(
-                    f"A parameter of shape {tuple(p.shape)} was used outside its layer's forward, where it cannot be clipped. "
-                    "Use it through its layer only, or choose grad_sample_mode='functorch'."
+                    f"Parameter {name!r} of shape {tuple(p.shape)} was used outside its layer's forward, where it cannot be "
+                    "clipped. Use it through its layer only; for an l2 penalty use the optimizer's weight_decay."
                 )
 
-    def begin_sample(self, params: Sequence[Tensor]) -> None:
-        self._arrived, self._recorded = False, None
+    def begin_sample(self) -> None:
+        """Another pass over the same examples is about to start."""
+        self._passes.arrived, self._passes.recorded = False, None
 
-    def end_of_sample(self, params: Sequence[Tensor], samples: int) -> None:
-        self._arrived, self._recorded = False, None
+    def end_of_sample(self) -> None:
+        """One of several passes over the same examples is complete."""
+        self._passes.arrived, self._passes.recorded = False, None
 
-    def batches(self, params: Sequence[Tensor]) -> int:
-        return 1
+    def batches(self) -> int:
+        """How many batches the pending gradients come from."""
+        return len(self._passes.batches)
 
-    def clear(self, params: Sequence[Tensor]) -> None:
-        self._uses.clear()
-        self._kept.clear()
+    def clear(self) -> None:
+        """Forget all pending gradients, also of parameters that were frozen since."""
+        self._passes = _Passes()
         self._pool.take_back()
-        self._scale = self._recorded = None
-        self._arrived = self._second_pass = False
+        if self._keeps_gradients:
+            for p in self.module.parameters():
+                p.grad_sample = None  # type: ignore[attr-defined]
 
     def forget_passes(self) -> None:
+        """Forget half-finished forward and backward passes, which the next one must not inherit."""
         self._generation += 1
+
+
+def _loss_of_each(z: Tensor, rows: int | None) -> Tensor:
+    """An output of the model whose gradient is that of every example's own loss; ``rows`` undoes the mean of the losses.
+
+    In fp32 or better, and before any layer's backward: in bf16, 1/B would round everyone's gradient by the size of the batch.
+    """
+    if not z.requires_grad or not z.is_floating_point():
+        return z
+    return wide(z) if rows is None else _Undone.apply(wide(z), rows)  # type: ignore[no-untyped-call]
+
+
+class _Undone(torch.autograd.Function):
+    """The same numbers, with their gradient multiplied by the rows of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, rows: int) -> Tensor:
+        ctx.rows = rows
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.rows, None
 
 
 class _Seed(torch.autograd.Function):

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from opacus.layers.dp_rnn import DPRNNBase
-from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.layers.fallback import opacus_rule
+from dpivon.privacy.layers.fallback import Alone
 from dpivon.privacy.layers.registry import Rule, forward_for, plain_type, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import as_multiplied, wide
@@ -27,21 +27,38 @@ _PRODUCTS = {nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv1d, nn.Conv2d, n
 
 
 class LayerWatch:
-    """What :class:`~dpivon.privacy.gradients.bookkeeping.BookKeeper` is made on: hooks on the layers, put on and taken off."""
+    """What :class:`~dpivon.privacy.gradients.bookkeeping.BookKeeper` is made on: hooks on the layers, put on and taken off.
+
+    Layers with a rule are observed. A bare parameter of shape [1, …] is expanded to one copy per example, where that gives
+    what a batch of one gives. Whatever is left runs example by example (:class:`~dpivon.privacy.layers.fallback.Alone`).
+    """
 
     def __init__(
         self, module: nn.Module, *, batch_first: bool, scatter: Callable[[Tensor, Tensor], Tensor] | None
     ) -> None:
         self.module = module
         self.batch_first = batch_first
+        self.dim = 0 if batch_first else 1
         self.rows: int | None = None  # of the batch, as the model saw it
+        self.ignores = False  # whether layers run as if nobody watched
+        self._expanded: dict[
+            nn.Module, list[Any]
+        ] = {}  # modules whose bare parameters are expanded, and the hooks that do it
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
         self._detached: list[list[Tensor]] = []
+        self._names = {layer: name for name, layer in module.named_modules()}
         self._owners = {layer: dict(layer.named_parameters()) for layer in module.modules()} if scatter else {}
 
-    def _observe(self, z: Tensor, uses: Uses, saved: Sequence[Any] = (), *, batch_major: bool = False) -> Tensor:
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are whole only while their layer runs."""
+        return self._scatter is not None
+
+    def _observe(
+        self, z: Tensor, uses: Uses, saved: Sequence[Any] = (), *, batch_major: bool = False, layer: str = ""
+    ) -> Tensor:
         """Arrange that the gradient of z becomes uses when backward reaches it. ``saved`` must not change until then."""
         raise NotImplementedError
 
@@ -53,6 +70,14 @@ class LayerWatch:
             self.detach_from_model()
             raise
 
+    def _hook_root(self, register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> None:
+        """A hook on the model itself, as a function: a deep copy of the model has it too, and is not watched by it."""
+
+        def of_this_model(module: nn.Module, *args: Any) -> Any:
+            return hook(module, *args) if module is self.module else None
+
+        self._handles.append(register(of_this_model, **options))
+
     def detach_from_model(self) -> None:
         if hasattr(self.module, "autograd_grad_sample_hooks"):
             del self.module.autograd_grad_sample_hooks
@@ -61,35 +86,45 @@ class LayerWatch:
         for layer in self._patched:
             del layer.forward
 
+    def run_expanded_alone(self) -> bool:
+        """From here on, modules with expanded parameters run example by example. False if there are none."""
+        expanded, self._expanded = self._expanded, {}
+        for module, handles in expanded.items():
+            for handle in handles:
+                handle.remove()
+            self._run_alone(module)
+        return bool(expanded)
+
     def _watch(self, module: nn.Module) -> None:
         if not any(p.requires_grad for p in module.parameters()):
             return
         forward, rule = forward_for(module), rule_for(module)
-        if forward is not None and (rule is None or self.batch_first):  # a forward puts the batch first
+        if is_parametrized(module):  # its weights are computed from other parameters, at every look
+            self._run_alone(module)
+        elif forward is not None and (rule is None or self.batch_first):  # a forward puts the batch first
             self._replace_forward(module, forward)
         elif rule is not None:
             self._hook(module, rule)
-        elif has_trainable_params(module) and not isinstance(module, DPRNNBase):
-            bare = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-            if all(p.dim() > 1 and p.shape[0] == 1 for p in bare.values()):
-                self._expand_bare(module, bare)
-                for child in module.children():
-                    self._watch(child)
-            else:
-                self._hook(module, opacus_rule(module))
         else:
+            bare = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+            if bare and not isinstance(module, DPRNNBase):
+                if not self.batch_first or not all(p.dim() > 1 and p.shape[0] == 1 for p in bare.values()):
+                    self._run_alone(module)
+                    return
+                self._expand_bare(module, bare)
             for child in module.children():
                 self._watch(child)
 
     def _hook(self, layer: nn.Module, rule: Rule) -> None:
         in_precision, multiplies = _precision_for(layer), plain_type(layer) in _PRODUCTS
+        name = self._named(layer)
 
-        def before(layer: nn.Module, args: Any) -> Any:
+        def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
             self._detached.append(self._detach(layer) if self._recording(layer) else [])
             rounds = multiplies and self._detached[-1] and args and isinstance(args[0], Tensor)
-            return (as_multiplied(args[0]), *args[1:]) if rounds else None
+            return ((as_multiplied(args[0]), *args[1:]), kwargs) if rounds else None
 
-        def after(layer: nn.Module, args: Any, output: Any) -> Any:
+        def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             weights = self._detached.pop()
             for p in weights:
                 p.requires_grad = True
@@ -97,57 +132,88 @@ class LayerWatch:
                 return output
             if not isinstance(output, Tensor):
                 raise PrivacyError(
-                    f"{type(layer).__name__} returned a {type(output).__name__}: book-keeping needs one tensor. "
-                    "Use grad_sample_mode='functorch', or register a rule for the layer."
+                    f"{name} returned a {type(output).__name__} where a rule needs one tensor, so its gradients cannot be "
+                    "formed. Return one tensor from the layer."
                 )
-            if any(output is t for t in args):
+            given = (*args, *kwargs.values())
+            if any(output is t for t in given):
                 output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
-            inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
+            inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
             uses = in_precision(lambda g: rule(layer, self._batch_major(inputs), g))
-            return self._observe(output, self._of_owner(layer, uses), inputs)
+            return self._observe(output, self._of_owner(layer, uses), inputs, layer=name)
 
-        self._handles.append(layer.register_forward_pre_hook(before))
-        self._handles.append(
-            layer.register_forward_hook(after, always_call=True, prepend=True)
-        )  # before a hook changes z
+        self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        # Before a hook of the caller's changes z.
+        self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True))
 
     def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        original: Any = layer.forward
-        in_precision = _precision_for(layer)
-        own = getattr(original, "__self__", None) is layer
+        in_precision, name = _precision_for(layer), self._named(layer)
 
         def watched(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._recording(layer):
-                # Of the layer that is called: a deep copy has this function too, and weights of its own.
-                return original.__func__(layer, *args, **kwargs) if own else original(*args, **kwargs)
             # Attention says itself where its batch is, and always observes with the batch first.
             saved = [t.detach() for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
 
             def observe(z: Tensor, uses: Uses) -> Tensor:
-                return self._observe(z, self._of_owner(layer, in_precision(uses)), saved, batch_major=True)
+                uses = self._of_owner(layer, in_precision(uses))
+                return self._observe(z, uses, saved, batch_major=True, layer=name)
 
             return forward(layer, observe, *args, **kwargs)
 
-        layer.forward = types.MethodType(watched, layer)
+        self._patch(layer, watched)
+
+    def _run_alone(self, module: nn.Module) -> None:
+        """Run a module example by example: no rule is known for the parameters it holds."""
+        if self._scatter is not None:
+            raise PrivacyError(
+                f"{self._named(module)} has parameters without a per-example rule, and the model is sharded. Register a rule "
+                "with dpivon.privacy.layers.register_rule, or freeze them."
+            )
+        alone, name = Alone(module, module.forward, self.dim), self._named(module)
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.rows is None:
+                raise PrivacyError(f"{name} was called outside the forward of its model. Call the private model.")
+
+            def observe(z: Tensor, uses: Uses) -> Tensor:
+                return self._observe(z, uses, batch_major=True, layer=name)
+
+            return alone(observe, self.rows, args, kwargs)
+
+        self._patch(module, watched)
+
+    def _patch(self, layer: nn.Module, watched: Callable[..., Any]) -> None:
+        """Let the layer run ``watched`` while it is recorded, else its own forward."""
+        original: Any = layer.forward
+        own = getattr(original, "__self__", None) is layer
+
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._recording(layer):
+                return watched(layer, *args, **kwargs)
+            # Of the layer that is called: a deep copy has this function too, and weights of its own.
+            return original.__func__(layer, *args, **kwargs) if own else original(*args, **kwargs)
+
+        layer.forward = types.MethodType(forward, layer)
         self._patched.append(layer)
 
     def _expand_bare(self, module: nn.Module, bare: dict[str, nn.Parameter]) -> None:
         """A bare parameter of shape [1, …] is shared along the batch: give every example its own copy, and see its gradient."""
+        name = self._named(module)
 
         def before(module: nn.Module, args: Any) -> None:
             if self._recording(module) and self.rows is not None:
-                for name, p in bare.items():
-                    value = module._parameters[name]  # p itself, or what a functional call put in its place
+                for key, p in bare.items():
+                    value = module._parameters[key]  # p itself, or what a functional call put in its place
                     assert value is not None
                     copies = value.detach().expand(self.rows, *p.shape[1:])
-                    module.__dict__[name] = self._observe(copies, _whole(value), batch_major=True)
+                    module.__dict__[key] = self._observe(copies, _whole(value), batch_major=True, layer=name)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            for name in bare:
-                module.__dict__.pop(name, None)
+            for key in bare:
+                module.__dict__.pop(key, None)
 
-        self._handles.append(module.register_forward_pre_hook(before))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+        self._handles += handles
+        self._expanded[module] = handles
 
     def _of_owner(self, layer: nn.Module, uses: Uses) -> Uses:
         """The uses of a sharded layer under the parameters that the optimizer holds, not the whole ones of this pass."""
@@ -161,8 +227,14 @@ class LayerWatch:
 
         return renamed
 
+    def _named(self, layer: nn.Module) -> str:
+        """How an error calls a layer."""
+        name = self._names.get(layer)
+        return f"{type(layer).__name__} {name!r}" if name else f"The model {type(layer).__name__}"
+
     def _recording(self, layer: nn.Module) -> bool:
-        return layer.training and torch.is_grad_enabled()
+        # A deep copy of a watched layer has its hooks too, and is no layer of this model.
+        return layer.training and not self.ignores and layer in self._names and torch.is_grad_enabled()
 
     def _detach(self, layer: nn.Module) -> list[Tensor]:
         # Of a layer without children its own are all of them, and known without a walk.
@@ -181,9 +253,11 @@ class LayerWatch:
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Whether every trainable layer has a rule of ours, so that book-keeping needs no fallback."""
+    """Whether no trainable layer has to run example by example."""
     if not any(p.requires_grad for p in module.parameters()):
         return True
+    if is_parametrized(module):
+        return False
     if forward_for(module) is not None or rule_for(module) is not None:
         return True
     bare = [p for p in module.parameters(recurse=False) if p.requires_grad and not isinstance(module, DPRNNBase)]

@@ -1,34 +1,93 @@
-"""What the caller goes on using as the model, in mode ``"bookkeeping"``: wrapped, or with hooks only."""
+"""What the caller goes on using as the model: wrapped, or with hooks only.
+
+An empty batch is run as one made-up example whose output is cut off again, so that every layer can run it. Its gradient is
+exactly zero, and the release with its noise still happens.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
-from torch import nn
+from opacus.utils.module_utils import has_trainable_params
+from torch import Tensor, nn
 
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.collect import EmptyBatchInForward, EmptyBatchInHooks
+from dpivon.privacy.gradients.trees import map_tensors, tensors_in
 
 
-class BookKeepingModule(EmptyBatchInForward, AbstractGradSampleModule):  # type: ignore[misc]
-    """Mode ``"bookkeeping"``: the model, watched."""
+class _EmptyBatch:
+    keeper: BookKeeper
+
+    def _fill(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The inputs with one made-up example, or None if the batch is not empty."""
+        dim, rows = self.keeper.dim, self.keeper.augmentations
+        if not any(t.dim() > dim and t.shape[dim] == 0 for t in tensors_in((args, kwargs))):
+            return None
+        filled: tuple[Any, Any] = map_tensors(lambda t: _with_rows(t, dim, rows), (args, kwargs))
+        return filled
+
+    def _cut(self, output: Any) -> Any:
+        dim = self.keeper.dim
+        return map_tensors(lambda t: t.narrow(dim, 0, 0) if t.dim() > dim else t, output)
+
+
+class BookKeepingModule(_EmptyBatch, AbstractGradSampleModule):  # type: ignore[misc]
+    """The model, wrapped."""
 
     def __init__(self, m: nn.Module, keeper: BookKeeper) -> None:
         super().__init__(m, batch_first=keeper.batch_first, loss_reduction=keeper.loss_reduction)
         self.keeper = keeper
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        filled = self._fill(args, kwargs)
+        if filled is None:
+            return super().forward(*args, **kwargs)
+        return self._cut(super().forward(*filled[0], **filled[1]))
+
+    def forbid_grad_accumulation(self) -> None:
+        self.keeper.accumulates = False
+
+    def allow_grad_accumulation(self) -> None:
+        self.keeper.accumulates = True
+
     def remove_hooks(self) -> None:
         self.keeper.detach_from_model()
 
 
-class BookKeepingHooks(EmptyBatchInHooks):
-    """Mode ``"bookkeeping"`` on a model that is not to be wrapped."""
+class BookKeepingHooks(_EmptyBatch):
+    """A model that is not wrapped: forward hooks on it do the same.
+
+    A model that is itself a single layer is left alone: its own backward hook would see the output after it was cut.
+    """
+
+    _was_empty = False
 
     def __init__(self, m: nn.Module, keeper: BookKeeper) -> None:
         self._module, self.batch_first, self.keeper = m, keeper.batch_first, keeper
-        self.attach(m)
+        if not has_trainable_params(m):
+            # Functions, which a deep copy of the model shares; and first of all, so that rows of the filled batch are counted.
+            m.register_forward_pre_hook(lambda *given: self._before(*given), with_kwargs=True, prepend=True)
+            m.register_forward_hook(lambda *given: self._after(*given))
 
-    def forbid_grad_accumulation(self) -> None:
-        pass
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.keeper.rehearses:
+            return None
+        filled = self._fill(args, kwargs)
+        self._was_empty = filled is not None
+        return filled
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._cut(output) if self._was_empty and not self.keeper.rehearses else output
 
     def cleanup(self) -> None:
         self.keeper.detach_from_model()
+
+
+def _with_rows(t: Tensor, dim: int, rows: int) -> Tensor:
+    if t.dim() <= dim or t.shape[dim] != 0:
+        return t
+    shape = list(t.shape)
+    shape[dim] = rows
+    return torch.zeros(shape, dtype=t.dtype, device=t.device)

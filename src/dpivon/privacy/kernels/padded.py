@@ -183,7 +183,7 @@ class _Step(nn.Module):
         spare = of_every_view(places >= len(labels), self.augment)
         places = places.clamp(max=len(labels) - 1)
         params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
-        self.keeper.clear(params)
+        self.keeper.clear()
         with autocast(self.device, self.dtype):
             outputs = self.model(self._images(seen(self.augment, inputs[places], views, places)))
         labels = of_every_view(labels[places], self.augment)

@@ -85,7 +85,7 @@ class LoopedGradients:
                 self.network.loss(outputs.float(), labels).sum().backward()
             sums = keeper.clipped_sums(params, clipping, metric)
             keeper.forget_passes()
-            keeper.clear(params)
+            keeper.clear()
             total = [t + s for t, s in zip(total, sums, strict=True)] if total else sums
         keeper.detach_from_model()
         return total

@@ -36,7 +36,7 @@ def attention(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     if layer.bias_k is not None or layer.add_zero_attn or not layer._qkv_same_embed_dim or query.dim() != 3:
-        fix = "Use batched queries, without add_bias_kv, add_zero_attn, kdim or vdim; or grad_sample_mode='functorch'"
+        fix = "Use batched queries, without add_bias_kv, add_zero_attn, kdim or vdim"
         raise bad("nn.MultiheadAttention", "this form", "has no per-example rule", fix)
     if not layer.batch_first:
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))

@@ -106,14 +106,11 @@ class Sharded(Team):
         return mechanism.release(sums, spec, optimizer.noise, charge)
 
 
-def check_sharded(module: nn.Module, mode: str, optimizer: Any, group: Group | None) -> None:
+def check_sharded(module: nn.Module, optimizer: Any, group: Group | None) -> None:
     """A sharded model for which all of the above is true."""
     if group is None:
         fix = "Initialise torch.distributed first, and leave distributed=True"
         raise bad("module", type(module).__name__, "is sharded by fully_shard but trains alone", fix)
-    if mode != "bookkeeping":
-        fix = "Leave grad_sample_mode out"
-        raise bad("grad_sample_mode", mode, "does not know sharded parameters", fix)
     for name, layer in module.named_modules():
         own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
         if own and plain_type(layer) not in LAYERS:

@@ -21,11 +21,11 @@ from dpivon.privacy.sampling import held_tensors
 
 
 def choose_team(
-    group: Group | None, module: nn.Module, mode: str, optimizer: Optimizer, check_every: int
+    group: Group | None, module: nn.Module, optimizer: Optimizer, check_every: int
 ) -> Replicated | Sharded | None:
     """Sharded if ``fully_shard`` was applied to the model, otherwise replicated; None for a process alone."""
     if fsdp_modules(module):
-        check_sharded(module, mode, optimizer, group)
+        check_sharded(module, optimizer, group)
         assert group is not None
         return Sharded(group)
     return None if group is None else Replicated(group, check_every)

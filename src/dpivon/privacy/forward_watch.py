@@ -1,0 +1,153 @@
+"""Watches every training forward: nothing but the clipped gradient may carry data away from it."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.errors import PrivacyError
+from dpivon.privacy.attributes import marks
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.gradients.trees import tensors_in
+from dpivon.privacy.losses import LossWatch
+
+Recheck = Callable[[BookKeeper, Any, Any], None]
+
+
+class ForwardWatch:
+    """Which batch a forward saw, whether it changed a tensor of the model, and by which loss its gradient comes back.
+
+    Parameters, buffers and attributes are neither clipped nor noised where a forward writes to them (running statistics,
+    ``max_norm``, counters). Writes that torch counts are seen by a tensor's version, others (through ``.data``) by its values,
+    in every pass. Attributes may change, as long as that has no effect on later passes: ``recheck`` is asked about every new
+    one.
+    """
+
+    def __init__(self, keeper: BookKeeper, recheck: Recheck | None = None) -> None:
+        self.module = keeper.module
+        self.batch: list[Tensor] = []
+        self.losses = LossWatch(keeper.loss_reduction)
+        self._keeper, self._recheck = keeper, recheck
+        self._held: dict[str, Tensor] = {}
+        self._versions: list[int] = []
+        self._values: Any = None
+        self._marks: dict[tuple[str, str], Any] = {}
+        self._harmless: set[tuple[str, str]] = set()
+        self._changed: list[str] = []
+        self._reported: Tensor | None = None  # whether values have changed, on its way from the device
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is self.module:  # and not a deep copy, which has this function too
+                self._before(args, kwargs)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if module is self.module:
+                self._after(args, kwargs, output)
+
+        self.module.register_forward_pre_hook(before, with_kwargs=True)
+        self.module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWatch:
+        new = ForwardWatch(copy.deepcopy(self._keeper, memo), self._recheck)
+        memo[id(self)] = new
+        return new
+
+    def _before(self, args: Any, kwargs: Any) -> None:
+        if not self.module.training or self._keeper.rehearses:
+            return
+        if torch.is_grad_enabled():
+            self.batch = tensors_in((args, kwargs))
+        self._held = self._tensors()
+        self._versions = [t._version for t in self._held.values()]
+        self._values = _values(self._held)
+        self._marks = marks(self.module) if self._recheck is not None else {}
+
+    def _after(self, args: Any, kwargs: Any, output: Any) -> None:
+        if self._keeper.rehearses:
+            return
+        if self._held:
+            self._compare()
+        if output is None:  # forward has failed
+            return
+        if self.module.training and torch.is_grad_enabled():
+            self._check_attributes(args, kwargs)
+            self.losses.watch(output)
+
+    def _compare(self) -> None:
+        held, self._held = self._held, {}
+        now = self._tensors()
+        for (name, tensor), version in zip(held.items(), self._versions, strict=True):
+            if now.get(name) is not tensor or tensor._version != version:
+                self._changed.append(name)
+        before, after = self._values, _values(held)
+        if isinstance(
+            after, Tensor
+        ):  # on a GPU nobody waits: a release of such a pass has noise alone, and is told of later
+            changed = ~torch.isclose(before, after, rtol=0.0, atol=0.0, equal_nan=True).all()
+            self._keeper.doubt = changed if self._keeper.doubt is None else self._keeper.doubt | changed
+            self._reported = torch.empty(1, dtype=torch.bool, pin_memory=True).copy_(
+                self._keeper.doubt, non_blocking=True
+            )
+        else:
+            self._changed += [name for name, a, b in zip(held, before, after, strict=True) if a != b]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a forward must leave as it is; a sharded one replaces the parameters that are trained by whole ones."""
+        sharded = self._keeper.sharded
+        own = {n: p for n, p in self.module.named_parameters() if not (sharded and p.requires_grad)}
+        return own | dict(self.module.named_buffers())
+
+    def _check_attributes(self, args: Any, kwargs: Any) -> None:
+        if self._recheck is None:
+            return
+        now = marks(self.module)
+        new = {at for at in now.keys() | self._marks.keys() if now.get(at) != self._marks.get(at)} - self._harmless
+        if new:
+            self._recheck(self._keeper, args, kwargs)
+            self._harmless |= new
+
+    def check_tensors(self) -> None:
+        """An error if a forward since the last call has changed a parameter or buffer; on a GPU, since the one before."""
+        changed, self._changed = self._changed, []
+        if self._reported is not None and self._reported.numpy()[0]:
+            changed.append("a tensor of the model")
+        if changed:
+            raise PrivacyError(
+                f"{changed[0]!r} was changed by forward: it would carry private data around the mechanism. "
+                "Remove what writes to it, such as running statistics, or compute it from public data and freeze it."
+            )
+
+    def same_batch(self, earlier: list[Tensor]) -> bool:
+        """Whether the last forward saw bit for bit the same tensors as an earlier one."""
+        return len(earlier) == len(self.batch) and all(
+            a is b or _bits_equal(a, b) for a, b in zip(earlier, self.batch, strict=True)
+        )
+
+
+def _values(tensors: dict[str, Tensor]) -> list[int] | Tensor:
+    """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
+    if next(iter(tensors.values())).is_cuda:
+        held = [t.detach() for t in tensors.values()]
+        return torch.stack(torch._foreach_norm([t if t.is_floating_point() else t.double() for t in held])).double()
+    return [_checksum(t) for t in tensors.values()]
+
+
+def _checksum(t: Tensor) -> int:
+    """Of the tensor's memory, without an operation of torch's."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(t):
+        t = t.detach().contiguous()
+    size = t.numel() * t.element_size()
+    return zlib.crc32((ctypes.c_char * size).from_address(t.data_ptr())) if size else 0
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    # As bytes: a NaN equals itself here, or a bad record would show as an error.
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)

@@ -1,0 +1,325 @@
+"""Shows that the rows of a batch are examples: a model does to rows together what it does to each of them alone.
+
+Clipping bounds an example only if its row of every layer depends on it alone, and if its part of the loss does. Neither is
+assumed. Before the first release of a run, and whenever its inputs change their structure, the model is run on made-up inputs
+(:mod:`dpivon.privacy.made_up`) in double precision: a few rows together, through the book-keeper; some of them in another
+order; each of them alone, by plain autograd; and with one row poisoned by NaN. Norms, weighted sums, outputs, buffers,
+parameters and whatever attributes the model keeps must agree. None of it is anyone's data, so neither is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpivon.errors import PrivacyError
+from dpivon.privacy.attributes import Attributes
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.gradients.trees import tensors_in
+from dpivon.privacy.made_up import Kind, NotTried, kinds, made_up, poisoned, same_for_every_row, some_rows
+
+EXAMPLES = 3
+#: How far results may differ, in units of what is compared, by the least precision that the model computes in.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+_FIX = {
+    "model": "Keep every layer's rows in the order of the batch, and use layers that look at one row at a time",
+    "loss": "Use a loss that is the plain mean or sum of one loss per example, such as dpivon.PerExampleLoss",
+}
+
+#: What is differentiated, from made-up inputs and their number of rows: outputs that can be compared row by row, and a loss.
+Objective = Callable[[nn.Module, Any, int], tuple[list[Tensor], Tensor]]
+
+
+def check_model_rows(keeper: BookKeeper, args: Any, kwargs: Any) -> None:
+    """Refuse a model whose rows depend on each other. ``args`` and ``kwargs`` say what its inputs look like."""
+    projection = _Projection(keeper)
+
+    def objective(model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+        return projection(model(*inputs[0], **inputs[1]), rows)
+
+    given = next(t.shape[keeper.dim] for t in tensors_in((args, kwargs)) if t.dim() > keeper.dim)
+    _check(keeper, objective, (args, kwargs), given, "model")
+
+
+def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
+    """Refuse a loss in which one example changes the part of another, or that is not reduced as ``loss_reduction`` says."""
+
+    def objective(model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+        loss = loss_fn(model, inputs)
+        if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.dim() and loss.shape != (rows,)):
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise PrivacyError(
+                f"loss_fn returned {found} for {rows} rows: it must return "
+                "the loss of the batch, or one loss per example, computed from the model's output."
+            )
+        if not loss.dim():
+            return [], loss
+        return [loss], loss.mean() if keeper.loss_reduction == "mean" else loss.sum()
+
+    sizes = [t.shape[keeper.dim] for t in tensors_in(batch) if t.dim() > keeper.dim]
+    if not sizes:
+        raise PrivacyError("batch: holds no tensor with a batch dimension. Give a batch as the data loader returns it.")
+    _check(keeper, objective, batch, sizes[0], "loss")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    outputs: list[Tensor]
+    squares: Tensor  # ‖g_i‖² by example
+    sums: dict[str, Tensor]  # Σ_i c_i g_i by parameter
+
+
+class _Projection:
+    """A random linear function of every row of a model's outputs: the loss where nobody gave one."""
+
+    def __init__(self, keeper: BookKeeper) -> None:
+        self._keeper = keeper
+
+    def __call__(self, output: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+        found = [z for z in tensors_in(output) if z.requires_grad and z.is_floating_point()]
+        if not found:
+            raise PrivacyError(
+                f"The model {type(self._keeper.module).__name__} returned no tensor that depends on its parameters. Return "
+                "tensors, or tuples, lists, dicts or objects that hold them."
+            )
+        by_row, total = [], found[0].new_zeros(())
+        for i, z in enumerate(found):
+            z = self._rows_first(z, rows)
+            generator = torch.Generator().manual_seed(i)
+            single = z.dim() == 0 or len(z) != rows  # already reduced over the batch, or not of it
+            each = torch.rand(z.shape if single else z.shape[1:], generator=generator, dtype=torch.float64) + 0.5
+            value = (z * each.to(z)).sum()
+            divides = not single and self._keeper.loss_reduction == "mean"
+            total = total + (value / rows if divides else value)
+            if not single:
+                by_row.append(z)
+        return by_row, total
+
+    def _rows_first(self, z: Tensor, rows: int) -> Tensor:
+        if z.dim() > self._keeper.dim and z.shape[self._keeper.dim] == rows:
+            return z.movedim(self._keeper.dim, 0)
+        folded = self._keeper.dim == 0 and z.dim() > 0 and len(z) % rows == 0  # [batch · positions, …]
+        return z.unflatten(0, (rows, -1)) if folded and len(z) else z
+
+
+def _check(keeper: BookKeeper, objective: Objective, value: Any, given: int, what: str) -> None:
+    failures: list[Exception] = []
+    for kind in kinds(keeper.module):
+        for dtype in (torch.float32,) if keeper.sharded else (torch.float64, torch.float32):
+            try:
+                _Rehearsal(keeper, objective, value, given, what, kind, dtype).run()
+                return
+            except PrivacyError as error:
+                if not keeper.run_expanded_alone():
+                    raise
+                failures.append(error)
+                try:  # with the parameters that were expanded to one copy per example in modules of their own
+                    _Rehearsal(keeper, objective, value, given, what, kind, dtype).run()
+                    return
+                except PrivacyError:
+                    raise error from None
+            except Exception as error:  # the model wants other numbers than these
+                failures.append(error)
+    reason = " ".join(f"{type(failures[0]).__name__}: {failures[0]}".split())
+    raise NotTried(
+        f"The {what} could not be tried on made-up inputs ({reason[:300]}), so nothing shows that one row does not depend on "
+        "another. Make it run on any numbers of its inputs' shapes and types, or pass unchecked=True to make_private if you "
+        "know that no row depends on another; the ledger records that."
+    )
+
+
+class _Rehearsal:
+    """One try, with one kind of made-up inputs."""
+
+    def __init__(
+        self,
+        keeper: BookKeeper,
+        objective: Objective,
+        value: Any,
+        given: int,
+        what: str,
+        kind: Kind,
+        dtype: torch.dtype,
+    ) -> None:
+        self._keeper, self._objective, self._what, self._dtype = keeper, objective, what, dtype
+        self._per_example = keeper.augmentations
+        self._rows = EXAMPLES * self._per_example
+        self._device = next(keeper.module.parameters()).device
+        self._value = made_up(value, self._rows, given, keeper.dim, kind, dtype)
+        self._lowered = dtype
+
+    def run(self) -> None:
+        keeper, modes = self._keeper, [(layer, layer.training) for layer in self._keeper.module.modules()]
+        attributes = Attributes(keeper.module)
+        try:
+            with keeper.aside(), torch.enable_grad():
+                if not keeper.module.training:
+                    keeper.module.train()
+                self._compare()
+                self._check_attributes(attributes)
+        finally:
+            attributes.restore()
+            for layer, training in modes:
+                layer.training = training
+
+    def _compare(self) -> None:
+        everyone = list(range(EXAMPLES))
+        weights = torch.linspace(0.5, 1.5, EXAMPLES, dtype=torch.float64, device=self._device)
+        apart = [self._alone(i) for i in everyone]
+        if not all(bool(torch.isfinite(t).all()) for o in apart for t in (*o.outputs, o.squares)):
+            raise ValueError("the result is not finite")
+        self._hold(self._together(everyone, weights), apart, everyone, weights)
+        some = [EXAMPLES - 1, 0]
+        self._hold(self._together(some, weights[:2]), apart, some, weights[:2])
+        bad = poisoned(self._value, self._rows - 1, self._rows, self._keeper.dim)
+        if bad is not None and self._what == "model":
+            outputs = self._pass(self._forward_alone, bad, self._rows)
+            others = everyone[:-1] if self._per_example == 1 else []
+            self._hold_outputs(outputs, apart, others, "with NaN in another row, ")
+
+    # ---- passes
+
+    def _together(self, examples: list[int], weights: Tensor) -> _Outcome:
+        return self._pass(self._book_kept, self._some(examples), len(examples) * self._per_example, weights)
+
+    def _alone(self, example: int) -> _Outcome:
+        if self._keeper.sharded:
+            return self._together([example], torch.ones(1, dtype=torch.float64, device=self._device))
+        return self._pass(self._differentiated, self._some([example]), self._per_example)
+
+    def _some(self, examples: list[int]) -> Any:
+        m = self._per_example
+        index = [i * m + j for i in examples for j in range(m)]
+        return some_rows(self._value, index, self._rows, self._keeper.dim)
+
+    def _pass(self, kind: Callable[..., Any], *args: Any) -> Any:
+        """Run with copies of parameters and buffers in the precision of the try, which the pass must leave as they are."""
+        module = self._keeper.module
+        if self._keeper.sharded:  # nobody has whole parameters to copy
+            with same_for_every_row(self._device):
+                return kind(module, *args)
+        tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+        copies = {
+            f"model.{name}": (t.detach().to(self._dtype) if t.is_floating_point() else t.detach()).clone()
+            for name, t in tensors.items()
+        }
+        for name, t in tensors.items():
+            copies[f"model.{name}"].requires_grad_(t.requires_grad)
+        before = {name: (t, t._version, t.detach().clone()) for name, t in copies.items()}
+        with same_for_every_row(self._device) as randomness:
+            outcome = functional_call(_Pass(module, kind), copies, args)
+        self._lowered = randomness.lowered or self._lowered
+        for name, (t, version, was) in before.items():
+            if t._version != version or not torch.equal(t.detach(), was):
+                raise PrivacyError(
+                    f"{name.removeprefix('model.')!r} is changed by the model's forward, which would carry private data around "
+                    "the mechanism. Remove what writes to it, such as max_norm or running statistics."
+                )
+        return outcome
+
+    def _book_kept(self, model: nn.Module, inputs: Any, rows: int, weights: Tensor) -> _Outcome:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._keeper.clear()
+        outputs, loss = self._objective(model, inputs, rows)
+        loss.backward()
+        squares, sums = self._keeper.norms_and_sums(list(trained.values()), weights)
+        self._keeper.forget_passes()
+        return _Outcome([z.detach() for z in outputs], squares, dict(zip(trained, sums, strict=True)))
+
+    def _differentiated(self, model: nn.Module, inputs: Any, rows: int) -> _Outcome:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        outputs, loss = self._ignored(model, inputs, rows)
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        m = self._keeper.augmentations if self._keeper.loss_reduction == "sum" else 1
+        share = 1.0 / (self._keeper.samples * m)
+        sums = {
+            n: torch.zeros_like(p) if g is None else g * share for (n, p), g in zip(trained.items(), found, strict=True)
+        }
+        squares = torch.stack([g.double().square().sum() for g in sums.values()]).sum()
+        return _Outcome([z.detach() for z in outputs], squares, sums)
+
+    def _forward_alone(self, model: nn.Module, inputs: Any, rows: int) -> list[Tensor]:
+        return [z.detach() for z in self._ignored(model, inputs, rows)[0]]
+
+    def _ignored(self, model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+        self._keeper.ignores = True
+        try:
+            return self._objective(model, inputs, rows)
+        finally:
+            self._keeper.ignores = False
+
+    # ---- what must agree
+
+    def _hold(self, found: _Outcome, apart: list[_Outcome], examples: list[int], weights: Tensor) -> None:
+        self._hold_outputs(found.outputs, apart, examples)
+        limit = TOLERANCE[self._lowered]
+        norms = torch.stack([apart[i].squares for i in examples]).sqrt()
+        scale = (weights.to(norms) * norms).sum().clamp(min=1e-30)
+        pairs = list(zip(weights.to(norms), examples, strict=True))
+        worst: dict[str, float] = {}
+        for name, total in found.sums.items():
+            expected = torch.stack([c * apart[i].sums[name].to(norms) for c, i in pairs]).sum(0)
+            worst[name] = float((total.to(norms) - expected).norm() / scale)
+        name = max(worst, key=lambda key: worst[key])
+        off = float(((found.squares.to(norms).clamp(min=0).sqrt() - norms).abs() / scale).max())
+        if not max(worst[name], off) <= limit:
+            raise PrivacyError(
+                f"The {self._what} on made-up inputs: the gradient of {name!r} of one example is not what the example gives "
+                f"alone (off by {max(worst[name], off):.2g} of it), so clipping would not bound an example. {_FIX[self._what]}."
+            )
+
+    def _hold_outputs(self, found: list[Tensor], apart: list[_Outcome], examples: list[int], when: str = "") -> None:
+        m, limit = self._per_example, TOLERANCE[self._lowered]
+        for k, z in enumerate(found):
+            for place, i in enumerate(examples):
+                alone = apart[i].outputs[k]
+                if not float((z[place * m : (place + 1) * m] - alone).norm()) <= limit * float(
+                    alone.norm().clamp(min=1.0)
+                ):
+                    raise PrivacyError(
+                        f"The {self._what} on made-up inputs: {when}the result of one row depends on the other rows of its "
+                        f"batch, so clipping would not bound an example. {_FIX[self._what]}."
+                    )
+
+    def _check_attributes(self, attributes: Attributes) -> None:
+        """What the model keeps from a batch must not change what it does afterwards, in training or evaluation."""
+        if self._what != "model":
+            return
+        module, probe = self._keeper.module, self._some([0])
+        heard = []
+        for example in (1, 2):
+            attributes.restore()
+            with torch.no_grad():
+                self._pass(self._forward_quietly, self._some([example]), self._per_example)
+                kept = attributes.changed()
+                results = self._pass(self._forward_quietly, probe, self._per_example)
+                module.eval()
+                results += self._pass(self._forward_quietly, probe, self._per_example)
+                module.train()
+            heard.append(results)
+        if not all(torch.equal(a, b) for a, b in zip(*heard, strict=True)):
+            names = ", ".join(map(repr, kept)) or "an attribute"
+            raise PrivacyError(
+                f"The model keeps {names} from one batch and uses it in the next, which would carry private data around the "
+                "mechanism. Compute it from public data and freeze it, or remove it."
+            )
+
+    def _forward_quietly(self, model: nn.Module, inputs: Any, rows: int) -> list[Tensor]:
+        args, kwargs = inputs
+        return [z.detach() for z in tensors_in(model(*args, **kwargs))]
+
+
+class _Pass(nn.Module):
+    """A pass over a model whose parameters are put in from outside."""
+
+    def __init__(self, model: nn.Module, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self._kind = model, kind
+
+    def forward(self, *args: Any) -> Any:
+        return self._kind(self.model, *args)

@@ -1,0 +1,180 @@
+"""Made-up inputs of a given structure, and randomness that does not depend on who is in the batch.
+
+Whether rows of a model depend on each other can be found out without anyone's data: see
+:mod:`dpivon.privacy.independence`. Only shapes, types and sizes of embeddings are used of what is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpivon.errors import PrivacyError
+from dpivon.privacy.gradients.trees import map_tensors
+
+
+class NotTried(PrivacyError):
+    """No made-up inputs could be found that the model or the loss takes."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How numbers are made up: from a normal or, for models that want it, uniform in (0, 1); whole ones below ``classes``."""
+
+    normal: bool
+    classes: int
+
+
+def kinds(module: nn.Module) -> list[Kind]:
+    """The ways to make up inputs for a model, in the order in which they are tried."""
+    tables = [layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    ids = min(tables, default=2)
+    return [Kind(True, ids), Kind(False, min(ids, 2)), Kind(False, 1)]
+
+
+def made_up(value: Any, rows: int, given: int, dim: int, kind: Kind, dtype: torch.dtype) -> Any:
+    """A nested value like the given one, with ``rows`` rows in place of ``given``; tensors without rows stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+
+    def one(t: Tensor) -> Tensor:
+        if t.dim() <= dim or t.shape[dim] != given:
+            return t.to(dtype) if t.is_floating_point() else t
+        shape = list(t.shape)
+        shape[dim] = rows
+        return _numbers(shape, t, kind, dtype, generator).to(t.device)
+
+    return map_tensors(one, value)
+
+
+def _numbers(shape: list[int], like: Tensor, kind: Kind, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if like.is_floating_point() or like.is_complex():
+        draw = torch.randn if kind.normal else torch.rand
+        return draw(shape, generator=generator, dtype=torch.cdouble if like.is_complex() and kind.normal else dtype)
+    if like.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    numbers = torch.randint(0, kind.classes, shape, generator=generator)
+    if len(shape) == 1:  # labels: as many different ones as there are
+        numbers = torch.arange(shape[0]) % kind.classes
+    else:
+        numbers[..., 0] = min(1, kind.classes - 1)  # a mask hides not all of a row
+    return numbers.to(like.dtype)
+
+
+def some_rows(value: Any, index: list[int], rows: int, dim: int) -> Any:
+    """These rows of a made-up value."""
+    at = torch.tensor(index)
+    return map_tensors(
+        lambda t: t.index_select(dim, at.to(t.device)) if t.dim() > dim and t.shape[dim] == rows else t, value
+    )
+
+
+def poisoned(value: Any, row: int, rows: int, dim: int) -> Any | None:
+    """The value with NaN in one row; None if it has no floating-point rows."""
+    found = []
+
+    def one(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or t.dim() <= dim or t.shape[dim] != rows:
+            return t
+        found.append(t)
+        t = t.clone()
+        t.select(dim, row).fill_(torch.nan)
+        return t
+
+    made = map_tensors(one, value)
+    return made if found else None
+
+
+class _SameForEveryRow(TorchDispatchMode):
+    """Random draws are a function of their place in a row and of their order, not of the batch; sorting is left alone.
+
+    Dropout then drops the same in every row, so that rows together and rows alone can be compared. A permutation of rows is
+    drawn as their reversal: one that is used to mix examples shows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lowered: torch.dtype | None = None  # the least precision that a double was cast to
+        self._draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            out = func(*args, **kwargs)
+            self._note_precision(func, args, out)
+            return out
+        name = func.overloadpacket.__name__
+        if name == "native_dropout":
+            x, p = args[0], args[1]
+            mask = self._uniform(x) >= p
+            return x * mask / max(1.0 - p, 1e-9), mask
+        if name.startswith("randperm"):
+            return func(*args, **kwargs).sort(descending=True).values
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or not (draw := _DRAWS.get(name.rstrip("_"))):
+            return out
+        return out.copy_(draw(self._uniform(out), args, kwargs))
+
+    def _note_precision(self, func: Any, args: Any, out: Any) -> None:
+        casts = func.overloadpacket.__name__ == "_to_copy" and isinstance(out, Tensor) and out.is_floating_point()
+        if casts and args[0].dtype == torch.float64 and out.dtype != torch.float64:
+            bits = min(torch.finfo(t).bits for t in (out.dtype, self.lowered or out.dtype))
+            self.lowered = out.dtype if torch.finfo(out.dtype).bits == bits else self.lowered
+
+    def _uniform(self, like: Tensor) -> Tensor:
+        """Numbers in (0, 1) of one row, for every row."""
+        self._draws += 1
+        generator = torch.Generator().manual_seed(self._draws)
+        shape = like.shape[1:] if like.dim() else like.shape
+        row = torch.rand(shape.numel(), generator=generator, dtype=torch.float64).reshape(shape)
+        return row.to(like.device).expand(like.shape)
+
+
+def _below(u: Tensor, p: Any) -> Tensor:
+    return (u < p).to(u)
+
+
+_DRAWS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {
+    "rand": lambda u, a, k: u,
+    "rand_like": lambda u, a, k: u,
+    "uniform": lambda u, a, k: _argument(a, k, 1, "from", 0.0) * (1 - u) + _argument(a, k, 2, "to", 1.0) * u,
+    "randn": lambda u, a, k: _gaussian(u),
+    "randn_like": lambda u, a, k: _gaussian(u),
+    "normal": lambda u, a, k: _gaussian(u),
+    "exponential": lambda u, a, k: -torch.log1p(-u),
+    "bernoulli": lambda u, a, k: _below(u, _argument(a, k, 1, "p", a[0] if isinstance(a[0], Tensor) else 0.5)),
+}
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _gaussian(u: Tensor) -> Tensor:
+    return torch.special.ndtri(u.clamp(1e-9, 1 - 1e-9))
+
+
+@contextmanager
+def same_for_every_row(device: torch.device) -> Iterator[_SameForEveryRow]:
+    """Inside, randomness is that of :class:`_SameForEveryRow`; the caller's generators are left as they were."""
+    python, numbers = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    mode = _SameForEveryRow()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.autocast(device.type, enabled=False),
+            mode,
+        ):
+            yield mode
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
