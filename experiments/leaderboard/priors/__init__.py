@@ -1,0 +1,1 @@
+"""Priors learned from random processes, and private training that starts from them."""

@@ -1,0 +1,94 @@
+#!/bin/sh
+# The experiments on one GPU, in calls of less than ten minutes, each of which may be repeated: what is done is not done again.
+#   sh lease.sh data PART          one part of the data set, from carry/, kept outside the copy of the repository
+#   sh lease.sh learn SECONDS P…   learn priors P… side by side, in the background
+#   sh lease.sh wait SECONDS       show how they get on, until they have ended or the time is over
+#   sh lease.sh private UNTIL P…   plans P… one after the other, until so many seconds from now
+# PYTHON=python3 by default. KEEP (/tmp/priors) outlasts a call while the machine is warm; results are copied to OUT.
+set -u
+KEEP=${KEEP:-/tmp/priors}
+DATA=${DATA:-$KEEP/cifar10}
+OUT=${OUT:-$KEEP/out}
+TOY=${TOY:-}
+python=${PYTHON:-python3}
+parts=4
+here=experiments.leaderboard.priors
+mkdir -p "$KEEP/parts" "$KEEP/work" "$KEEP/log" "$OUT"
+PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
+export PYTHONPATH PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
+
+# shellcheck disable=SC2046  # lists of names without spaces
+learned() { # the priors that are there
+    find "$KEEP" -maxdepth 1 -name '*.safetensors' ! -name '*.state.safetensors' | sort
+}
+results() { # what comes back: tables, logs, priors, and what learning goes on from
+    cp "$KEEP"/*.csv "$OUT" 2>/dev/null
+    tail -n +1 "$KEEP"/log/*.log >"$OUT/log.txt" 2>/dev/null
+    [ -z "$(learned)" ] && return
+    (cd "$KEEP" && tar -czf "$OUT/priors.tar.gz" $(find . -maxdepth 1 -name '*.safetensors' ! -name '*.state.*'))
+    (cd "$KEEP" && tar -czf "$OUT/states.tar.gz" $(find . -maxdepth 1 -name '*.state.safetensors'))
+}
+
+case ${1:-} in
+data)
+    cp "carry/cifar10.tar.$2" "$KEEP/parts/"
+    [ -d carry/site ] && mkdir -p "$KEEP/site" && cp -r carry/site/. "$KEEP/site/"
+    # From an earlier machine: priors, their states, and the table, as they came back from there.
+    for file in priors.tar.gz states.tar.gz; do [ -e "carry/$file" ] && tar -C "$KEEP" -xzf "carry/$file"; done
+    [ -e carry/runs.csv ] && cp carry/runs.csv "$KEEP/"
+    have=$(find "$KEEP/parts" -name 'cifar10.tar.*' | wc -l)
+    echo "parts: $have of $parts"
+    if [ "$have" -eq "$parts" ] && [ ! -d "$DATA" ]; then
+        cat "$KEEP"/parts/cifar10.tar.* | tar -C "$KEEP" -xf -
+        "$python" -c "from pathlib import Path; from $here.data import cached; cached(Path('$DATA'))"
+        ls -l "$DATA"
+    fi
+    ;;
+learn)
+    seconds=$2
+    shift 2
+    # The next call's transfer must not change the code that runs in the background.
+    rm -rf "$KEEP/code" && mkdir -p "$KEEP/code" && cp -r src experiments "$KEEP/code/"
+    cd "$KEEP/code" || exit 1
+    PYTHONPATH="$KEEP/code/src:$KEEP/code:$KEEP/site"
+    for process; do
+        out="$KEEP/$process.safetensors"
+        setsid "$python" -m "$here.learn" "$process" --out "$out" --seconds "$seconds" --limit "$((seconds + 60))" $TOY \
+            >>"$KEEP/log/learn-$process.log" 2>&1 </dev/null &
+        echo $! >"$KEEP/log/learn-$process.pid"
+    done
+    sleep "${SETTLE:-20}"
+    tail -n 2 "$KEEP"/log/learn-*.log
+    ;;
+wait)
+    end=$(($(date +%s) + $2))
+    while [ "$(date +%s)" -lt "$end" ]; do
+        busy=
+        for file in "$KEEP"/log/learn-*.pid; do grep -qs . "/proc/$(cat "$file")/cmdline" && busy=yes; done
+        [ -z "$busy" ] && break
+        sleep 2
+    done
+    tail -n 3 "$KEEP"/log/learn-*.log
+    results
+    ;;
+private)
+    until=$(($(date +%s) + $2))
+    shift 2
+    for plan; do
+        judge=
+        [ "$plan" = judge ] && judge=--judge
+        # shellcheck disable=SC2086  # a flag or none
+        if [ "$plan" = probe ]; then
+            "$python" -m "$here.probe" --data "$DATA" --priors $(learned) --table "$KEEP/probe.csv" $TOY
+        else
+            "$python" -m "$here.private" "$plan" $judge --data "$DATA" --priors $(learned) \
+                --table "$KEEP/runs.csv" --work "$KEEP/work" --until "$until" $TOY
+        fi 2>&1 | tee -a "$KEEP/log/private-$plan.log"
+    done
+    results
+    ;;
+*)
+    sed -n '2,8p' "$0"
+    exit 2
+    ;;
+esac
