@@ -117,6 +117,8 @@ def _held_to(case: Case, batch: Any, path: str, seen: Seen, gradients: Tensor | 
         at = [reference(case, batch, path, theta) for theta in draws]
         gradients = sum(g for g in at if g is not None) / len(at)  # type: ignore[assignment]
     clipped = clip(case, gradients, bound)
+    if seen.sums[0].shape != clipped[0].shape:
+        return Verdict("wrong", f"{len(seen.sums[0])} numbers are released of {clipped.shape[1]}", math.inf)
     added = float(clipped.norm(dim=1).sum())
     off = float((seen.sums[0] - clipped.sum(0)).norm())
     if off <= case.tolerance * added + 1e-6 * bound:

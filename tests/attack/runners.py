@@ -117,6 +117,8 @@ def own_loop(case: Case, batch: Any, rows: Sequence[int], bound: float, *, ranks
     )
     check = getattr(engine, "check", None)
     mine = [i for i in rows if i % dist.get_world_size() == dist.get_rank()] if ranks else None
+    if options.get("wrap_model") is False:
+        model = module  # which the caller goes on using
     run = Loop(case, engine, module, model, optimizer, private, ghost[0] if ghost else criterion, mine)
     if check is not None:
         with case.around():

@@ -10,6 +10,7 @@ from all_cases import CASES
 from attack_case import PATHS
 from attack_ranks import RANKS_OF_THE_MATRIX, judge_anywhere
 from harness import Verdict, judge
+from table import PAGE, markdown, section
 
 FAST_PATHS = ("own loop", "fit")
 FAST = [(name, path) for name, case in CASES.items() for path in FAST_PATHS if case.fast]
@@ -58,6 +59,11 @@ def test_refusing_everything_does_not_pass() -> None:
 @pytest.mark.slow
 def test_at_least_half_of_the_matrix_is_right() -> None:
     assert share_right([found(*tried) for tried in ALL]) >= 0.5
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_that_the_code_gives() -> None:
+    assert section(PAGE.read_text(encoding="utf-8")) == markdown(found)
 
 
 def test_the_matrix_is_large() -> None:
