@@ -15,7 +15,7 @@ import torch.distributed as dist
 from attack_case import CASES
 from harness import Verdict, judge
 
-RANKS, PATIENCE = 2, 30.0
+RANKS, PATIENCE = 2, 15.0
 
 
 def _serve(rank: int, store: str, orders: Any) -> None:
@@ -54,12 +54,13 @@ class Ranks:
             except EOFError:
                 self.stop()
                 return Verdict("crash", "a rank ended")
-        first, other = found
-        if first.kind in ("crash", "torch refuses") or first.kind != other.kind:
+        kinds = {v.kind: v for v in found}
+        if kinds.keys() & {"crash", "torch refuses", "rank error"} or len(kinds) > 1:
             self.stop()  # one of them may be in the middle of an exchange
-        if first.kind != other.kind:
-            return Verdict("crash", f"one rank says {first}, the other {other}")
-        return first
+        lost = kinds.pop("rank error", None)  # of the rank that waited for one that refused
+        if len(kinds) == 1:
+            return kinds.popitem()[1]
+        return Verdict("crash", "; ".join(str(v) for v in (*kinds.values(), lost) if v is not None))
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")

@@ -174,7 +174,7 @@ for _first in (True, False):
         return Net(lambda m, x: m.out(m.enc(x).mean(1)), enc=layer, out=nn.Linear(FEATURES, CLASSES)), sequences(), ce
 
 
-@case("dropout", must=True, tolerance=None, removed=(8,), paths=("own loop", "fit", "stacked"))
+@case("dropout", must=True, tolerance=None, removed=(8,))
 def _():
     return mlp(nn.Dropout(0.5)), vectors(), ce
 

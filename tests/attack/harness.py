@@ -14,19 +14,21 @@ from attack_case import Case, mapped, tensors
 from runners import RUNNERS, Seen, Theta, flat
 from torch import Tensor
 
-from dpivon.errors import DpivonError
+from dpivon.errors import DpivonError, RankError
 
 SLACK = 1e-5  # of C
-SLOW_PATHS = ("stacked", "ddp")  # a program to trace, or ranks to wait for
 ALIKE = "all rows alike"
 GOOD = ("right", "refused", "torch refuses", "—")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind`` is "right", "refused", "torch refuses" (the program does not run without us either), "—" (cannot be tried),
-    or a failure: "silent" (an example moves the sum by more than C, or the model's state), "wrong" (private, but not the
-    clipped sum), "crash" (an error that is not ours), "unclear" (a refusal without a remedy)."""
+    """What came of a case on a path.
+
+    ``kind`` is "right", "refused", "torch refuses" (the program does not run without us either), "—" (cannot be tried), or a
+    failure: "silent" (an example moves the sum by more than C, or what the model keeps), "wrong" (private, but not the clipped
+    sum), "crash" (an error that is not ours), "unclear" (a refusal without a remedy), "rank error" (another rank is gone).
+    """
 
     kind: str
     text: str = ""
@@ -48,12 +50,16 @@ def judge(case: Case, path: str, *, quick: bool = False) -> Verdict:
     """
     if path not in case.paths or (path in ("fit", "stacked") and case.each is None):
         return Verdict("—")
+    if path == "stacked" and case.tolerance is None:  # its runs draw different numbers, so there is nothing to compare
+        return Verdict("—")
     worst = Verdict("right")
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
             for found in _tried(case, path, quick):
                 worst = max(worst, found, key=_severity)
+        except RankError as error:
+            return Verdict("rank error", str(error))
         except DpivonError as error:
             refused = Verdict("refused" if _is_clear(str(error)) else "unclear", str(error))
             return worst if worst.kind == "silent" else refused
@@ -72,16 +78,17 @@ def _severity(v: Verdict) -> tuple[int, float]:
 def _tried(case: Case, path: str, quick: bool) -> Iterator[Verdict]:
     batch = case.build()[1]
     size = next(tensors(batch[1])).shape[0]
-    run = RUNNERS[path]
+    run, quick = RUNNERS[path], quick or path == "stacked"  # where every C is a program to trace
     for kind, changed in list(variants(case, batch))[-2 if quick else 0 :]:
         gradients = reference(case, changed, path)
         norms = None if gradients is None else gradients.norm(dim=1)
         for bound in case.bounds or _bounds(norms, kind, quick):
-            whole = run(case, changed, range(size), bound)
+            few = quick or path == "ddp" or kind == ALIKE
+            without = [[i for i in range(size) if i != x] for x in case.removed or _removed(norms, size, few)]
+            whole, *others = run(case, changed, [range(size), *without], bound)
             allowed = bound * math.sqrt(_tensors_clipped_apart(case))
-            for x in case.removed or _removed(norms, size, quick or path in SLOW_PATHS):
-                without = run(case, changed, [i for i in range(size) if i != x], bound)
-                yield _compared(case, whole, without, allowed)
+            for other in others:
+                yield _compared(case, whole, other, allowed)
             if case.tolerance is not None:
                 yield _held_to(case, changed, path, whole, gradients, bound)
 

@@ -27,6 +27,8 @@ from dpivon.stacked import Run, Stack
 
 STEPS, SIGMA = 2, 1e-9
 Theta = dict[str, Tensor]
+#: Of a case, a batch, the rows of each world, and C.
+Runner = Callable[[Case, Any, Sequence[Sequence[int]], float], "list[Seen]"]
 
 
 @dataclass
@@ -140,10 +142,6 @@ def _released(optimizer: Any, module: nn.Module) -> Tensor:
     return flat([release.gradients[q].detach() for q in module.parameters() if q.requires_grad]) * divisor
 
 
-def ddp(case: Case, batch: Any, rows: Sequence[int], bound: float) -> Seen:
-    return own_loop(case, batch, rows, bound, ranks=True)
-
-
 def fit(case: Case, batch: Any, rows: Sequence[int], bound: float) -> Seen:
     """``dpivon.fit``, whose steps on a CPU are the ordinary ones."""
     model, _, _ = case.build()
@@ -158,20 +156,24 @@ def fit(case: Case, batch: Any, rows: Sequence[int], bound: float) -> Seen:
     return Seen([s[0] for s in sums], kept(fitted.model), [])
 
 
-def stacked(case: Case, batch: Any, rows: Sequence[int], bound: float) -> Seen:
-    """Two runs of a stack, as the fixed program that a GPU captures."""
+def stacked(case: Case, batch: Any, worlds: Sequence[Sequence[int]], bound: float) -> list[Seen]:
+    """One run of a stack per world, all in the fixed program that a GPU captures."""
     model, _, _ = case.build()
-    inputs, targets = _taken(batch, rows)
     size = next(tensors(batch[1])).shape[0]
     network = TracedNetwork(lambda: copy.deepcopy(model), case.each)
-    start = network.pack(model).expand(2, -1)
+    runs = [Run("dp-sgd", 3 + k, SIGMA, bound, 1e-30, size) for k in range(len(worlds))]
+    there = torch.zeros(len(worlds), size, dtype=torch.int8)
+    for k, rows in enumerate(worlds):
+        there[k, list(rows)] = 1
     torch.manual_seed(2)
-    runs = [Run("dp-sgd", seed, SIGMA, bound, 1e-30, size) for seed in (3, 4)]
     with captured() as sums:
-        stack = Stack(runs, network, inputs, targets, start=start, dataset_size=size, block=STEPS, steps=STEPS)
+        start = network.pack(model).expand(len(worlds), -1)
+        stack = Stack(runs, network, *batch, start=start, block=STEPS, steps=STEPS)
+        streams = stack.sampler.streams
+        streams.poisson = lambda examples, rates, first, steps: there.expand(steps, -1, -1)  # type: ignore[method-assign]
         for _ in stack.train(STEPS):
             pass
-    return Seen([s[k] for s in sums for k in range(2)], kept(stack.model(0)), [])
+    return [Seen([s[k] for s in sums], kept(stack.model(k)), []) for k in range(len(worlds))]
 
 
 def _taken(batch: Any, rows: Sequence[int]) -> Any:
@@ -225,9 +227,13 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{name}[{i}]", item)
 
 
-RUNNERS: dict[str, Callable[[Case, Any, Sequence[int], float], Seen]] = {
-    "own loop": own_loop,
-    "fit": fit,
+def _one_by_one(run: Callable[..., Seen], **options: Any) -> Runner:
+    return lambda case, batch, worlds, bound: [run(case, batch, rows, bound, **options) for rows in worlds]
+
+
+RUNNERS: dict[str, Runner] = {
+    "own loop": _one_by_one(own_loop),
+    "fit": _one_by_one(fit),
     "stacked": stacked,
-    "ddp": ddp,
+    "ddp": _one_by_one(own_loop, ranks=True),
 }
