@@ -115,16 +115,9 @@ def _():
     return mlp(), vectors(), ce
 
 
-def _scaled_loss(run):
-    for batch in run.batches():
-        run.optimizer.zero_grad()
-        (run.loss(batch) * len(batch[1]) / 4).backward()
-        run.optimizer.step()
-
-
-@case("the loss multiplied by the batch size in the loop", 7, loop=_scaled_loss, paths=LOOP)
+@case("the loss multiplied by the batch size in the loop", 7, whole=True, each=None, paths=LOOP)
 def _():
-    return mlp(), vectors(), ce
+    return mlp(), vectors(), lambda model, batch: ce(model(batch[0]), batch[1]) * len(batch[1]) / 4
 
 
 def _by_layers(run):

@@ -61,7 +61,7 @@ def judge(case: Case, path: str, *, quick: bool = False) -> Verdict:
         except RankError as error:
             return Verdict("rank error", str(error))
         except DpivonError as error:
-            refused = Verdict("refused" if _is_clear(str(error)) else "unclear", str(error))
+            refused = Verdict("refused" if is_clear(case, str(error)) else "unclear", str(error))
             return worst if worst.kind == "silent" else refused
         except Exception as error:
             if worst.kind == "silent":
@@ -230,9 +230,21 @@ _REMEDY = re.compile(
 )
 
 
-def _is_clear(sentence: str) -> bool:
-    """One line of bearable length that says what to do."""
-    return "\n" not in sentence and len(sentence) <= 600 and bool(_REMEDY.search(sentence))
+def is_clear(case: Case, sentence: str) -> bool:
+    """One line of bearable length that names what is wrong and says what to do."""
+    return "\n" not in sentence and len(sentence) <= 600 and _names(case, sentence) and bool(_REMEDY.search(sentence))
+
+
+def _names(case: Case, sentence: str) -> bool:
+    """Whether it names an argument (``name=``), a part of the model or its class, or what the loop does."""
+    if re.search(r"\b[\w.]+=|\bloss\b|\bbackward\b|\bstep\(\)", sentence):
+        return True
+    model = case.build()[0]
+    parts = [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers()), *vars(model)]
+    classes = "|".join({type(layer).__name__ for layer in model.modules()})
+    return bool(re.search(rf"\b({classes})\b", sentence)) or any(
+        re.search(rf"['\"`.]{re.escape(name)}\b", sentence) for name in parts if name
+    )
 
 
 def _runs_alone(case: Case) -> bool:
