@@ -29,6 +29,7 @@ LONG = (
     "conformance/test_opacus_suite.py",
     "faults/test_faults.py",
     "audit/test_audit.py",
+    "attack/test_matrix.py",
     "privacy/test_reference_twin.py",
 )
 
