@@ -78,6 +78,15 @@ def test_a_restored_stack_goes_on_as_if_it_had_never_stopped(tmp_path, at):
     assert disk.ledger.record.releases == 11
 
 
+def test_a_ledger_that_comes_after_the_first_step_is_refused(tmp_path):
+    """It would have taken the place of an account that it does not hold."""
+    s, disk = kept(tmp_path)
+    before = spent(go(s, 4))
+    with pytest.raises(PrivacyError, match="4 releases that would not be in it"):
+        disk.restore()
+    assert spent(s) == before == cost(4)
+
+
 @pytest.mark.parametrize("made", [1, 4, 6])
 def test_what_was_lost_is_repeated_to_the_bit_and_charged_once(tmp_path, made):
     whole = go(stack(), 12)

@@ -80,6 +80,11 @@ class StackedMechanism:
             raise PrivacyError(
                 f"{ledger.path}: is of {ledger.record.runs} runs, not {len(self.specs)}. Give the right one."
             )
+        if self.charged and self.ledger is not ledger:
+            raise PrivacyError(
+                f"{ledger.path}: this stack has made {self.charged} releases that would not be in it. Attach it before the "
+                "first step."
+            )
         self.ledger, self.key = ledger, key
         self.accountants = [Accountant("rdp") for _ in self.specs]
         for run, accountant in enumerate(self.accountants):
