@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from dpivon import budget
+from dpivon.cli import app
 from dpivon.durable.checkpoint import Rotation
-from dpivon.durable.ledger import read
+from dpivon.durable.ledger import names, read
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
 from dpivon.optim.curvature import resolve
 from dpivon.optim.steady_rule import Steady
+from dpivon.privacy.accounting.recorded import history
+from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
@@ -76,6 +81,45 @@ def test_a_restored_stack_goes_on_as_if_it_had_never_stopped(tmp_path, at):
     assert same(whole, second)
     assert spent(second) == spent(whole) == cost(11)
     assert disk.ledger.record.releases == 11
+
+
+def test_a_stacks_ledger_pairs_every_run_with_its_own_terms(tmp_path):
+    """A stack sorts its runs by method; whoever pairs them by place reads another run's σ."""
+    s = stack(runs=RUNS[::-1])
+    disk = StackCheckpoints(s, tmp_path, ["adam", "sgd", "ivon"])
+    disk.restore()
+    go(s, 3)
+    s.mechanism.charge_beside(NoiseSpec(20.0, 1.0, 60.0, 1.0), 2)
+    disk.close()
+    record = read(tmp_path / "ledger.jsonl")
+    assert [names(terms) for terms, _ in record.rows] == [record.names] * 2
+    assert sorted(record.names) == ["adam", "ivon", "sgd"]
+    sigma = {name: history(record, i)[0][0] for i, name in enumerate(record.names)}
+    assert sigma == {"ivon": 1.0, "sgd": 0.5, "adam": 2.0}
+    shown = json.loads(CliRunner().invoke(app, ["ledger", "show", str(tmp_path), "--json"]).output)
+    assert {r["run"]: r["rows"][0]["noise_multiplier"] for r in shown[0]["runs"]} == sigma
+
+
+def test_a_ledger_of_other_names_is_refused(tmp_path):
+    first, disk = kept(tmp_path)
+    disk.restore()
+    go(first, 2)
+    disk.close()
+    for path in Rotation(tmp_path).files():
+        path.unlink()
+    with pytest.raises(PrivacyError, match="of other runs"):
+        StackCheckpoints(stack(), tmp_path, ["a", "b", "c"]).restore()
+    with pytest.raises(ArgumentError, match="3 different names"):
+        StackCheckpoints(stack(), tmp_path / "new", ["a", "b", "a"])
+
+
+def test_a_ledger_that_comes_after_the_first_step_is_refused(tmp_path):
+    """It would have taken the place of an account that it does not hold."""
+    s, disk = kept(tmp_path)
+    before = spent(go(s, 4))
+    with pytest.raises(PrivacyError, match="4 releases that would not be in it"):
+        disk.restore()
+    assert spent(s) == before == cost(4)
 
 
 @pytest.mark.parametrize("made", [1, 4, 6])

@@ -21,7 +21,7 @@ from dpivon.privacy.accounting import budget as plan
 from dpivon.privacy.accounting import tuning_costs
 from dpivon.report.command import report
 from dpivon.study import commands
-from dpivon.terminal import warnings_as_lines
+from dpivon.terminal import say, warnings_as_lines
 
 
 class _Commands(TyperGroup):
@@ -31,7 +31,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except DpivonError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            say(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -1,4 +1,4 @@
-"""``dpivon ledger show`` and ``dpivon export``: what a run released, what it cost, and what of it may be published."""
+"""``dpivon ledger show``, ``ledger verify`` and ``export``: what a run released, what it cost, what may be published."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from dpivon.durable.ledger import Record, read
-from dpivon.errors import bad
+from dpivon.durable.ledger import PROVES, PROVES_NOT, Record, read
+from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import History, merged
-from dpivon.privacy.accounting.recorded import LEDGER, drawn, epsilons, find, history, seeded
-from dpivon.terminal import warnings_as_lines
+from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, find, history, own_delta, seeded
+from dpivon.study.folder import run_names
+from dpivon.terminal import say, warnings_as_lines
 
 ledger = typer.Typer(help="The record of what was released.", no_args_is_help=True)
 
-_Delta = Annotated[float, typer.Option(help="δ, well below 1/N.")]
+_Run = Annotated[Path, typer.Argument(help="A ledger, or a folder with ledgers in it: of a run or of a study.")]
+_Delta = Annotated[
+    float | None,
+    typer.Option(help="δ, well below 1/N.", show_default="the run's own; 1e-5 where its folder does not say"),
+]
 
 
 @ledger.callback()
@@ -28,8 +33,8 @@ def _ledger() -> None:
 
 @ledger.command()
 def show(
-    run: Annotated[Path, typer.Argument(help="A ledger, or a folder with ledgers in it: of a run or of a study.")],
-    delta: _Delta = 1e-5,
+    run: _Run,
+    delta: _Delta = None,
     as_json: Annotated[bool, typer.Option("--json", help='Print JSON. An infinite ε is the text "inf".')] = False,
 ) -> None:
     """Check a ledger and compute ε from it, with every accountant.
@@ -38,36 +43,61 @@ def show(
 
     Example: dpivon ledger show run --delta 1e-5
     """
-    check_delta(delta)
-    paths = find(run)
-    if not paths:
-        raise bad("run", str(run), "holds no ledger", "Give the folder of a run or of a study, or the ledger itself")
+    if delta is not None:
+        check_delta(delta)
     with warnings_as_lines():
-        found = [_described(path, delta) for path in paths]
+        found = [_described(path, *_delta(path, delta)) for path in _ledgers(run)]
     if as_json:
-        typer.echo(json.dumps(found, allow_nan=False, ensure_ascii=False))
+        say(json.dumps(found, allow_nan=False))
         return
     for one in found:
-        typer.echo(
-            f"{one['ledger']}: {one['releases']} releases of each of {len(one['runs'])} runs, every checksum right"
-        )
+        say(f"{one['ledger']}: {one['releases']} releases of each of {len(one['runs'])} runs, every digest right")
         if one["torn"]:
-            typer.echo("  its last line was torn by a crash, and is counted as the largest block before it")
+            say("  its last line was torn by a crash, and is counted as the largest block before it")
         for account in one["runs"]:
-            typer.echo(f"  {account['run']}:")
+            say(f"  {account['run']}:")
             for row in account["rows"]:
                 told = "ε = inf, not private" if row["noise_multiplier"] == 0 else f"σ = {row['noise_multiplier']:.6g}"
-                typer.echo(f"    {row['steps']} × {told}, q = {row['sample_rate']:.6g}")
+                say(f"    {row['steps']} × {told}, q = {row['sample_rate']:.6g}")
             for text, releases in account["drawn_by"].items():
-                typer.echo(f"    {releases} × {text}")
+                say(f"    {releases} × {text}")
             spent = ", ".join(f"{name} {value:.6g}" for name, value in account["epsilon"].items() if value != "inf")
-            typer.echo(f"    ε at δ = {delta:g}: {spent or 'inf'}")
+            say(f"    ε at δ = {one['delta']:g}{one['delta_from']}: {spent or 'inf'}")
+
+
+@ledger.command()
+def verify(run: _Run) -> None:
+    """Check every line of a ledger against the digest chain, and say what that proves.
+
+    Exits 1 if a ledger was changed or damaged.
+
+    Example: dpivon ledger verify run
+    """
+    failed = 0
+    for path in _ledgers(run):
+        try:
+            record = read(path)
+            names = run_names(path, record)
+            for i in range(record.runs):
+                history(record, i)  # the terms are those of releases
+        except PrivacyError as error:
+            failed += 1
+            say(f"FAILED {error}")
+            continue
+        runs = ", ".join(names) if len(names) <= 3 else f"{len(names)} runs"
+        say(f"{path}: the chain holds; {record.releases} releases of each of {runs}; last digest {record.head}")
+        if record.torn:
+            say("  its last line was torn by a crash, and is counted as the largest block before it")
+    say(f"Proved: {PROVES}" if not failed else f"{failed} ledgers were changed or damaged: their ε is not known.")
+    say(f"Not proved: {PROVES_NOT}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="The folder that was given to dpivon.Checkpoints.")],
     out: Annotated[Path, typer.Option(help="A new folder for what may be published.")],
-    delta: _Delta = 1e-5,
+    delta: _Delta = None,
 ) -> None:
     """Write the model of a run for publication: no generators, no seeds, no gradients in it.
 
@@ -75,36 +105,46 @@ def export(
     """
     from dpivon.privacy.export import export as write
 
+    delta, why = _delta(run / LEDGER, delta)
     spent = write(run, out, delta)
     told = ", ".join(f"{name} {value:.6g}" for name, value in spent.items())
-    typer.echo(f"model in {out}; ε at δ = {delta:g}: {told}")
+    say(f"model in {out}; ε at δ = {delta:g}{why}: {told}")
     if removable := seeded(read(run / LEDGER), 0):
-        typer.echo(
+        say(
             f"warning: {removable} releases have noise of a seeded generator: publish this only if the data is public or "
             "the seed is a secret that no script, log or plan holds.",
             err=True,
         )
 
 
-def _described(path: Path, delta: float) -> dict[str, Any]:
+def _ledgers(run: Path) -> list[Path]:
+    paths = find(run)
+    if not paths:
+        raise bad("run", str(run), "holds no ledger", "Give the folder of a run or of a study, or the ledger itself")
+    return paths
+
+
+def _delta(path: Path, given: float | None) -> tuple[float, str]:
+    """δ, and a word about it where nobody chose it."""
+    if given is not None:
+        return given, ""
+    own = own_delta(path)
+    return (DELTA, " (the folder names no δ)") if own is None else (own, "")
+
+
+def _described(path: Path, delta: float, delta_from: str) -> dict[str, Any]:
     record = read(path)
-    names = _names(path, record)
     known: dict[str, dict[str, Any]] = {}  # many runs of a study cost the same
     runs = []
-    for i, name in enumerate(names):
+    for i, name in enumerate(run_names(path, record)):
         rows = history(record, i)
         key = repr(rows)
         if key not in known:
             known[key] = {k: v if math.isfinite(v) else "inf" for k, v in epsilons(rows, delta).items()}
         told = {"drawn_by": drawn(record, i), "epsilon": known[key]}
         runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), **told})
-    return {"ledger": str(path), "releases": record.releases, "torn": record.torn, "delta": delta, "runs": runs}
-
-
-def _names(path: Path, record: Record) -> list[str]:
-    beside = path.with_name("runs.json")
-    names = json.loads(beside.read_text()) if beside.exists() else []
-    return names if len(names) == record.runs else [f"run {i}" for i in range(record.runs)]
+    about = {"ledger": str(path), "releases": record.releases, "torn": record.torn}
+    return {**about, "delta": delta, "delta_from": delta_from, "runs": runs}
 
 
 def _rows(rows: History) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import typer
 
 from dpivon.errors import bad, check_whole
 from dpivon.methods import METHODS
-from dpivon.terminal import warnings_as_lines
+from dpivon.terminal import say, warnings_as_lines
 
 _DATA, _PUBLIC, _MODEL, _RUN = "Data", "What is public", "Model and training", "Running"
 
@@ -227,15 +227,15 @@ def _train(settings: Any, as_json: bool, quiet: bool) -> None:
 
     if settings.seed is not None:
         why = "decides the privacy noise, so whoever knows it can take the noise away"
-        typer.echo(f"warning: seed={settings.seed}: {why}. Leave it out unless the data is public.", err=True)
+        say(f"warning: seed={settings.seed}: {why}. Leave it out unless the data is public.", err=True)
     try:
         summary = run(settings, Display(quiet or as_json))
     except SystemExit:  # by a signal, after the checkpoint was written
         if not quiet:
-            typer.echo(f"stopped and saved in {settings.out}; the same command goes on", err=True)
+            say(f"stopped and saved in {settings.out}; the same command goes on", err=True)
         raise
     if as_json:
-        typer.echo(json.dumps(summary, ensure_ascii=False, allow_nan=False))
+        say(json.dumps(summary, allow_nan=False))
     elif not quiet:
         conclude(summary, Path(settings.out), Console(highlight=False))
 
@@ -276,10 +276,10 @@ def predict(
         "mean_mutual_information": float(found.mutual_information.mean()),
     }
     if as_json:
-        typer.echo(json.dumps(told, ensure_ascii=False))
+        say(json.dumps(told))
     elif not quiet:
         how = f"averaged over {found.samples} posterior draws" if found.samples else "at the posterior mean"
-        typer.echo(f"{told['examples']} predictions in {out}, {how}; mean entropy {told['mean_entropy']:.3f} nats")
+        say(f"{told['examples']} predictions in {out}, {how}; mean entropy {told['mean_entropy']:.3f} nats")
 
 
 def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, delimiter: str) -> None:
@@ -301,9 +301,7 @@ def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, 
         kind_of(str(sample))
         text = draft_from_sample(read_columns(sample, names, delimiter), target, sample)
     write_draft(to, text)
-    typer.echo(
-        f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}"
-    )
+    say(f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}")
 
 
 def _show_oddities(settings: Any) -> None:
@@ -313,8 +311,9 @@ def _show_oddities(settings: Any) -> None:
     inputs = describe(settings).inputs
     examples = inputs.read(settings.data, settings.classes)
     lines = inputs.oddities(settings.data) if isinstance(inputs, Table) else []
-    typer.echo("NOT PRIVATE: these numbers are about single rows. Keep them with the data.", err=True)
-    typer.echo("\n".join([*lines, f"{len(examples)} examples, every label is among the classes"]))
+    say("NOT PRIVATE: these numbers are about single rows. Keep them with the data.", err=True)
+    for line in [*lines, f"{len(examples)} examples, every label is among the classes"]:
+        say(line)
 
 
 def _declared(bounds: Sequence[str] | None, categories: Sequence[str] | None) -> dict[str, Any]:

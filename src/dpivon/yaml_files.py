@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from dpivon.errors import bad
 
+MOST_CHARACTERS = 1_000_000
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -17,11 +18,36 @@ def read_yaml(name: str, path: Path, *, missing: str, fix: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise bad(name, str(path), "does not exist", missing) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise bad(name, str(path), f"is not YAML ({' '.join(str(error).split())})", fix) from None
+
+
+def parse_yaml(text: str) -> Any:
+    """What the text says, in time that grows with its length alone.
+
+    Aliases are refused: nine lines of them can stand for a billion values. So are numbers of more than 400 characters, and a
+    text of more than a million.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                raise yaml.YAMLError(f"*{event.anchor} is an alias, which is not read; write its value out")
+            return super().compose_node(parent, index)
+
+        def construct_scalar(self, node: Any) -> Any:
+            if node.tag.endswith((":int", ":float")) and len(node.value) > 400:  # 1:1:1:… takes quadratic time
+                raise yaml.YAMLError(f"{node.value[:20]}… is a number of {len(node.value):,} characters")
+            return super().construct_scalar(node)
+
+    if len(text) > MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, more than {MOST_CHARACTERS:,}")
+    return yaml.load(text, Loader)
 
 
 def validated(model: type[_Model], raw: Any, name: str, *, fix: str, place: str = "") -> _Model:

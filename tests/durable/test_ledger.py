@@ -19,6 +19,7 @@ from dpivon.durable import ledger as module
 from dpivon.durable.ledger import Ledger, read
 from dpivon.errors import DpivonError, PrivacyError
 from dpivon.privacy.accounting import epsilon
+from dpivon.privacy.accounting.history import merged
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.spec import NoiseSpec
 
@@ -51,6 +52,45 @@ def test_what_is_charged_is_read_back_in_order_and_run_length(path):
     assert [found.terms_at(i) for i in (0, 3, 4, 5, 6, 10)] == [TERMS, TERMS, OTHER, OTHER, TERMS, None]
     first = json.loads(path.read_text().splitlines()[1])["terms"][0]
     assert first | {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.01, "spec": SPEC.digest} == first
+
+
+def named(*runs):
+    return tuple({"run": run, **SPEC.replace(noise_multiplier=sigma).terms} for run, sigma in runs)
+
+
+def test_a_ledger_names_its_runs_and_no_others_are_charged_to_it(path):
+    ledger = Ledger(path)
+    ledger.charge(named(("a", 1.0), ("b", 2.0)), 3)
+    ledger.charge(named(("a", 3.0), ("b", 3.0)), 1)
+    assert read(path).names == ("a", "b")
+    assert history(read(path), read(path).names.index("b")) == [(2.0, 0.01, 3), (3.0, 0.01, 1)]
+    before = path.read_bytes()
+    for others in (("b", "a"), ("a", "c")):
+        with pytest.raises(PrivacyError, match="other runs, or of these in another order"):
+            ledger.charge(named(*((run, 1.0) for run in others)), 1)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "terms", [named(("b", 2.0), ("a", 1.0)), (named(("a", 1.0))[0], OTHER[0]), named(("a", 1.0), ("a", 1.0))]
+)
+def test_a_file_whose_runs_change_their_names_is_refused(path, terms):
+    Ledger(path).charge(named(("a", 1.0), ("b", 2.0)), 3)
+    added, _ = module._sealed([{"terms": list(terms)}, {"to": 4, "n": 1}], read(path).head)
+    path.write_bytes(path.read_bytes() + added)
+    with pytest.raises(PrivacyError, match="line 4: was changed or damaged"):
+        read(path)
+
+
+def test_a_ledger_of_version_1_is_read_and_gone_on_with(path):
+    lines = [{"dpivon_ledger": 1, "id": "old"}, {"terms": [TERMS[0], OTHER[0]]}, {"to": 5, "n": 5}]
+    path.write_bytes(module._sealed(lines, "")[0])
+    assert (read(path).releases, read(path).names) == (5, ())
+    ledger = Ledger(path)
+    ledger.charge(named(("a", 1.0), ("b", 2.0)), 2)
+    found = read(path)
+    assert (found.id, found.releases, found.names) == ("old", 7, ("a", "b"))
+    assert merged(history(found, 1)) == {(2.0, 0.01): 7}
 
 
 def test_the_line_is_synced_before_the_charge_returns(path, monkeypatch):

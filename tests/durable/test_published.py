@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from dpivon import Posterior
 from dpivon.cli import app
 from dpivon.durable.checkpoint import Rotation, bytes_of
-from dpivon.durable.ledger import Ledger
+from dpivon.durable.ledger import Ledger, read
 from dpivon.privacy.accounting import epsilon
+from dpivon.privacy.export import export
 from dpivon.privacy.spec import NoiseSpec
 
 
@@ -62,6 +63,92 @@ def test_show_refuses_a_damaged_ledger_in_one_line(tmp_path):
     assert text.count("\n") == 1
     code, text = command("ledger", "show", tmp_path / "nowhere")
     assert "holds no ledger" in text
+
+
+ESCAPE = "\x1b]0;owned\x07\x9b31m\u202eε\n    ε at δ = 1e-05: rdp 0.001"
+
+
+def test_nothing_that_a_file_says_steers_the_terminal(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    terms = NoiseSpec(1.0, 1.0, 8.0, 0.2).terms
+    ledger.charge(tuple({**terms, "run": f"{ESCAPE}{i}", "noise": ESCAPE} for i in range(2)), 3)
+    outputs = [command("ledger", *words, tmp_path)[1] for words in (("show",), ("show", "--json"), ("verify",))]
+    ledger.path.write_bytes(ledger.path.read_bytes().replace(b'"noise_multiplier":1.0', b'"noise_multiplier":9.0'))
+    outputs += [command("ledger", words, tmp_path)[1] for words in ("show", "verify")]
+    for text in outputs:
+        assert all(c.isprintable() or c == "\n" for c in text)
+        assert "\n    ε at δ = 1e-05: rdp 0.001" not in text
+    assert "\\x1b]0;owned\\x07\\x9b31m\\u202eε\\n    ε at" in outputs[0]
+    assert json.loads(outputs[1])[0]["runs"][0]["run"] == f"{ESCAPE}0"
+
+
+def test_verify_says_what_the_chain_proves_and_what_it_does_not(tmp_path):
+    for name in ("a", "b"):
+        Ledger(tmp_path / name / "ledger.jsonl").charge((NoiseSpec(1.0, 1.0, 8.0, 0.2).terms,), 3)
+    code, text = command("ledger", "verify", tmp_path)
+    assert code == 0
+    assert text.count("the chain holds; 3 releases") == 2
+    assert read(tmp_path / "a" / "ledger.jsonl").head in text
+    assert "Proved: every line follows" in text
+    assert "Not proved: there is no secret key" in text
+    path = tmp_path / "a" / "ledger.jsonl"
+    first, second, third, _ = path.read_bytes().split(b"\n")
+    for lines in (
+        [first, second.replace(b'"noise_multiplier":1.0', b'"noise_multiplier":9.0'), third],
+        [first, third],
+        [first, second, third, third],
+        [second, first, third],
+    ):
+        path.write_bytes(b"\n".join([*lines, b""]))
+        code, text = command("ledger", "verify", tmp_path)
+        assert code == 1
+        assert text.startswith(f"FAILED {path}, line ")
+        assert text.count("the chain holds") == 1  # the other ledger is looked at all the same
+        assert "Proved: " not in text.replace("Not proved: ", "")
+    code, text = command("ledger", "verify", tmp_path / "nowhere")
+    assert code == 2
+    assert "holds no ledger" in text
+
+
+def test_terms_that_are_none_of_a_release_fail_though_their_chain_holds(tmp_path):
+    Ledger(tmp_path / "ledger.jsonl").charge(({"noise_multiplier": -1.0},), 3)
+    code, text = command("ledger", "verify", tmp_path)
+    assert code == 1
+    assert "holds terms that are none of a release" in text
+
+
+@pytest.mark.parametrize("place", ["config.yaml", "ledgers/x", "stacks/x", ""])
+def test_epsilon_is_shown_at_the_runs_own_delta(tmp_path, place):
+    """It was shown at 1e-5, after training at 1e-4."""
+    known = {"config.yaml": "config.yaml"}.get(place, "study.json")
+    (tmp_path / known).write_text('{"delta": 0.0003}')  # which is YAML, too
+    path = tmp_path / ("" if place == "config.yaml" else place) / "ledger.jsonl"
+    Ledger(path).charge((NoiseSpec(1.0, 1.0, 8.0, 0.2).terms,), 3)
+    (found,) = json.loads(command("ledger", "show", path, "--json")[1])
+    delta = 3e-4 if place else 1e-5  # a plan is that of its stacks alone
+    assert found["delta"] == delta
+    assert found["runs"][0]["epsilon"]["rdp"] == epsilon([(1.0, 0.2, 3)], delta)
+    assert ("(the folder names no δ)" in command("ledger", "show", path)[1]) == (not place)
+    (found,) = json.loads(command("ledger", "show", path, "--json", "--delta", 0.01)[1])
+    assert found["delta"] == 0.01
+    if place:
+        for spoilt in ("{}", "no: [", '{"delta": 2}'):
+            (tmp_path / known).write_text(spoilt)
+            code, text = command("ledger", "show", path)
+            assert code == 2
+            assert "Give --delta" in text
+
+
+def test_an_export_states_epsilon_at_the_runs_own_delta(tmp_path):
+    run = Run(tmp_path / "run", "adam").train(stop_at=2)
+    run.kept.save()
+    (tmp_path / "run" / "config.yaml").write_text("delta: 0.0003\n")
+    _, text = command("export", tmp_path / "run", "--out", tmp_path / "out")
+    assert "ε at δ = 0.0003:" in text
+    told = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    assert (told["delta"], told["epsilon"]["rdp"]) == (3e-4, epsilon([(1.0, 0.2, 2)], 3e-4))
+    export(tmp_path / "run", tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "privacy.json").read_text()) == told
 
 
 def test_an_export_has_the_model_and_nothing_that_draws(tmp_path):

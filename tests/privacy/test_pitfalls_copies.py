@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import pickle
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from private_runs import (
 )
 from torch import Tensor, nn
 
-from dpivon import ArgumentError, PrivacyError
+from dpivon import ArgumentError, PrivacyError, PrivacyWarning
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
@@ -210,6 +211,38 @@ def test_loading_an_older_checkpoint_does_not_take_releases_back():
         run.engine.load_checkpoint(path=file, module=run.model, optimizer=run.optimizer)
     assert run.engine.get_epsilon(1e-5) == spent
     assert all(torch.equal(a, b) for a, b in zip(weights, parameters(run), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+@pytest.mark.parametrize("without", [False, True], ids=["accounted", "not private"])
+def test_a_checkpoint_of_another_run_with_as_many_steps_does_not_replace_the_account(without):
+    """ε fell from 9.62 to .082, and from ∞, since releases were only counted."""
+    cheap, file = make(noise_multiplier=50.0, capture=False), io.BytesIO()
+    dear = make(noise_multiplier=0.5, poisson_sampling=not without, capture=False)
+    for run in (cheap, dear):
+        for _ in range(3):
+            run.step(*next(iter(run.loader)))
+    cheap.engine.save_checkpoint(path=file, module=cheap.model, optimizer=cheap.optimizer)
+    file.seek(0)
+    history, weights = list(dear.engine.accountant.history), parameters(dear)
+    assert len(cheap.engine.accountant) == len(dear.engine.accountant)
+    with pytest.raises(PrivacyError, match="fewer releases than the 3 of noise_multiplier"):
+        dear.engine.load_checkpoint(path=file, module=dear.model, optimizer=dear.optimizer)
+    assert dear.engine.accountant.history == history
+    assert all(torch.equal(a, b) for a, b in zip(weights, parameters(dear), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+def test_what_had_no_guarantee_in_a_checkpoint_has_none_when_it_is_loaded():
+    first, file = make(poisson_sampling=False, capture=False), io.BytesIO()
+    first.step(*next(iter(first.loader)))
+    first.engine.save_checkpoint(path=file, module=first.model, optimizer=first.optimizer)
+    file.seek(0)
+    second = make(capture=False)
+    second.engine.load_checkpoint(path=file, module=second.model, optimizer=second.optimizer)
+    second.step(*next(iter(second.loader)))
+    with pytest.warns(PrivacyWarning, match="poisson_sampling=False"):
+        assert second.engine.get_epsilon(1e-5) == math.inf
 
 
 def test_a_checkpoint_between_backward_and_step_holds_no_raw_gradient():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+
 import pytest
 from tables import IVON, rows
 
+from dpivon.durable.ledger import _sealed, read
 from dpivon.errors import ArgumentError
 from dpivon.study import table
-from dpivon.study.folder import Results, record
+from dpivon.study.folder import Results, record, retire
 from dpivon.study.merge import merge
 from dpivon.study.plan import Plan, PlannedRun
 
@@ -106,3 +110,50 @@ def test_another_plan_is_refused_before_anything_changes(machines, tmp_path):
     assert not (tmp_path / "all").exists()
     with pytest.raises(ArgumentError, match="holds no study"):
         merge(tmp_path / "all", [tmp_path])
+
+
+@pytest.mark.parametrize(
+    "name", ["study.json", "runs.csv", "diagnostics.csv", "ledgers/id-b/ledger.jsonl", "ledgers/id-b", "ledgers"]
+)
+def test_a_link_in_a_folder_from_elsewhere_is_refused_before_anything_changes(machines, tmp_path, name):
+    """It may name any file of whoever merges."""
+    path, elsewhere = machines[1] / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(ArgumentError, match=f"{path.name}'.*link"):
+        merge(tmp_path / "all", machines)
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_pipe_is_not_waited_for_and_only_ledgers_are_copied(machines, tmp_path):
+    (machines[1] / "ledgers" / "id-b" / "more").write_text("more")
+    merge(tmp_path / "all", machines)
+    assert {p.name for p in (tmp_path / "all").glob("ledgers/*/*")} == {"ledger.jsonl"}
+    os.mkfifo(machines[1] / "beyond.csv")
+    with pytest.raises(ArgumentError, match="not a plain file"):
+        merge(tmp_path / "more", machines)
+
+
+@pytest.mark.parametrize("text", ['=HYPERLINK("http://x")', "@SUM(A1)", "\t=1+1", "-2+3"])
+def test_a_row_that_a_spreadsheet_would_execute_is_refused(machines, tmp_path, text):
+    table.write(machines[1] / "runs.csv", [r | {"hardware": text} for r in table.read(machines[1] / "runs.csv")])
+    with pytest.raises(ArgumentError, match=r"hardware=.*is a formula"):
+        merge(tmp_path / "all", machines)
+    assert not (tmp_path / "all").exists()
+
+
+@pytest.mark.parametrize("name", ["../../b/ledgers/id-b", "id-b", ".."])
+def test_a_finished_ledger_goes_where_its_content_says_and_never_where_its_id_does(machines, name):
+    """A received folder could put its own ledger in the place of another run's."""
+    folder, out = machines[0] / "stacks" / "0000", machines[0]
+    folder.mkdir(parents=True)
+    (folder / "ledger.jsonl").write_bytes(_sealed([{"dpivon_ledger": 2, "id": name}], "")[0])
+    (out / "ledgers" / "id-b").mkdir()
+    (out / "ledgers" / "id-b" / "ledger.jsonl").write_text("mine")
+    content = (folder / "ledger.jsonl").read_bytes()
+    assert read(folder / "ledger.jsonl").id == name
+    retire(folder, out)
+    kept = out / "ledgers" / hashlib.sha256(content).hexdigest()[:16] / "ledger.jsonl"
+    assert kept.read_bytes() == content
+    assert (out / "ledgers" / "id-b" / "ledger.jsonl").read_text() == "mine"
+    assert (machines[1] / "ledgers" / "id-b" / "ledger.jsonl").read_text() == "b"

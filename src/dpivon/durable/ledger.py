@@ -1,9 +1,9 @@
 """The ledger: an append-only record of what was released, on disk before it is released. ε is computed from it.
 
-A file of JSON lines, each sealed with a checksum of itself and of all lines before it:
+A file of JSON lines, chained: ``sum`` is a digest of the line itself and of the ``sum`` before it.
 
-    {"dpivon_ledger": 1, "id": "…", "sum": "…"}                 which ledger this is
-    {"terms": [{"noise_multiplier": σ, …}, …], "sum": "…"}      what a release of the following lines is, one entry a run
+    {"dpivon_ledger": 2, "id": "…", "sum": "…"}                 which ledger this is
+    {"terms": [{"run": "…", "noise_multiplier": σ, …}, …], …}   what a release of the following lines is, one entry per run
     {"to": 32, "n": 32, "sum": "…"}                             32 releases of each run, 32 so far
     {"to": 33, "n": 1, "evidence": "…", "sum": "…"}             one, and a keyed digest of what it was made of
     {"to": 30, "n": -3, "sum": "…"}                             three that were reserved were never launched
@@ -12,8 +12,8 @@ A line is written and synced, then come its releases: a crash in between has pai
 lines are merged when there are thousands of them, so a ledger stays small however long the run. A last line that the
 crash tore is charged as if it had been the largest line of its kind. Anything else that does not fit is an error.
 
-The checksums find accidents, and edits that do not go to the trouble of recomputing them all; who owns the files and
-wants to lie about his own ε cannot be stopped by them.
+An entry names its run where the ledger is of several; a ledger of version 1 never does. :data:`PROVES` and
+:data:`PROVES_NOT` say what the chain is good for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from dpivon.durable.files import Lock, replace
 from dpivon.errors import PrivacyError, StorageError
 
 Terms = tuple[Mapping[str, Any], ...]
+VERSION = 2
 MOST_LINES, KEPT_EVIDENCE = 4096, 1024
+PROVES = (
+    "every line follows from the line before it, so no line was changed, removed, inserted or reordered by accident, or by an "
+    "edit that left the digests as they were."
+)
+PROVES_NOT = (
+    "there is no secret key, so whoever rewrites the whole file can compute every digest anew; nor are lines seen that were "
+    "cut off the end. A note of the last digest, kept elsewhere, shows both."
+)
 _SEAL = b',"sum":"'
 
 
@@ -45,10 +54,16 @@ class Record:
     evidence: dict[int, str] = field(default_factory=dict)
     torn: bool = False
     releases: int = 0  # of each run
+    head: str = ""  # the digest of the last line that was read
 
     @property
     def runs(self) -> int:
         return len(self.rows[-1][0]) if self.rows else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Whose releases they are, in the order of the terms; empty where nobody wrote it down."""
+        return next((found for terms, _ in reversed(self.rows) if (found := names(terms))), ())
 
     def counts(self) -> dict[str, int]:
         """Releases by the digest of their terms."""
@@ -80,6 +95,14 @@ class Record:
             self.rows[-1] = (terms, self.rows[-1][1] + n)
         else:
             self.rows.append((terms, n))
+
+
+def names(terms: Terms) -> tuple[str, ...]:
+    """The runs that terms name, all of them or none."""
+    found = tuple(str(own["run"]) for own in terms if "run" in own)
+    if found and len(set(found)) != len(terms):
+        raise ValueError("it names some of its runs, or one of them twice")
+    return found
 
 
 def digest(terms: Terms) -> str:
@@ -130,6 +153,10 @@ class Ledger:
         if self.record.rows and len(terms) != self.record.runs:
             raise PrivacyError(
                 f"{self.path}: is of {self.record.runs} runs, not of {len(terms)}. Give each its own ledger."
+            )
+        if (ours := names(terms)) and self.record.names not in ((), ours):
+            raise PrivacyError(
+                f"{self.path}: is of other runs, or of these in another order. Give each its own ledger."
             )
         at = self.record.releases
         lines: list[dict[str, Any]] = []
@@ -194,7 +221,7 @@ class Ledger:
         self._reopen()
 
     def _lines_of_record(self) -> list[dict[str, Any]]:
-        lines: list[dict[str, Any]] = [{"dpivon_ledger": 1, "id": self.record.id}]
+        lines: list[dict[str, Any]] = [{"dpivon_ledger": VERSION, "id": self.record.id}]
         to = 0
         for terms, n in self.record.rows:
             to += n
@@ -239,6 +266,7 @@ def _parse(path: Path) -> _Parsed:
             _take(json.loads(body), parsed)
         except (ValueError, KeyError, TypeError) as error:
             raise PrivacyError(f"{path}, line {parsed.lines}: was changed or damaged ({error}). {_FIX}") from None
+    parsed.record.head = parsed.seal
     if not lines:
         raise PrivacyError(f"{path}: has not one whole line, so nobody knows what was released. {_FIX}")
     return parsed
@@ -247,13 +275,15 @@ def _parse(path: Path) -> _Parsed:
 def _take(line: Mapping[str, Any], parsed: _Parsed) -> None:
     record = parsed.record
     if parsed.lines == 1:
-        if line["dpivon_ledger"] != 1:
+        if line["dpivon_ledger"] not in (1, VERSION):
             raise ValueError("it is of another version of dpivon")
         record.id = str(line["id"])
     elif "terms" in line:
         parsed.terms, parsed.largest = tuple(line["terms"]), 1
         if record.rows and len(parsed.terms) != record.runs:
             raise ValueError("its number of runs changes")
+        if (found := names(parsed.terms)) and record.names not in ((), found):
+            raise ValueError("its runs change")
     elif "at" in line:
         record.evidence[int(line["at"])] = str(line["evidence"])
     else:

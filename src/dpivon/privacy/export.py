@@ -18,15 +18,17 @@ from dpivon.durable.ledger import read
 from dpivon.errors import bad
 from dpivon.optim.ivon_rule import variance
 from dpivon.posterior import Posterior
-from dpivon.privacy.accounting.recorded import LEDGER, drawn, epsilons, history
+from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, history, own_delta
 from dpivon.sampled_posterior import SampledPosterior
 from dpivon.tensor_files import write_tensors
 
 
 def export(
-    run: Path, out: Path, delta: float = 1e-5, posterior: Posterior | SampledPosterior | None = None
+    run: Path, out: Path, delta: float | None = None, posterior: Posterior | SampledPosterior | None = None
 ) -> dict[str, float]:
     """Write the newest checkpoint's model to the new folder ``out``; ε by every accountant.
+
+    δ is the run's own unless it is given, and 1e-5 where the folder does not say.
 
     ``model.safetensors`` is the model's ``state_dict``, ``posterior.safetensors`` its posterior if IVON trained it, and
     ``privacy.json`` what was released. A ``posterior`` that the caller has is written in its place: of other methods the
@@ -45,6 +47,8 @@ def export(
         )
     record = read(run / LEDGER)
     rows = history(record, 0)
+    if delta is None:
+        delta = own_delta(run / LEDGER) or DELTA
     spent = epsilons(rows, delta)
     if out.exists():
         raise bad("out", str(out), "exists", "Give a new folder")

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
-from dpivon.privacy.accounting.history import check_history, merged
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.ledger import FollowedLedger
 
@@ -74,15 +73,9 @@ class OpacusVerbs:
         parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
         checkpoint = _read(path, torch_load_kwargs or {})
         saved = checkpoint["privacy_accountant_state_dict"]
-        releases = sum(row[2] for row in check_history(saved["history"]))
-        if self.ledger is not None:
-            self._check_recorded(path, saved)
-        elif releases < len(self.accountant):
-            raise PrivacyError(
-                f"path={str(path)!r}: holds fewer releases than the {len(self.accountant)} that this engine has charged, "
-                "which cannot be taken back. Load it before training, into a new PrivacyEngine."
-            )
-        Accountant(self.accountant.mechanism()).load_state_dict(saved)  # all is checked before anything changes
+        loaded = Accountant(self.accountant.mechanism())
+        loaded.load_state_dict(saved)  # all is checked before anything changes
+        self._check_contained(path, loaded)
         _load(module, checkpoint["module_state_dict"], module_load_dict_kwargs or {})
         if self.ledger is None:  # which otherwise knows of every release, also of those after the checkpoint
             self.accountant.load_state_dict(saved)
@@ -98,12 +91,17 @@ class OpacusVerbs:
                 )
         return checkpoint
 
-    def _check_recorded(self, path: Any, saved: dict[str, Any]) -> None:
-        ours = merged(self.accountant.history)
-        if any(ours.get(row, 0) < steps for row, steps in merged(saved["history"]).items()):
+    def _check_contained(self, path: Any, loaded: Accountant) -> None:
+        """ε never falls: the account that stays holds every release of the other one, kind by kind."""
+        if self.ledger is not None and loaded.excess(self.accountant):
             raise PrivacyError(
                 f"path={str(path)!r}: holds releases that the ledger of this engine does not. Attach the ledger of the run "
                 "that wrote it."
+            )
+        if self.ledger is None and (held := self.accountant.excess(loaded)):
+            raise PrivacyError(
+                f"path={str(path)!r}: holds fewer releases than the {held} that this engine has charged, which cannot be taken "
+                "back. Load it before training, into a new PrivacyEngine."
             )
 
 

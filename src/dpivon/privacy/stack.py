@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Protocol
@@ -56,6 +56,7 @@ class StackedMechanism:
         self.bound = torch.tensor([_down(s.max_grad_norm) for s in specs], dtype=torch.float32, device=device)
         self.reserved = 0
         self.ledger: Ledger | None = None
+        self.names: tuple[str, ...] = ()  # of the runs, row by row, as the ledger has them
         self.key = b""
         self.covered = 0  # releases to be repeated, that were charged before a crash
         self._noise: Tensor | None = None
@@ -63,7 +64,13 @@ class StackedMechanism:
 
     @property
     def terms(self) -> Terms:
-        return tuple(spec.terms for spec in self.specs)
+        return self.named([spec.terms for spec in self.specs])
+
+    def named(self, terms: Sequence[Mapping[str, Any]]) -> Terms:
+        """One entry per row, each with its run's name where the runs have names."""
+        return (
+            tuple({"run": n, **own} for n, own in zip(self.names, terms, strict=True)) if self.names else tuple(terms)
+        )
 
     @property
     def one_by_one(self) -> bool:
@@ -79,6 +86,11 @@ class StackedMechanism:
         if ledger.record.rows and ledger.record.runs != len(self.specs):
             raise PrivacyError(
                 f"{ledger.path}: is of {ledger.record.runs} runs, not {len(self.specs)}. Give the right one."
+            )
+        if self.charged and self.ledger is not ledger:
+            raise PrivacyError(
+                f"{ledger.path}: this stack has made {self.charged} releases that would not be in it. Attach it before the "
+                "first step."
             )
         self.ledger, self.key = ledger, key
         self.accountants = [Accountant("rdp") for _ in self.specs]
@@ -111,7 +123,7 @@ class StackedMechanism:
             raise PrivacyError(f"{self.reserved} reserved steps are under way: let them end before another release.")
         if self.ledger is not None:
             self.ledger.give_back(max(0, self.ledger.record.releases - self.charged))  # written ahead, never launched
-            self.ledger.charge((spec.terms,) * len(self.specs), releases)
+            self.ledger.charge(self.named([spec.terms] * len(self.specs)), releases)
         self._charge(releases, [spec] * len(self.specs))
 
     def _charge(self, releases: int, specs: Sequence[NoiseSpec] | None = None) -> None:

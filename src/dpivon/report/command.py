@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from dpivon.terminal import say
+
 
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a `dpivon train` run or of a study.")],
@@ -35,10 +37,10 @@ def report(
             "left_out": built.left_out,
             "figures": [str(path) for path in built.figures],
         }
-        typer.echo(json.dumps(told, ensure_ascii=False))
+        say(json.dumps(told))
         return
-    typer.echo(built.report)
+    say(built.report)
     for path in built.figures:
-        typer.echo(path)
+        say(path)
     for title, why in built.left_out.items():
-        typer.echo(f"left out: {title}: {why}")
+        say(f"left out: {title}: {why}")

@@ -24,6 +24,7 @@ from dpivon.durable.ledger import Record
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.yaml_files import parse_yaml
 
 SUMMARY, CONFIG, PROGRESS, TEST, POSTERIOR = (
     "summary.json",
@@ -176,8 +177,8 @@ def _config(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        raw = yaml.safe_load(_text(path))
-    except (yaml.YAMLError, RecursionError) as error:
+        raw = parse_yaml(_text(path))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise bad("folder", str(path), f"is no YAML ({error})", _FIX) from None
     return yaml.safe_dump(without_seeds(raw), sort_keys=False, allow_unicode=True)
 

@@ -13,7 +13,7 @@ import hmac
 import json
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from dpivon.stacked.stack import Stack
 
 
 class StackCheckpoints:
-    """A stack's folder.
+    """A stack's folder. ``names`` are the runs' ids, in the order they were given to the stack: the ledger has them.
 
     >>> kept = StackCheckpoints(stack, folder)
     >>> extra = kept.restore()
@@ -38,8 +38,12 @@ class StackCheckpoints:
     >>> kept.settle()  # when it stops here in good order
     """
 
-    def __init__(self, stack: Stack, folder: Path) -> None:
+    def __init__(self, stack: Stack, folder: Path, names: Sequence[str] | None = None) -> None:
         self.stack, self.folder = stack, folder
+        given = [f"run {i}" for i in range(len(stack.runs))] if names is None else list(names)
+        if len(set(given)) != len(stack.runs):
+            raise bad("names", given, f"are not {len(stack.runs)} different names", "Give one per run of the stack")
+        stack.mechanism.names = tuple(given[i] for i in stack.order)  # a stack sorts its runs
         self.ledger, self._files = Ledger(folder / LEDGER), Rotation(folder)
         self._data_digest: tuple[bytes, str] | None = None
 
@@ -76,6 +80,10 @@ class StackCheckpoints:
         state = self._files.read()
         if state is not None:
             self._check(state)
+        if record.names not in ((), stack.mechanism.names):
+            raise PrivacyError(
+                f"{self.ledger.path}: is of other runs, or of these in another order. Give each stack its own folder."
+            )
         stack.mechanism.attach(self.ledger, secrets.token_bytes(32))
         if state is None:
             stack._at.fill_(record.releases)

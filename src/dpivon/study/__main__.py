@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from dpivon.study.hooks import HOOKS, run_hooks
 from dpivon.study.plan import read_plan
 from dpivon.study.settings import PRECISIONS, Cluster, Settings
 from dpivon.study.status import status_lines
+from dpivon.terminal import say
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = given.pop("command")
         if command == "status":
-            print("\n".join(status_lines(given["out"])))
+            for line in status_lines(given["out"]):
+                say(line)
             return 0
         plan, out = read_plan(given.pop("plan")), given.pop("out")
         if command == "run":
@@ -59,9 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             outcome = run_hooks(plan, out, Settings(**given))
     except DpivonError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say(f"error: {' '.join(str(error).split())}", err=True)
         return 2
-    print("\n".join(outcome.lines(out / (plan.table if command == "run" else HOOKS))))
+    for line in outcome.lines(out / (plan.table if command == "run" else HOOKS)):
+        say(line)
     return outcome.exit_code
 
 

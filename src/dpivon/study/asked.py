@@ -94,7 +94,7 @@ class Asked:
 
     @property
     def _terms(self) -> Terms:
-        return (self.spec.terms,) * len(self.mechanism.specs)
+        return self.mechanism.named([self.spec.terms] * len(self.mechanism.specs))
 
     def _read(self) -> tuple[int, dict[str, list[str]]]:
         """A file that is not there, or that somebody spoiled, covers nothing."""

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dpivon.terminal import say
+
 study = typer.Typer(help="Grids of private runs: declared, run, continued, drawn and judged.", no_args_is_help=True)
 data = typer.Typer(help="Data sets.", no_args_is_help=True)
 
@@ -29,7 +31,7 @@ def resolve(
 
     plan = config.resolve(study, lr)
     plan.write(to)
-    typer.echo(f"{len(plan.runs)} runs of {plan.epochs} epochs in {to}")
+    say(f"{len(plan.runs)} runs of {plan.epochs} epochs in {to}")
 
 
 @study.command()
@@ -80,7 +82,8 @@ def run(
     out = out or Path("study-output") / plan.name
     cluster = Cluster(address, workers, gpus_per_stack, retries, hung_after, scratch)
     outcome = run_with(engine, plan, out, settings, cluster)
-    typer.echo("\n".join(outcome.lines(out / plan.table)))
+    for line in outcome.lines(out / plan.table):
+        say(line)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -103,7 +106,7 @@ def hooks(
 
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study)
     outcome = run_hooks(plan, out, Settings(data, device, minutes=minutes))
-    typer.echo(f"{outcome.finished} of {outcome.planned} runs finished, in {out / HOOKS}")
+    say(f"{outcome.finished} of {outcome.planned} runs finished, in {out / HOOKS}")
     if outcome.finished < outcome.planned:
         raise typer.Exit(75)
 
@@ -116,7 +119,8 @@ def status(out: _Out) -> None:
     """
     from dpivon.study.status import status_lines
 
-    typer.echo("\n".join(status_lines(out)))
+    for line in status_lines(out):
+        say(line)
 
 
 @study.command()
@@ -131,7 +135,7 @@ def merge(
     from dpivon.study.merge import merge as together
 
     for folder, new in together(out, others).items():
-        typer.echo(f"{new} new runs from {folder}")
+        say(f"{new} new runs from {folder}")
 
 
 @study.command()
@@ -150,7 +154,7 @@ def figures(out: _Out) -> None:
             "out", str(out), "holds several variants of one method", "Use `dpivon study report`, which compares them"
         )
     for path in figures_of(out, rows, diagnostics):
-        typer.echo(path)
+        say(path)
 
 
 @study.command()
@@ -171,7 +175,7 @@ def report(
     from dpivon.study.report import write_report
 
     for path in write_report(out, tuning, check):
-        typer.echo(path)
+        say(path)
 
 
 @study.command()
@@ -192,7 +196,7 @@ def compare(
 
     baselines = baseline or ["dp-sgd", "dp-adam"]
     for path in judged(outs, to, tunings=tuning or [], ours=ours, baselines=baselines):
-        typer.echo(path)
+        say(path)
 
 
 @study.command()
@@ -209,8 +213,8 @@ def pick(
 
     for method, found in choose(out, to, by_cell=by_cell).items():
         words = ", ".join(f"{c.lr:g} ({c.accuracy:.3f})" for c in found)
-        typer.echo(f"{method}: {found[0].lr:g}, of {words}")
-    typer.echo(f"written to {to}; use it with `dpivon study run STUDY --lr {to}`")
+        say(f"{method}: {found[0].lr:g}, of {words}")
+    say(f"written to {to}; use it with `dpivon study run STUDY --lr {to}`")
 
 
 @data.command()
@@ -224,6 +228,6 @@ def fetch(
     """
     from dpivon.data.fetch import fetch as download
 
-    found = download(name, to, typer.echo)
+    found = download(name, to, say)
     words = "as published" if found.verified else "whole, by its shape"
-    typer.echo(f"{len(found.train)} training and {len(found.test)} test pictures, {words}")
+    say(f"{len(found.train)} training and {len(found.test)} test pictures, {words}")

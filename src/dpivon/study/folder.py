@@ -7,13 +7,15 @@ OUT/diagnostics.csv      IVON's curvature over training
 OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
 OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints, which sums temperatures were asked of, and
                          what they are doing; gone when all their runs have their rows
-OUT/ledgers/ID/          of finished ones: the ledger, and the ids of its runs in order
+OUT/ledgers/DIGEST/      of finished ones: the ledger, which names its runs
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dpivon.durable.files import Lock, replace
-from dpivon.durable.ledger import read
+from dpivon.durable.ledger import Record, read
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
@@ -29,7 +31,8 @@ from dpivon.study.beyond import BEYOND
 from dpivon.study.defaults import DEFAULTS, check_defaults, keep_defaults
 from dpivon.study.plan import Plan, PlannedRun, read_plan
 
-LEDGERS = "ledgers"
+LEDGERS, RUNS = "ledgers", "runs.json"
+_SAID = re.compile(r"-sigma(.+?)-C(.+?)-lr")  # what a run's id says of its releases
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def under_way(plan: Plan, out: Path) -> list[tuple[Path, list[str]]]:
     cleared up, which is done now."""
     done, found, folders = finished(out, plan), [], out / "stacks"
     for folder in sorted(folders.iterdir()) if folders.exists() else ():
-        ids = json.loads((folder / "runs.json").read_text()) if (folder / "runs.json").exists() else []
+        ids = json.loads((folder / RUNS).read_text()) if (folder / RUNS).exists() else []
         if all(i in done for i in ids):
             retire(folder, out)
         else:
@@ -118,18 +121,49 @@ def under_way(plan: Plan, out: Path) -> list[tuple[Path, list[str]]]:
 def retire(folder: Path, out: Path) -> None:
     """A stack is finished: its ledger, which says what its ε came from, is kept; the rest goes."""
     if (folder / LEDGER).exists():
-        kept = out / LEDGERS / read(folder / LEDGER).id
+        # Named by its content: an id is what a file says of itself, and may be a path or another ledger's.
+        kept = out / LEDGERS / hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest()[:16]
         kept.mkdir(parents=True, exist_ok=True)
-        if (folder / "runs.json").exists():
-            shutil.copy(folder / "runs.json", kept / "runs.json")
+        if not read(folder / LEDGER).names and (folder / RUNS).exists():  # from before ledgers named their runs
+            shutil.copy(folder / RUNS, kept / RUNS)
         os.replace(folder / LEDGER, kept / LEDGER)
     shutil.rmtree(folder)
+
+
+def run_names(ledger: Path, record: Record) -> list[str]:
+    """The ids of a ledger's runs, in its order.
+
+    A ledger of version 1 has none. Then each of its runs is known by σ and C, which the ids beside it say, and never by its
+    place: a stack sorts its runs.
+    """
+    if record.names:
+        return list(record.names)
+    if record.runs == 1:
+        return [record.id]
+    try:
+        ids = json.loads(ledger.with_name(RUNS).read_text("utf-8"))
+        said = [(_SAID.search(i), i) for i in ids]
+        kinds = [
+            tuple(f"{terms[key]:g}" for key in ("noise_multiplier", "max_grad_norm")) for terms in record.rows[0][0]
+        ]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, IndexError):
+        said, kinds = [], []
+    left = {kind: [i for found, i in said if found and found.groups() == kind] for kind in kinds}
+    if not kinds or any(len(left[kind]) != kinds.count(kind) for kind in left) or _mixed(record, kinds):
+        return [f"run {i}" for i in range(record.runs)]
+    return [left[kind].pop(0) for kind in kinds]
+
+
+def _mixed(record: Record, kinds: list[tuple[str, ...]]) -> bool:
+    """Whether two runs of one kind have different terms, so that it matters which is which."""
+    first = {kind: kinds.index(kind) for kind in kinds}
+    return any(terms[i] != terms[first[kind]] for terms, _ in record.rows for i, kind in enumerate(kinds))
 
 
 def open_stack(folder: Path, runs: Sequence[PlannedRun]) -> None:
     """The stack is under way from here on, and its runs stay together."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace(folder / "runs.json", json.dumps([run.id for run in runs]).encode())
+    replace(folder / RUNS, json.dumps([run.id for run in runs]).encode())
 
 
 def record(out: Path, plan: Plan, results: Results) -> None:

@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpivon.csv_cells import is_formula
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study import table
 from dpivon.study.defaults import DEFAULTS, check_alike
-from dpivon.study.folder import LEDGERS
+from dpivon.study.folder import LEDGERS, RUNS
 from dpivon.study.plan import read_plan
 
 #: Tables of several rows a run.
@@ -24,8 +25,11 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     A run that two machines finished keeps the row it has: both are the same run, and ε is the larger of the two, for
     what was charged on either machine. Every ledger comes along, first of all: a row whose ε nothing vouches for would be worse
     than a ledger without its rows.
+
+    The other folders may be a stranger's: a link in one is an error, and so is a cell that a spreadsheet would execute.
     """
     for folder in others:  # all before any: a wrong folder changes nothing
+        _check_files(folder)
         if not (folder / "study.json").exists():
             raise bad("others", str(folder), "holds no study", "Give folders that `dpivon study run` wrote")
         first = out if (out / "study.json").exists() else others[0]
@@ -34,6 +38,7 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
                 "others", str(folder), f"holds the results of another plan than {first}", "Merge runs of one plan"
             )
         check_alike(folder, first)
+        _check_cells(folder)
     out.mkdir(parents=True, exist_ok=True)
     added = {}
     for folder in others:
@@ -58,6 +63,24 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     return added
 
 
+def _check_files(folder: Path) -> None:
+    """Whatever is read or copied below is a file in the folder itself: a link could name any file of whoever merges."""
+    names = ("study.json", DEFAULTS, "runs.csv", "tuning.csv", *BESIDE, LEDGERS)
+    for path in [*(folder / name for name in names), *(folder / LEDGERS).glob("*"), *(folder / LEDGERS).glob("*/*")]:
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise bad(
+                "others", str(path), "is a link or not a plain file", "Replace it by the file itself, or remove it"
+            )
+
+
+def _check_cells(folder: Path) -> None:
+    for name in (read_plan(folder / "study.json").table, *BESIDE):
+        for row in table.read(folder / name):
+            for column, value in row.items():
+                if isinstance(value, str) and is_formula(value):
+                    raise bad(column, value, f"is a formula, not a result (in {folder / name})", "Remove the row")
+
+
 def _copy_whole(source: Path, folder: Path) -> None:
     """Copy a ledger's folder, unless it is there. A stack whose folder was copied went on under one id on two machines, and
     what either charged is to be seen: then the second gets a number."""
@@ -69,7 +92,10 @@ def _copy_whole(source: Path, folder: Path) -> None:
             return
     part = to.with_name(f".{to.name}")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part)
+    part.mkdir(parents=True)
+    for name in (LEDGER, RUNS):  # and nothing else that lies there
+        if (source / name).exists():
+            shutil.copy(source / name, part / name)
     part.rename(to)
 
 

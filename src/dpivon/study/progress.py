@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from dpivon.study.pace import Left, Pace, clock
+from dpivon.terminal import printable, say
 
 
 class Progress:
@@ -93,7 +94,7 @@ class Progress:
 
     def _show(self, words: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, description=words)
+            self._bar.update(self._task, completed=self.done, description=printable(words))
         else:
             self.say(f"{100 * self.done / self.total:5.1f} % · {words}")
 
@@ -101,6 +102,6 @@ class Progress:
         if self.quiet:
             return
         if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
+            self._bar.console.print(printable(line), highlight=False, markup=False)
         else:
-            print(line, file=sys.stderr, flush=True)
+            say(line, err=True)

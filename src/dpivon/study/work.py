@@ -98,7 +98,7 @@ class Work:
         if plan.network == "paper" and plan.augment is not None and device.type == "cuda":
             progress.say(f"{title}: the paper's network without its kernels, which make no views")
         open_stack(folder, runs)
-        self.kept = StackCheckpoints(self.stack, folder)
+        self.kept = StackCheckpoints(self.stack, folder, [run.id for run in runs])
         extra = self.kept.restore()
         self.seconds = float(extra.get("seconds", 0.0))
         self.diagnostics: list[dict[str, Any]] = extra.get("diagnostics", [])

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
+from dpivon.terminal import printable
 from dpivon.train.artefacts import Line
 from dpivon.train.config import Config
 from dpivon.train.loop import Loop
@@ -35,7 +36,7 @@ class Display(Watcher):
             f"{loop.steps} steps of {config.batch_size} examples on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
             f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
         )
-        self.console.print(Text(plan))
+        self.console.print(Text(printable(plan)))
         bar = self._bar = Progress(
             BarColumn(bar_width=10),  # all of it fits into 80 columns
             TextColumn("{task.completed:.0f}/{task.total:.0f}  ε = {task.fields[epsilon]:.3f}{task.fields[heldout]}"),
@@ -65,14 +66,14 @@ class Display(Watcher):
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(Text(text))
+        self.console.print(Text(printable(text)))
 
 
 def conclude(summary: dict[str, Any], folder: Path, console: Console) -> None:
     """The summary in words."""
     grid = Table.grid(padding=(0, 2))
     for label, text in _lines(summary).items():
-        grid.add_row(Text(label), Text(text))
+        grid.add_row(Text(label), Text(printable(text)))
     console.print(grid)
     console.print(
         Text(

@@ -1,4 +1,7 @@
-"""``predictions.csv``: a line an example, with the probability of every class and how uncertain the model is."""
+"""``predictions.csv``: one line per example, with the probability of every class and how uncertain the model is.
+
+Names of files and classes that a spreadsheet would execute stand after an apostrophe.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import csv
 import io
 from pathlib import Path
 
+from dpivon.csv_cells import cell
 from dpivon.durable.files import replace
 from dpivon.errors import bad
 from dpivon.predict import ClassPrediction
@@ -39,6 +43,6 @@ def predict_file(
     )
     for name, label, probs, entropy, information in rows:
         numbers = (f"{value:.9g}" for value in (*probs, entropy, information))
-        writer.writerow([name, classes[label], *numbers])
+        writer.writerow([cell(str(name)), cell(classes[label]), *numbers])
     replace(out, text.getvalue().encode())
     return found

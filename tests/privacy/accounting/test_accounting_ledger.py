@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from opacus.accountants import IAccountant, RDPAccountant
 
-from dpivon.errors import ArgumentError, PrivacyWarning
+from dpivon.errors import ArgumentError, PrivacyError, PrivacyWarning
 from dpivon.privacy.accounting import Accountant, epsilon
 
 
@@ -84,7 +84,7 @@ def test_save_and_load_change_nothing(mechanism: str) -> None:
     first.charge(noise_multiplier=1.1, sample_rate=0.01, steps=50)
     state = json.loads(json.dumps(first.state_dict()))
     second = Accountant(mechanism)
-    second.charge(noise_multiplier=9.0, sample_rate=0.5, steps=7)
+    second.charge(noise_multiplier=1.1, sample_rate=0.01, steps=7)  # is in the state, and is not counted twice
     second.load_state_dict(state)
     assert second.history == first.history
     assert second.get_epsilon(1e-5) == first.get_epsilon(1e-5)
@@ -107,6 +107,36 @@ def test_a_saved_state_is_a_copy_and_keeps_the_reasons() -> None:
     destination: dict[str, Any] = {"other": 1}
     assert second.state_dict(destination) is destination
     assert destination["mechanism"] == "rdp"
+
+
+@pytest.mark.parametrize(
+    ("history", "unaccounted", "named"),
+    [
+        ([(9.0, 0.5, 10)], {}, "the 10 of noise_multiplier=1 and sample_rate=0.1"),  # as many, of another kind
+        ([(1.0, 0.1, 9), (9.0, 0.5, 90)], {}, "the 10 of noise_multiplier=1 and sample_rate=0.1"),  # more, one missing
+        ([(1.0, 0.1, 10)], {}, "the 2 of noise_multiplier=0 and sample_rate=1"),
+        ([(1.0, 0.1, 10), (0.0, 1.0, 2)], {"else": 2}, r"the 2 without a guarantee \(shuffled\)"),
+    ],
+)
+def test_a_state_that_lacks_a_release_is_refused_and_changes_nothing(
+    history: Any, unaccounted: Any, named: str
+) -> None:
+    accountant = Accountant()
+    accountant.charge(noise_multiplier=1.0, sample_rate=0.1, steps=10)
+    accountant.record_unaccounted("shuffled", 2)
+    before = accountant.state_dict()
+    with pytest.raises(PrivacyError, match=f"fewer releases than {named}"):
+        accountant.load_state_dict({"history": history, "mechanism": "rdp", "unaccounted": unaccounted})
+    assert accountant.state_dict() == before
+
+
+def test_a_state_that_holds_every_release_in_another_order_is_taken() -> None:
+    accountant = Accountant()
+    for sigma in (1.0, 2.0, 1.0):
+        accountant.charge(noise_multiplier=sigma, sample_rate=0.1, steps=5)
+    history = [(2.0, 0.1, 6), (1.0, 0.1, 10)]
+    accountant.load_state_dict({"history": history, "mechanism": "rdp"})
+    assert accountant.history == history
 
 
 GOOD = {"history": [(1.0, 0.1, 5)], "mechanism": "rdp", "unaccounted": {}}

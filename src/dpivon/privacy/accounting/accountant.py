@@ -10,9 +10,9 @@ from typing import Any
 
 from opacus.accountants import IAccountant
 
-from dpivon.errors import PrivacyWarning, bad, check_choice, check_number, check_whole
+from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_choice, check_number, check_whole
 from dpivon.privacy.accounting import rdp
-from dpivon.privacy.accounting.history import History, append, check_entry, check_history
+from dpivon.privacy.accounting.history import History, append, check_entry, check_history, merged
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
 ACCOUNTANTS = ("rdp", "prv", "pld")
@@ -142,8 +142,24 @@ class Accountant(IAccountant):  # type: ignore[misc]
         state["unaccounted"] = dict(self.unaccounted)
         return state
 
+    def excess(self, other: Accountant) -> str:
+        """The first kind of release that this account holds more of than the other, in words; empty if there is none."""
+        theirs = merged(other.history)
+        for (sigma, rate), steps in merged(self.history).items():
+            if theirs.get((sigma, rate), 0) < steps:
+                return f"{steps} of noise_multiplier={sigma:g} and sample_rate={rate:g}"
+        for reason, steps in self.unaccounted.items():
+            if other.unaccounted.get(reason, 0) < steps:
+                return f"{steps} without a guarantee ({reason})"
+        return ""
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the ledger by a saved one; nothing changes when the saved one is not valid."""
+        """Replace the account by a saved one that contains it, release by release: ε never falls.
+
+        Raises:
+            ArgumentError: the state is not one of an accountant of this mechanism.
+            PrivacyError: it lacks a release that this account holds. Either way nothing changes.
+        """
         fix = "Give what Accountant.state_dict() returned"
         if not isinstance(state_dict, Mapping) or not state_dict:
             raise bad("state_dict", state_dict, "is not the state of an accountant", fix)
@@ -166,4 +182,11 @@ class Accountant(IAccountant):  # type: ignore[misc]
         without = sum(row[2] for row in history if row[0] == 0)
         if sum(unaccounted.values()) > without:
             raise bad("unaccounted", dict(counts), f"but history has {without} such steps", fix)
+        loaded = Accountant(self._mechanism)
+        loaded.history, loaded.unaccounted = history, unaccounted
+        if held := self.excess(loaded):
+            raise PrivacyError(
+                f"state_dict: holds fewer releases than the {held} of this account, which cannot be taken back. Load it into a "
+                "new Accountant."
+            )
         self.history, self.unaccounted = history, unaccounted

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dpivon.durable.ledger import Record
-from dpivon.errors import DpivonError, PrivacyError
-from dpivon.privacy.accounting.accountant import ACCOUNTANTS, Accountant, epsilon
+from dpivon.errors import DpivonError, PrivacyError, bad
+from dpivon.privacy.accounting.accountant import ACCOUNTANTS, Accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import History, append, check_entry
 
 LEDGER = "ledger.jsonl"
+DELTA = 1e-5  # where nobody said another
+CONFIG, STUDY = "config.yaml", "study.json"  # beside a run's ledger; above the folders of a study's stacks
+STACKS = ("stacks", "ledgers")  # of those under way, and of those that are finished
 
 
 def replay(record: Record, run: int, accountant: Accountant) -> None:
@@ -63,6 +67,22 @@ def _row(terms: Mapping[str, Any]) -> tuple[float, float, str | None]:
 def epsilons(rows: History, delta: float) -> dict[str, float]:
     """ε by every accountant; each is an upper bound, so the least of them holds."""
     return {name: epsilon(rows, delta, name) for name in ACCOUNTANTS}
+
+
+def own_delta(ledger: Path) -> float | None:
+    """δ that a run was planned with, from its configuration or its study's plan; None where the folder has neither."""
+    from dpivon.yaml_files import read_yaml  # here, since a machine that runs studies need not have pydantic
+
+    folder, fix = ledger.absolute().parent, "Give --delta"
+    config, study = folder / CONFIG, folder.parent.parent / STUDY
+    path = config if config.exists() else study
+    if not path.exists() or (path == study and folder.parent.name not in STACKS):
+        return None
+    try:
+        raw = json.loads(path.read_text("utf-8")) if path == study else read_yaml("run", path, missing=fix, fix=fix)
+        return check_delta(raw["delta"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise bad("run", str(path), f"holds no δ ({error})", fix) from None
 
 
 def find(run: Path) -> list[Path]:
