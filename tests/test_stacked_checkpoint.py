@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 
 import pytest
@@ -23,6 +24,7 @@ from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
+from dpivon.stacked.networks import cross_entropy
 from dpivon.stacked.rules import RULES, PointRows
 
 RUNS = [
@@ -32,11 +34,12 @@ RUNS = [
 ]
 
 
-def stack(runs=RUNS, block=4, size=60):
+def stack(runs=RUNS, block=4, size=60, network=None):
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(size, 3, 4, 4, generator=generator)
     labels = torch.randint(0, 10, (size,), generator=generator)
-    return Stack(runs, AnyNetwork(lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 10))), images, labels, block=block)
+    network = network or AnyNetwork(lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 10)))
+    return Stack(runs, network, images, labels, block=block)
 
 
 def go(s, steps):
@@ -161,6 +164,7 @@ def test_a_lost_step_that_comes_out_differently_gets_new_noise_and_a_new_batch(t
     assert drawn == [4, 8, 12]  # the lost ones, once, of which nothing was released; then only new places
     assert spent(again) == cost(8 + 6)
     assert disk.ledger.record.releases == 14
+    assert disk.ledger.record.rows[-1][0][0]["noise"] == "os-entropy, counter-based"  # a copy may stand there too
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -291,3 +295,65 @@ def test_seeds_are_not_written_and_the_file_is_secret(tmp_path):
     assert str(secret).encode() not in content
     assert secret.to_bytes(8, "little") not in content
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+# ---- a folder that is copied, and gone on with twice
+
+
+def copies(folder, made=4):
+    first, disk = kept(folder / "first")
+    disk.restore()
+    go(first, made)
+    disk.save({})
+    disk.settle()
+    disk.close()
+    return [shutil.copytree(folder / "first", folder / f"copy {i}") for i in range(2)]
+
+
+def gone_on(folder, network=None):
+    """The noise and the batches of the next steps of a copy."""
+    s = stack(network=network)
+    disk = StackCheckpoints(s, folder)
+    disk.restore()
+    noises, release = [], s.mechanism.release
+
+    def watched(sums, at):
+        g = release(sums, at)
+        noises.append(s.mechanism._noise.clone())
+        return g
+
+    s.mechanism.release = watched
+    go(s, 4)
+    disk.close()
+    return torch.stack(noises), s._buffers.index.clone(), disk.ledger.record.rows[-1][0][0]["noise"]
+
+
+def doubled(outputs, labels):
+    return 2 * cross_entropy(outputs, labels)
+
+
+def other_network():
+    return AnyNetwork(lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 10)), doubled)
+
+
+def test_a_copy_that_another_program_goes_on_with_draws_new_noise_and_batches(tmp_path):
+    one, two = copies(tmp_path)
+    noise, batches, origin = gone_on(one)
+    noise_there, batches_there, origin_there = gone_on(two, other_network())
+    assert not set(noise.flatten().tolist()) & set(noise_there.flatten().tolist())
+    assert not torch.equal(batches, batches_there)
+    assert (origin, origin_there) == ("seeded, counter-based", "os-entropy, counter-based")
+
+
+def test_copies_of_one_program_make_the_same_releases(tmp_path):
+    (noise, *_), (noise_there, *_) = map(gone_on, copies(tmp_path))
+    assert torch.equal(noise, noise_there)
+
+
+def test_on_a_gpu_every_copy_draws_new_noise_and_batches(tmp_path, monkeypatch):
+    """Its sums differ in their last bits from run to run."""
+    monkeypatch.setattr(StackedMechanism, "one_by_one", property(lambda self: False))
+    (noise, batches, origin), (noise_there, batches_there, _) = map(gone_on, copies(tmp_path))
+    assert origin == "os-entropy, counter-based"
+    assert not set(noise.flatten().tolist()) & set(noise_there.flatten().tolist())
+    assert not torch.equal(batches, batches_there)

@@ -31,6 +31,13 @@ from clipping_bugs import (
     sums,
     theta_samples_clipped_apart,
 )
+from draw_bugs import (
+    copies_draw_alike,
+    forks_go_on_alike,
+    noise_by_the_state_alone,
+    noise_of_24_bits,
+    theta_for_every_batch,
+)
 from metric_bugs import (
     metric_learned_before_the_noise,
     metric_of_this_batch,
@@ -204,6 +211,20 @@ def mutants() -> list[Mutant]:
             "only the first rank charges", "ε as another rank states it is 0", first_once, other_ranks_do_not_charge()
         ),
         *_of_autocast(moves),
+        *_of_draws(),
+    ]
+
+
+def _of_draws() -> list[Mutant]:
+    copied, resumed = "a copy draws", "go on apart"
+    return [
+        Mutant("a fork goes on alike", "parent and child add the same noise", "a fork draws", forks_go_on_alike()),
+        Mutant("a copied loader draws the same", "one batch, two releases", copied, copies_draw_alike()),
+        Mutant("a resumed copy's noise on another sum", "they subtract", resumed, noise_by_the_state_alone()),
+        Mutant(
+            "θ for every batch of a temperature", "everyone's share moves", "of one function", theta_for_every_batch()
+        ),
+        Mutant("noise of 24 bits", "its low bits tell the sum", "finer", noise_of_24_bits()),
     ]
 
 

@@ -128,6 +128,9 @@ def test_streams_are_those_of_the_cpu():
     a = gpu.normal(torch.empty(2, 10_001, device=DEVICE), step.to(DEVICE), PRIVACY).cpu()
     b = cpu.normal(torch.empty(2, 10_001), step, PRIVACY)
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    a = gpu.normal(torch.empty(2, 10_001, dtype=torch.float64, device=DEVICE), step.to(DEVICE), PRIVACY).cpu()
+    b = cpu.normal(torch.empty(2, 10_001, dtype=torch.float64), step, PRIVACY)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     rates = torch.tensor([2**31, 2**30])
     assert torch.equal(gpu.poisson(999, rates.to(DEVICE), 3, 2).cpu(), cpu.poisson(999, rates, 3, 2))
     assert len(philox(1, __import__("numpy").arange(3), 0, SAMPLING)) == 4

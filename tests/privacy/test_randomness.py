@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from private_runs import data, without_rules
@@ -19,10 +18,9 @@ from typer.testing import CliRunner
 from dpivon import IVON, ArgumentError, BatchMemoryManager, Checkpoints, PrivacyEngine, PrivacyError
 from dpivon.cli import app
 from dpivon.durable.ledger import read
-from dpivon.privacy import noise, streams
+from dpivon.privacy import noise
 from dpivon.privacy.accounting.recorded import drawn, seeded
 from dpivon.privacy.noise import TorchNoise, renewed
-from dpivon.privacy.streams import PRIVACY, Streams
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 
@@ -293,20 +291,6 @@ def test_noise_is_added_in_double_and_what_is_released_is_rounded(mode, dtype):
     assert drawn_in == {torch.float64}
     rounded = torch.float64 if dtype == torch.float64 else torch.float32
     assert {g.dtype for g in optimizer.last_release.gradients.values()} == {rounded}
-
-
-def test_how_coarse_the_noise_of_stacks_is():
-    """What docs/threat-model.md says of it: fp32 Box–Muller of 32 bits, so a largest value and a hole around zero."""
-    words = np.array([0, 1, 2**31, 2**32 - 1], np.uint64)
-    largest, _ = streams._box_muller(words[:1], words[:1])
-    assert 6.76 < float(largest[0]) < 6.77  # √(2 ln 2³³)
-    smallest, zero = streams._box_muller(words[-1:], words[:1])
-    radius = float(np.hypot(smallest[0], zero[0]))
-    assert 3.4e-4 < radius < 3.5e-4  # √(2·2⁻²⁴): no pair of values is nearer to zero
-    noise = Streams([7], torch.device("cpu")).normal(torch.zeros(1, 200_000), torch.tensor(0), PRIVACY)[0]
-    assert float(noise.abs().max()) < 6.77
-    pairs = noise.view(-1, 2).norm(dim=1)
-    assert float(pairs.min()) > 3.4e-4
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ class _WatchedStreams:
         self.session, self.own = session, own
         self.forced: Tensor | None = None  # [K, N], who is in the next batch
 
+    @property
+    def origin(self) -> str:
+        return str(self.own.origin)
+
     def normal(self, out: Tensor, step: Tensor, stream: int) -> Tensor:
         session = self.session
         if stream != PRIVACY:

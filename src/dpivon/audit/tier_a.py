@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dpivon.audit import reference
 from dpivon.audit.bounds import gaussian_epsilon
+from dpivon.audit.draws import DRAWS
 from dpivon.audit.extremes import with_extremes
 from dpivon.audit.finding import Check
 from dpivon.audit.session import drowned, one_std, side_by_side, silence, start
@@ -287,4 +288,4 @@ TIER_A = [
         (several_samples_of_theta_are_clipped_as_one, "Are several θ-samples one clip and one charge?"),
         (a_changed_bound_changes_clipping_and_noise_together, "Does a new C reach clipping, noise and correction?"),
     )
-]
+] + DRAWS

@@ -117,7 +117,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self._file = Path(path), -1
+        self.path, self._file, self._process = Path(path), -1, os.getpid()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.path.with_name(self.path.name + ".lock"), str(self.path))
         try:
@@ -190,6 +190,11 @@ class Ledger:
             self.close()
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        if os.getpid() != self._process:
+            raise PrivacyError(
+                f"{self.path}: was opened by process {self._process}, and this is its fork {os.getpid()}, so nothing was "
+                "released: two processes cannot charge one ledger. Make the run in the process that trains it."
+            )
         content, seal = _sealed(lines, self._seal)
         try:
             here, there = os.fstat(self._file), os.stat(self.path)

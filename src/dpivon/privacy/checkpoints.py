@@ -77,6 +77,7 @@ class Checkpoints:
         dataset_digest: a text that identifies the data. Tensors in memory are recognised without it.
         keep: how many checkpoints to keep, at least 2.
 
+    A folder may be copied and each copy gone on with: where they differ, noise and batches do (:mod:`dpivon.privacy.resume`).
     A resume is exact with batches drawn in the process itself (``num_workers=0``), parameters on the CPU and
     ``secure_mode=False``. Everywhere else it goes on with new noise, which is as private and costs no more, but for
     the steps that were lost.
@@ -137,6 +138,8 @@ class Checkpoints:
 
     def _count(self, optimizer: DPOptimizer) -> None:
         self._steps += 1
+        assert optimizer.last_release is not None
+        self._journal.made(optimizer.last_release)
 
     # ---- saving
 
@@ -165,6 +168,7 @@ class Checkpoints:
             "inside": inside or pending or position > 0,
             "ledger": {"id": self._ledger.record.id, "position": self._journal.position, "counts": self._counts()},
             "key": torch.frombuffer(bytearray(self._journal.key), dtype=torch.uint8),
+            "last": self._journal.last.hex(),
             "config": self._fingerprint(),
             "data": self._data_digest(self._journal.key),
             "names": _names(self._optimizer),
@@ -203,14 +207,16 @@ class Checkpoints:
         states = {name: g.get_state() if g is not None else None for name, g in own.items()}
         return {**states, "global": torch.get_rng_state()}
 
-    def _before_draw(self) -> None:
+    def _before_draw(self) -> bytes:
         if self._due:  # making an iterator has drawn from the global generator; the run that never stopped had not
             self._set(self._due)
             self._due = {}
         if self._signal is not None:
             self._stop(inside=True)
-        if not self._ahead:
-            self._before = self._generators()
+        if self._ahead:
+            return b""
+        self._before = self._generators()
+        return self._journal.batch_is_for()
 
     # ---- restoring
 
@@ -236,7 +242,7 @@ class Checkpoints:
         sampler.passes, sampler.position, sampler.begin_at = state["passes"], 0, state["position"]
         sampler.draws.redeemable = False
         self._steps = int(state["steps"])
-        self._journal.key = bytes(state["key"].tolist())
+        self._journal.key, self._journal.last = bytes(state["key"].tolist()), bytes.fromhex(state.get("last", ""))
         lost = record.releases - at
         self._resume_generators(state, at, lost)
         return Resumed(self._steps, state["passes"], lost, state["extra"])

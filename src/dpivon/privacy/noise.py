@@ -5,26 +5,70 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from typing import Protocol
+import warnings
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from dpivon.errors import PrivacyError
+from dpivon.errors import PrivacyError, PrivacyWarning
 
 #: Who can repeat what was drawn: whoever knows the caller's seed; nobody, short of breaking the generator; nobody.
 SEEDED, OS_ENTROPY, CRYPTOGRAPHIC = "seeded", "os-entropy", "cryptographic"
 
 
+_forks = 0  # between this process and the one that imported dpivon
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def this_process() -> tuple[int, int]:
+    """What tells this process from its forks: its number, and how many forks led to it, since numbers come again."""
+    return os.getpid(), _forks
+
+
+class OfOneProcess:
+    """A source of draws that is refreshed in a forked process, where its copy would draw what the original draws.
+
+    A subclass sets ``_process`` when it is made, and calls :meth:`_here` before anything that a draw depends on is read.
+    """
+
+    _process: tuple[int, int]
+
+    def refresh(self) -> None:
+        """From here on draws that nobody has seen."""
+        raise NotImplementedError
+
+    def _here(self) -> None:
+        if self._process != (now := this_process()):
+            self._process = now
+            self.refresh()
+            warnings.warn(
+                "This process is a fork of the one that made its private run: noise and batches are new here, and what is "
+                "released here is not in the parent's account. Make the run in the process that trains it.",
+                PrivacyWarning,
+                stacklevel=4,
+            )
+
+
 class NoiseSource(Protocol):
-    origin: str  # one of the three above, for the ledger
+    @property
+    def origin(self) -> str:
+        """One of the three above, for the ledger."""
+        ...
 
     def normal(self, like: Tensor, std: float) -> Tensor:
         """Independent N(0, std²) in the shape, dtype and on the device of ``like``."""
         ...
 
 
-class TorchNoise:
+class TorchNoise(OfOneProcess):
     """PyTorch's pseudo-random generator: fast, and not cryptographic.
 
     Without a generator it makes its own from the operating system's entropy, never from torch's global one: a
@@ -35,12 +79,34 @@ class TorchNoise:
     at_once = True  # all parameters in one draw where they are joined; others may draw by parameter, and are asked so
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.origin = OS_ENTROPY if generator is None else SEEDED
-        self.generator = generator if generator is not None else own_generator()
+        self._process = this_process()
+        self._origin = OS_ENTROPY if generator is None else SEEDED
+        self._generator = generator if generator is not None else own_generator()
         self._elsewhere: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def origin(self) -> str:
+        self._here()
+        return self._origin
+
+    @origin.setter
+    def origin(self, value: str) -> None:
+        self._origin = value
+
+    @property
+    def generator(self) -> torch.Generator:
+        self._here()
+        return self._generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator) -> None:
+        self._generator = value
 
     def __deepcopy__(self, memo: dict[int, object]) -> TorchNoise:
         return self  # a copied generator would add the same noise twice, and two such releases subtract to the data
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled("noise source")
 
     def normal(self, like: Tensor, std: float) -> Tensor:
         if std == 0.0:
@@ -52,7 +118,7 @@ class TorchNoise:
 
     def refresh(self) -> None:
         """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
-        self.generator, self.origin = renewed(torch.Generator(self.generator.device)), OS_ENTROPY
+        self._generator, self._origin = renewed(torch.Generator(self._generator.device)), OS_ENTROPY
         self._elsewhere.clear()
 
     def branch(self, material: bytes) -> None:
@@ -62,7 +128,7 @@ class TorchNoise:
 
     def _on(self, device: torch.device) -> torch.Generator:
         """The generator for a device: a child of ours if ours lives elsewhere."""
-        own = self.generator.device
+        own = self.generator.device  # which notices a fork, before children of the old one are used
         if own.type == device.type and own.index in (None, device.index):  # a plain "cuda" serves every GPU
             return self.generator
         if device not in self._elsewhere:
@@ -92,6 +158,13 @@ class SecureNoise:
         radius = torch.sqrt(-2.0 * torch.log1p(-secure_uniform(half)))
         angle = 2.0 * math.pi * secure_uniform(half)
         return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)])[:n]
+
+
+def not_pickled(what: str) -> PrivacyError:
+    return PrivacyError(
+        f"The {what} of a private run cannot be pickled: a copy in another process would draw the same numbers again. Make "
+        "the run in the process that trains it, and keep it with dpivon.Checkpoints."
+    )
 
 
 def own_generator(parent: torch.Generator | None = None, device: torch.device | str = "cpu") -> torch.Generator:

@@ -4,6 +4,12 @@ A release that was made and lost is charged, and somebody may have seen it. To m
 the same to the bit: the same clipped sum, and noise from the same state. Anything else must be a new release, with noise
 and a batch that are independent of it: the same noise on two sums subtracts to their difference, and the same batch
 under two noises is no second Poisson sample.
+
+Two copies of a run's folder hold the same generators, and may go on apart: with another learning rate, another loss. So
+noise is not drawn from the generator's state alone but from that state and the digest of the sum that it is added to: the
+same sum gets the same noise, which is the same release, and another sum gets independent noise. Likewise a batch is drawn
+from its generator's state, the release before it and the weights that it is for. No copy can be told from the original
+before its first sum is known, so two copies that differ in code alone share one batch, under independent noise.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from dpivon.privacy.ranks.ledger import FollowedLedger
 from dpivon.privacy.ranks.together import AGAIN, DROP, NEW, Decision
 from dpivon.privacy.sampling import PoissonSampler
 from dpivon.privacy.spec import NoiseSpec
+from dpivon.release import Release
 
 
 def refresh(optimizer: DPOptimizer) -> None:
@@ -50,6 +57,7 @@ class ReplayJournal:
         self._optimizer, self._ledger, self._charge = optimizer, ledger, charge
         self.key = secrets.token_bytes(32)
         self.replayed = 0
+        self.last = b""  # a digest of the last release
         self._lost: int | None = None  # the number of the next release to repeat; None when all there is is new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayJournal:
@@ -65,14 +73,19 @@ class ReplayJournal:
         self._lost = release if release < self._ledger.record.releases else None
 
     def decide(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
-        evidence = self.evidence(sums, spec)
-        if self._lost is None:
-            return NEW, evidence
-        record = self._ledger.record
-        made = record.evidence.get(self._lost, "")
-        if made and hmac.compare_digest(made, evidence) and record.terms_at(self._lost) == (spec.terms,):
-            return AGAIN, ""
-        return DROP, ""
+        made_of = self._digest(sums, spec)
+        evidence = hmac.new(self.key, made_of, hashlib.sha256).hexdigest()[:32] if made_of else ""
+        decision = NEW, evidence
+        if self._lost is not None:
+            record = self._ledger.record
+            made = record.evidence.get(self._lost, "")
+            if not (made and hmac.compare_digest(made, evidence) and record.terms_at(self._lost) == (spec.terms,)):
+                return DROP, ""
+            decision = AGAIN, ""
+        noise = self._optimizer.noise
+        if made_of and isinstance(noise, TorchNoise):
+            noise.branch(bytes_of(noise.generator.get_state()) + made_of)
+        return decision
 
     def charge_for(self, decision: Decision) -> Callable[[NoiseSpec], None] | None:
         what, evidence = decision
@@ -98,18 +111,38 @@ class ReplayJournal:
         self.replayed += 1
         self.repeat_from(self._lost + 1)
 
-    def evidence(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> str:
-        """Of a clipped sum and the noise it is about to get; empty where that cannot be repeated."""
-        if self._optimizer.together.sharded or not repeatable(self._optimizer.noise, self._optimizer.params):
-            return ""
+    def _digest(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> bytes:
+        """Of a clipped sum and the state its noise starts from; empty where that cannot be repeated."""
+        if not self._repeats:
+            return b""
         generator = self._optimizer.generator
         assert generator is not None
-        total = hmac.new(self.key, spec.digest.encode(), hashlib.sha256)
+        total = hashlib.sha256(spec.digest.encode())
         total.update(bytes_of(generator.get_state()))
         for value in sums.values():
             total.update(f"{value.dtype} {list(value.shape)}".encode())
             total.update(bytes_of(value))
-        return total.hexdigest()[:32]
+        return total.digest()
+
+    def batch_is_for(self) -> bytes:
+        """What the next batch is bound to: the release before it, and the weights; empty where nothing can be repeated."""
+        if not self._repeats:
+            return b""
+        total = hashlib.sha256(self.last)
+        for p in self._optimizer.params:
+            total.update(bytes_of(p))
+        return total.digest()
+
+    def made(self, release: Release) -> None:
+        """Remember the release, as all ranks have it."""
+        total = hashlib.sha256()
+        for g in release.gradients.values() if self._repeats else ():
+            total.update(bytes_of(g))
+        self.last = total.digest()
+
+    @property
+    def _repeats(self) -> bool:
+        return not self._optimizer.together.sharded and repeatable(self._optimizer.noise, self._optimizer.params)
 
 
 def repeatable(noise: NoiseSource, params: list[Tensor]) -> bool:

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from opacus.data_loader import DPDataLoader
@@ -20,8 +20,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from dpivon.durable.checkpoint import bytes_of
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.noise import CRYPTOGRAPHIC, OS_ENTROPY, SEEDED, own_generator, renewed, secure_uniform
+from dpivon.privacy.noise import (
+    CRYPTOGRAPHIC,
+    OS_ENTROPY,
+    SEEDED,
+    OfOneProcess,
+    expanded,
+    not_pickled,
+    own_generator,
+    renewed,
+    secure_uniform,
+    this_process,
+)
 
 
 @dataclass
@@ -36,16 +48,20 @@ class Draws:
     redeemed: int = 0  # in this pass
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
     sampler: Callable[[], PoissonSampler | None] = lambda: None  # who draws
+    drawn_in: tuple[int, int] = field(default_factory=this_process)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Draws:
         return self  # a copied optimizer still shares the one stream of batches
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled("sampler")
 
     def begin_pass(self) -> None:
         self.redeemed = 0
         self._tell("abandon_virtual_batch")
 
     def draw(self) -> None:
-        self.redeemable = True
+        self.redeemable, self.drawn_in = True, this_process()
         self._tell("next_batch_drawn")
 
     def deliver(self) -> None:
@@ -59,6 +75,11 @@ class Draws:
                 "step() twice on one Poisson batch: the second release would be charged as if its batch had been sampled "
                 "afresh. Take the next batch from the data loader that make_private returned before every step()."
             )
+        if self.drawn_in != this_process():
+            raise PrivacyError(
+                "step() in a forked process on a batch that was drawn before the fork: the parent may release the same batch. "
+                "Take the next batch from the data loader in this process."
+            )
         self.redeemable = False
         self.redeemed += 1
 
@@ -69,7 +90,7 @@ class Draws:
                 getattr(listener, event)()
 
 
-class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
+class PoissonSampler(UniformWithReplacementSampler, OfOneProcess):  # type: ignore[misc]
     """Index batches of size Binomial(n, q); ``steps`` of them make a pass.
 
     With ``part=(r, W)`` every one of W ranks draws the same batch of all examples, and rank r gets of it those whose index
@@ -89,6 +110,7 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         origin: str = SEEDED,
         part: tuple[int, int] = (0, 1),
     ) -> None:
+        self._process = this_process()
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
         self.secure, self.origin = secure, CRYPTOGRAPHIC if secure else origin
         self.part = part
@@ -98,7 +120,32 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         self.passes, self.position = 0, 0  # where the draws are: in which pass, and how many were made in it
         self.begin_at = 0  # the first draw of the next pass, after a resume in the middle of one
         self.began_at = 0  # that of the pass under way
-        self.before_draw: Callable[[], None] = _nothing  # for checkpoints: runs before every draw
+        # For checkpoints: runs before every draw, and says what the draw is bound to besides the generator's state.
+        self.before_draw: Callable[[], bytes] = bytes
+
+    @property
+    def generator(self) -> torch.Generator:
+        self._here()
+        return self._generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator) -> None:
+        self._generator = value
+
+    @property
+    def origin(self) -> str:
+        self._here()
+        return self._origin
+
+    @origin.setter
+    def origin(self, value: str) -> None:
+        self._origin = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoissonSampler:
+        return self  # a copy would draw the same batches again; copied loaders share the one stream
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled("sampler")
 
     def __iter__(self) -> Iterator[list[int]]:
         self.draws.begin_pass()
@@ -107,16 +154,21 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         self.began_at, self.begin_at = self.begin_at, 0
         for position in range(self.began_at, self.steps):
             self.position = position
-            self.before_draw()
-            uniform = (
-                secure_uniform(self.num_samples)
-                if self.secure
-                else torch.rand(self.num_samples, generator=self.generator, dtype=torch.float64)
-            )
+            uniform = self._uniform(self.before_draw())
             self.position = position + 1
             self.draws.draw()
             yield self._of_rank((uniform < self.sample_rate).nonzero().flatten())
         self.passes, self.position = self.passes + 1, 0
+
+    def _uniform(self, bound_to: bytes) -> Tensor:
+        if self.secure:
+            return secure_uniform(self.num_samples)
+        generator = self.generator
+        if bound_to:
+            state = bytes_of(generator.get_state())
+            torch.rand(1, generator=generator)  # the next draw starts from another state
+            generator = expanded(torch.Generator(), state + bound_to)
+        return torch.rand(self.num_samples, generator=generator, dtype=torch.float64)
 
     def _of_rank(self, drawn: Tensor) -> list[int]:
         rank, world = self.part
@@ -128,12 +180,8 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     def refresh(self) -> None:
         """From here on batches that are independent of all before, whatever seed was set."""
         if not self.secure:  # in place: the data loader may draw from the same one
-            renewed(self.generator)
-            self.origin = OS_ENTROPY
-
-
-def _nothing() -> None:
-    pass
+            renewed(self._generator)
+            self._origin = OS_ENTROPY
 
 
 class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
@@ -158,7 +206,13 @@ class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[Any]:
+        begun_in = this_process()
         for batch in super().__iter__():
+            if self.num_workers and this_process() != begun_in:
+                raise PrivacyError(
+                    "A pass over the data loader that began before a fork goes on after it: its workers hold batches that the "
+                    "parent releases too. Begin a new pass in this process."
+                )
             self.draws.deliver()
             yield batch
 

@@ -47,7 +47,7 @@ class StackedMechanism:
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
-        self.specs, self.streams = [s.replace(drawn_by=(streams.origin, streams.origin)) for s in specs], streams
+        self._specs, self.streams = list(specs), streams
         self.accountants = [Accountant("rdp") for _ in specs]
         column: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.noise_std = torch.tensor([[s.noise_std] for s in specs], **column)
@@ -61,6 +61,14 @@ class StackedMechanism:
         self.covered = 0  # releases to be repeated, that were charged before a crash
         self._noise: Tensor | None = None
         self._combine = compiled(_combine, device)
+
+    @property
+    def specs(self) -> list[NoiseSpec]:
+        """Of every run, with where its draws come from: a fork or a copy draws from new seeds."""
+        by = (self.streams.origin, self.streams.origin)
+        if any(s.drawn_by != by for s in self._specs):
+            self._specs = [s.replace(drawn_by=by) for s in self._specs]
+        return self._specs
 
     @property
     def terms(self) -> Terms:
@@ -162,9 +170,12 @@ class StackedMechanism:
         self.reserved -= 1
 
     def release(self, sums: Tensor, step: Tensor) -> Tensor:
-        """[K, P] in fp32. The noise of step t is drawn once; ``step`` is read on the device."""
+        """[K, P] in fp32. The noise of step t is drawn once; ``step`` is read on the device.
+
+        Noise is drawn and added in double and the result is rounded here, as in :func:`dpivon.privacy.mechanism.release`.
+        """
         if self._noise is None or self._noise.shape != sums.shape:
-            self._noise = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
+            self._noise = torch.empty(sums.shape, dtype=torch.float64, device=sums.device)
         noise = self.streams.normal(self._noise, step, PRIVACY)
         return self._combine(sums, noise, self.noise_std, self.divisor)
 
@@ -270,7 +281,7 @@ class StackedSampler:
 
 
 def _combine(sums: Tensor, noise: Tensor, noise_std: Tensor, divisor: Tensor) -> Tensor:
-    return ((sums + noise.double() * noise_std) / divisor).float()
+    return ((sums + noise * noise_std) / divisor).float()
 
 
 def _down(c: float) -> float:

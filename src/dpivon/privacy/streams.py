@@ -6,12 +6,16 @@ use and the tests hold the kernels to. Philox-4x32-10 (Salmon et al., *Parallel 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dpivon.privacy.noise import OfOneProcess, this_process
 
 #: Streams of one run; two draws with different stream, step or element never share a counter.
 POSTERIOR, PRIVACY, SAMPLING, VIEWS, SEATS = 0, 1, 2, 3, 4
@@ -37,30 +41,61 @@ def _rounds(x: list[Any], k0: Any, k1: Any) -> list[Any]:
     return x
 
 
-class Streams:
-    """The generators of K runs on one device."""
-
-    origin = "seeded, counter-based"  # by each run's own seed; for the ledger
+class Streams(OfOneProcess):
+    """The generators of K runs on one device. Neither a copy of it nor a forked process draws what the original draws."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self.seeds, self.device = list(seeds), device
-        self._seed_rows = torch.tensor(self.seeds, dtype=torch.int64, device=device)
+        self._process, self._seeds, self.device = this_process(), list(seeds), device
+        self._origin = "seeded, counter-based"
+        self._rows = torch.tensor(self._seeds, dtype=torch.int64, device=device)
+
+    @property
+    def origin(self) -> str:
+        """Who knows the seeds, for the ledger: whoever gave them, or nobody."""
+        self._here()
+        return self._origin
+
+    @property
+    def seeds(self) -> list[int]:
+        self._here()
+        return self._seeds
+
+    @property
+    def _seed_rows(self) -> Tensor:
+        self._here()
+        return self._rows
+
+    def refresh(self) -> None:
+        """From here on draws that nobody has seen, whatever seeds were given."""
+        self._seeds, self._origin = _os_seeds(len(self._seeds)), "os-entropy, counter-based"
+        self._rows.copy_(torch.tensor(self._seeds, dtype=torch.int64))  # in place: captured steps read it
+
+    def __reduce__(self) -> tuple[Callable[..., Streams], tuple[int, torch.device]]:
+        return _fresh, (len(self._seeds), self.device)
 
     def normal(self, out: Tensor, step: Tensor, stream: int) -> Tensor:
-        """Fill out, [K, P], with standard normals. ``step`` is a tensor of one number, read on the device."""
+        """Fill out, [K, P], with standard normals. ``step`` is a tensor of one number, read on the device.
+
+        In double each is made from 64 random bits, as privacy noise must be; in single precision from 32, which is cheaper and
+        enough for samples of θ.
+        """
+        each = 2 if out.dtype == torch.float64 else 4  # normals that a counter gives
         if out.is_cuda:
             from dpivon.privacy.kernels.random import normal
 
             k, p = out.shape
             block = 512
-            normal[(-(-p // (4 * block)), k)](out, self._seed_rows, step, p, STREAM=stream, BLOCK=block)
+            normal[(-(-p // (each * block)), k)](out, self._seed_rows, step, p, STREAM=stream, BLOCK=block)
             return out
         p = out.shape[1]
-        element = np.arange(-(-p // 4))
+        element = np.arange(-(-p // each))
         for row, seed in zip(out, self.seeds, strict=True):
             a, b, c, d = philox(seed, element, int(step), stream)
-            values = np.stack([*_box_muller(a, b), *_box_muller(c, d)], 1).reshape(-1)[:p]
-            row.copy_(torch.from_numpy(values))
+            if each == 2:
+                row.copy_(torch.stack(_box_muller_double(a, b, c, d), 1).view(-1)[:p])
+            else:
+                values = np.stack([*_box_muller(a, b), *_box_muller(c, d)], 1).reshape(-1)[:p]
+                row.copy_(torch.from_numpy(values))
         return out
 
     def words(self, run: Tensor, element: Tensor, step: Tensor, stream: int) -> list[Tensor]:
@@ -106,8 +141,27 @@ class Streams:
         return out
 
 
+def _os_seeds(runs: int) -> list[int]:
+    return [secrets.randbits(63) for _ in range(runs)]
+
+
+def _fresh(runs: int, device: torch.device) -> Streams:
+    streams = Streams([0] * runs, device)
+    streams.refresh()
+    return streams
+
+
 def _box_muller(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     u = np.minimum((a.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(0.99999994))
     angle = np.float32(2 * np.pi) * (b.astype(np.float32) * np.float32(2.0**-32))
     r = np.sqrt(np.float32(-2.0) * np.log(u))
     return r * np.cos(angle), r * np.sin(angle)
+
+
+def _box_muller_double(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Two normals of two words each. The radius reaches √(2 ln 2⁶⁴) = 9.4, with odds of 2⁻⁶⁴."""
+    u = (((a << np.uint64(32)) | b).astype(np.float64) + 1.0) * 2.0**-64  # in (0, 1], so the logarithm is finite
+    v = (((c << np.uint64(32)) | d) >> np.uint64(11)).astype(np.float64)
+    r = torch.from_numpy(u).log_().mul_(-2.0).sqrt_()  # torch's functions of doubles are vectorised
+    angle = torch.from_numpy(v).mul_(2.0**-53 * 2 * math.pi)
+    return r * angle.cos(), r * angle.sin()

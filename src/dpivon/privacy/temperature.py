@@ -7,7 +7,8 @@
 and S + N(0, k σ² B²), S = Σ_i c_i, is released; where it is positive the model is too sure, and the upper half is kept. The
 temperature is the midpoint of what is left.
 
-**Why it is private.** The model is public (it was released before), so c_i depends on example i alone and |c_i| ≤ B:
+**Why it is private.** The model is public (it was released before) and θ is drawn once for the whole choice, so c_i depends
+on example i alone, whichever batch it is in, and |c_i| ≤ B:
 adding or removing one example moves S by at most B, whatever the interval. Each answer is thus a Gaussian mechanism of noise
 multiplier σ√k at sampling rate 1; which interval comes next is post-processing of the answers before (adaptive composition). k
 of them cost exactly what one of noise multiplier σ costs, and they enter the account as k rows (σ√k, q = 1), so that
@@ -133,7 +134,9 @@ def calibrate_temperature(
 
     Args:
         predictor: has ``predict(x)``: a ``Fitted``, a ``Learner``, an ``Ensemble``. It must be public: made of releases alone.
-        calibration_data: (inputs, labels), or batches of them, read once. The unit of privacy is one example.
+            All batches get the same draws of θ; one that draws for every row by itself is refused.
+        calibration_data: (inputs, labels), or batches of them, read once. The unit of privacy is one example. Without random
+            augmentation: what is drawn for an example must not depend on the others.
         account: the training's ``PrivacyEngine`` or ``Accountant``: ε then composes. An engine's ledger is written first.
         noise_multiplier: σ of the whole choice; the noise on a sum of n examples is like σ√k B.
         epsilon: instead, with ``delta``: what the choice would cost by itself. Composed with training it adds far less.
@@ -261,6 +264,36 @@ def _noise(noise_multiplier: float | None, epsilon: float | None, delta: float |
     )
 
 
+def _one_function(predictor: Predictor, options: dict[str, Any]) -> Callable[[Any], Tensor]:
+    """p̄ as one function of x, however often it is called: every call draws the same θ and the same masks.
+
+    Drawn for every batch anew they would differ with the batch that an example is in, and one example that is removed moves
+    others to another batch.
+    """
+    own = options.get("generator")
+    generators = [torch.default_generator, *torch.cuda.default_generators]
+    states = [(g, g.get_state()) for g in (generators if own is None else [own, *generators])]
+
+    def predict(x: Any) -> Tensor:
+        for generator, state in states:
+            generator.set_state(state)
+        return predictor.predict(x, **options).probs
+
+    return predict
+
+
+def _check_rows_alone(name: str, predict: Callable[[Any], Tensor], x: Any) -> None:
+    """An error if what is predicted for a row depends on its place or on other rows. On made-up rows: it tells of no data."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return
+    shape, generator = (2, *x.shape[1:]), torch.Generator().manual_seed(0)
+    a, b = torch.rand(shape, generator=generator).to(x) if x.is_floating_point() else x.new_zeros(shape)
+    together, alone = predict(torch.stack([a, b, a, a])).double(), predict(torch.stack([a, a])).double()
+    if bool(((together[[0, 2, 3]] - alone[[0, 0, 1]]).nan_to_num().abs() > 1e-4).any()):
+        fix = "Predict with one draw of weights or masks for all rows, as dpivon.predict does"
+        raise bad("predictor", name, "predicts otherwise for a row at another place or beside other rows", fix)
+
+
 def _predicted(predictor: Predictor, data: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """log p̄ [n, classes] in double and labels [n]."""
     pair = isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(t, Tensor) for t in data)
@@ -269,8 +302,12 @@ def _predicted(predictor: Predictor, data: Any, options: dict[str, Any]) -> tupl
         fix = "Give (inputs, labels), or batches of them"
         raise bad("calibration_data", type(data).__name__, "is not labelled data", fix)
     log_probs, labels = [], []
+    predict, checked = _one_function(predictor, options), False
     for x, y in batches:
-        found = log_probabilities(predictor.predict(x, **options).probs)
+        if not checked:
+            _check_rows_alone(type(predictor).__name__, predict, x)
+            checked = True
+        found = log_probabilities(predict(x))
         if y.shape != found.shape[:1] or y.is_floating_point():
             fix = "Give one class number an example"
             raise bad("labels.shape", tuple(y.shape), f"does not fit {len(found)} predictions", fix)

@@ -1,9 +1,12 @@
 """Stacks on disk: a run that is killed goes on where it was, and is never charged less for it.
 
 The ledger is written before the releases it charges; the checkpoints hold the rows' states and where the streams are.
-Batches, noise and samples are functions of seed and place in the stream, so a stack that stopped in good order goes on as
-if it had not. What the ledger has and the checkpoint has not was made, or may have been, and lost: it stays charged. On a
-CPU it is repeated, to the bit or not at all; on a GPU the streams go on behind it.
+Batches, noise and samples are functions of seed and place in the stream, so on a CPU a stack that stopped in good order
+goes on as if it had not. What the ledger has and the checkpoint has not was made, or may have been, and lost: it stays
+charged. On a CPU it is repeated, to the bit or not at all.
+
+Two copies of a folder have the same seeds and places, and the same noise must not meet two different sums. So where sums may
+come out otherwise, on a GPU or by another program, a stack goes on with new seeds from the operating system.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import platform
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -66,6 +70,7 @@ class StackCheckpoints:
             "key": torch.frombuffer(bytearray(stack.mechanism.key), dtype=torch.uint8),
             "rows": [dict(part.state) for part in stack.parts],
             "hyper": _hyper(stack),
+            "program": _program(stack),
             "extra": dict(extra),
         }
         return self._files.write(at, state)
@@ -87,6 +92,8 @@ class StackCheckpoints:
         stack.mechanism.attach(self.ledger, secrets.token_bytes(32))
         if state is None:
             stack._at.fill_(record.releases)
+            if record.releases:
+                stack.streams.refresh()
             self._tell_lost(record.releases)
             self.save({})
             return {}
@@ -100,11 +107,14 @@ class StackCheckpoints:
         lost = (
             record.releases - state["at"] - temperature_releases(record, since=state["at"])
         )  # who chose them knows more
-        if stack.mechanism.one_by_one and state["at"] in record.evidence:
+        again = stack.mechanism.one_by_one and state.get("program") == _program(stack)
+        if again and state["at"] in record.evidence:
             stack._at.fill_(state["at"])
             stack.mechanism.covered = lost
         else:
             stack._at.fill_(record.releases)
+            if lost or not again:
+                stack.streams.refresh()
             self._tell_lost(lost)
         return dict(state["extra"])
 
@@ -158,6 +168,16 @@ def _hyper(stack: Stack) -> list[dict[str, torch.Tensor]]:
     """The numbers that rows are updated with. Some follow from what no run says: the plan's steps, N, the first weights."""
     told = ("noise_variance", "scaled_variance")  # follows from the specs, which are in the fingerprint
     return [{k: v.flatten().cpu() for k, v in part.hyper.items() if k not in told} for part in stack.parts]
+
+
+def _program(stack: Stack) -> str:
+    """What computes the sums, as far as it can be told: libraries, layers, and the code of loss and forward passes."""
+    model = stack.network.model(stack.mean[0])
+    own: list[Any] = [getattr(stack.network, "_given_loss", None), *(type(m).forward for m in model.modules())]
+    codes = {(f.__qualname__, f.__code__.co_code, f.__code__.co_names) for f in own if hasattr(f, "__code__")}
+    kinds = [type(part).__qualname__ for part in (stack.network, stack.gradients, own[0])]
+    text = repr((torch.__version__, platform.machine(), kinds, repr(model), sorted(codes)))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _estimators(stack: Stack) -> list[str]:

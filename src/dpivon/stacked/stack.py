@@ -194,6 +194,7 @@ class Stack:
                 )
                 self.mechanism.reserved += 1  # it was not made
                 self._at.fill_(self.mechanism.forsake(n - i))
+                self.streams.refresh()  # a copy of this run may stand at the same place, with another sum
                 self._make(n - i)
                 return
 
