@@ -67,7 +67,7 @@ def judge(case: Case, path: str, *, quick: bool = False) -> Verdict:
             if worst.kind == "silent":
                 return worst
             said = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-            return Verdict("crash" if _runs_alone(case) else "torch refuses", said)
+            return Verdict("crash" if _runs_alone(case, path) else "torch refuses", said)
     return worst
 
 
@@ -247,11 +247,14 @@ def _names(case: Case, sentence: str) -> bool:
     )
 
 
-def _runs_alone(case: Case) -> bool:
+def _runs_alone(case: Case, path: str) -> bool:
     """Whether the program trains in plain torch."""
+    model, batch, loss = case.build()
     try:
-        model, batch, loss = case.build()
-        (loss(model, batch) if case.whole else loss(model(batch[0]), batch[1])).backward()
+        if path in ("fit", "stacked"):
+            case.each(model(batch[0]), batch[1]).mean().backward()  # type: ignore[misc]
+        else:
+            (loss(model, batch) if case.whole else loss(model(batch[0]), batch[1])).backward()
     except Exception:
         return False
     return True
