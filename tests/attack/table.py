@@ -75,7 +75,9 @@ def main() -> int:
         table = markdown(judged)
     finally:
         RANKS_OF_THE_MATRIX.stop()
-    PAGE.write_text(page.replace(f"{BEGIN}{page.split(BEGIN)[1].split(END)[0]}{END}", f"{BEGIN}\n{table}\n{END}"))
+    PAGE.write_text(
+        page.replace(f"{BEGIN}{page.split(BEGIN)[1].split(END)[0]}{END}", f"{BEGIN}\n{table}\n{END}"), "utf-8"
+    )
     bad = {place: verdict for place, verdict in verdicts.items() if not verdict.good}
     for (name, path), verdict in bad.items():
         print(f"{name} | {path} | {verdict}")
