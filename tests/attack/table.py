@@ -33,7 +33,7 @@ def markdown(judged: Callable[[str, str], Verdict]) -> str:
     counted = ", ".join(f"{tried.count(kind)} {kind}" for kind in sorted(set(tried), key=tried.count, reverse=True))
     head = f"{len(CASES)} cases on {len(PATHS)} paths: {counted}; — where a path has no such thing."
     notes = [f"{number}. {_plain(sentence)}" for sentence, number in sentences.items()]
-    return "\n".join([head, "", *lines, "", "What a refusal says, by its number:", "", *notes])
+    return "\n".join([head, "", *lines, "", "What a refusal says, by its number:", "", *notes]).strip()
 
 
 def _cell(verdict: Verdict, sentences: dict[str, int]) -> str:
