@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attack_case import CASES
-from harness import Verdict, judge
+from harness import SEVERITY, Verdict, judge, severity
 
 RANKS, PATIENCE = 2, 15.0
 
@@ -60,6 +60,8 @@ class Ranks:
         lost = kinds.pop("rank error", None)  # of the rank that waited for one that refused
         if len(kinds) == 1:
             return kinds.popitem()[1]
+        if kinds.keys() <= set(SEVERITY):  # a rank sees what its own copy of the model keeps
+            return max(kinds.values(), key=severity)
         return Verdict("crash", "; ".join(str(v) for v in (*kinds.values(), lost) if v is not None))
 
     def _start(self) -> None:

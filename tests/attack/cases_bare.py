@@ -35,7 +35,12 @@ _USES = {
     "a bare matrix in a product": ((FEATURES, 6), lambda m, x: x @ m.p),
     "a bare matrix in an einsum": ((FEATURES, 6), lambda m, x: torch.einsum("bi,ij->bj", x, m.p)),
 }
-_FAST = ("its mean", "sum(0)", "over its norm", "a bare [d] parameter")
+_FAST = (
+    "[1, d] parameter, its mean",
+    "[1, d] parameter, sum(0)",
+    "[1, d] parameter over its norm",
+    "a bare [d] parameter",
+)
 for _name, (_shape, _value) in _USES.items():
 
     @case(_name, 4, fast=_name.endswith(_FAST))

@@ -44,7 +44,7 @@ for _name, _between in {
     "LayerNorm": lambda: [nn.LayerNorm(6)],
 }.items():
 
-    @case(f"tokens folded into rows, {_name}", 2, fast=True)
+    @case(f"tokens folded into rows, {_name}", 2, fast=_name != "LayerNorm")
     def _(between=_between):
         return _folded(*between()), sequences(), ce
 
@@ -58,7 +58,7 @@ _KINDS = {
 }
 for _name, (_wrap, _get) in _KINDS.items():
 
-    @case(f"tokens folded into rows, {_name} input", 3, fast=_name in ("dict", "list"), paths=("own loop", "ddp"))
+    @case(f"tokens folded into rows, {_name} input", 3, fast=_name == "dict", paths=("own loop", "ddp"))
     def _(wrap=_wrap, get=_get):
         x, y = sequences()
         return _folded(get=get), (wrap(x), y), ce
@@ -131,7 +131,7 @@ def _halves(run):
         run.optimizer.step()
 
 
-@case("two half-batches and one backward", 2, loop=_halves, fast=True, paths=("own loop", "ddp"))
+@case("two half-batches and one backward", 2, loop=_halves, paths=("own loop", "ddp"))
 def _():
     return mlp(), vectors(), ce
 

@@ -18,6 +18,7 @@ from dpivon.errors import DpivonError, RankError
 
 SLACK = 1e-5  # of C
 ALIKE = "all rows alike"
+SEVERITY = ("right", "wrong", "silent")
 GOOD = ("right", "refused", "torch refuses", "—")
 
 
@@ -27,7 +28,8 @@ class Verdict:
 
     ``kind`` is "right", "refused", "torch refuses" (the program does not run without us either), "—" (cannot be tried), or a
     failure: "silent" (an example moves the sum by more than C, or what the model keeps), "wrong" (private, but not the clipped
-    sum), "crash" (an error that is not ours), "unclear" (a refusal without a remedy), "rank error" (another rank is gone).
+    sum), "crash" (an error that is not ours), "unclear" (a refusal without a name or a remedy), "late" (a refusal that depends
+    on the data, and so tells of it), "rank error" (another rank is gone).
     """
 
     kind: str
@@ -52,27 +54,29 @@ def judge(case: Case, path: str, *, quick: bool = False) -> Verdict:
         return Verdict("—")
     if path == "stacked" and case.tolerance is None:  # its runs draw different numbers, so there is nothing to compare
         return Verdict("—")
-    worst = Verdict("right")
+    worst, completed = Verdict("right"), 0
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
             for found in _tried(case, path, quick):
-                worst = max(worst, found, key=_severity)
+                worst, completed = max(worst, found, key=severity), completed + 1
         except RankError as error:
             return Verdict("rank error", str(error))
         except DpivonError as error:
-            refused = Verdict("refused" if is_clear(case, str(error)) else "unclear", str(error))
-            return worst if worst.kind == "silent" else refused
+            if worst.kind == "silent":
+                return worst
+            kind = "refused" if is_clear(case, str(error)) else "unclear"
+            return Verdict("late" if completed else kind, str(error))
         except Exception as error:
             if worst.kind == "silent":
                 return worst
             said = f"{type(error).__name__}: {error}".split("\n")[0][:300]
-            return Verdict("crash" if _runs_alone(case) else "torch refuses", said)
+            return Verdict("crash" if _runs_alone(case, path) else "torch refuses", said)
     return worst
 
 
-def _severity(v: Verdict) -> tuple[int, float]:
-    return ("right", "wrong", "silent").index(v.kind), v.factor
+def severity(v: Verdict) -> tuple[int, float]:
+    return SEVERITY.index(v.kind), v.factor
 
 
 def _tried(case: Case, path: str, quick: bool) -> Iterator[Verdict]:
@@ -247,11 +251,14 @@ def _names(case: Case, sentence: str) -> bool:
     )
 
 
-def _runs_alone(case: Case) -> bool:
+def _runs_alone(case: Case, path: str) -> bool:
     """Whether the program trains in plain torch."""
+    model, batch, loss = case.build()
     try:
-        model, batch, loss = case.build()
-        (loss(model, batch) if case.whole else loss(model(batch[0]), batch[1])).backward()
+        if path in ("fit", "stacked"):
+            case.each(model(batch[0]), batch[1]).mean().backward()  # type: ignore[misc]
+        else:
+            (loss(model, batch) if case.whole else loss(model(batch[0]), batch[1])).backward()
     except Exception:
         return False
     return True

@@ -33,7 +33,7 @@ def markdown(judged: Callable[[str, str], Verdict]) -> str:
     counted = ", ".join(f"{tried.count(kind)} {kind}" for kind in sorted(set(tried), key=tried.count, reverse=True))
     head = f"{len(CASES)} cases on {len(PATHS)} paths: {counted}; — where a path has no such thing."
     notes = [f"{number}. {_plain(sentence)}" for sentence, number in sentences.items()]
-    return "\n".join([head, "", *lines, "", "What a refusal says, by its number:", "", *notes])
+    return "\n".join([head, "", *lines, "", "What a refusal says, by its number:", "", *notes]).strip()
 
 
 def _cell(verdict: Verdict, sentences: dict[str, int]) -> str:
@@ -75,7 +75,9 @@ def main() -> int:
         table = markdown(judged)
     finally:
         RANKS_OF_THE_MATRIX.stop()
-    PAGE.write_text(page.replace(f"{BEGIN}{page.split(BEGIN)[1].split(END)[0]}{END}", f"{BEGIN}\n{table}\n{END}"))
+    PAGE.write_text(
+        page.replace(f"{BEGIN}{page.split(BEGIN)[1].split(END)[0]}{END}", f"{BEGIN}\n{table}\n{END}"), "utf-8"
+    )
     bad = {place: verdict for place, verdict in verdicts.items() if not verdict.good}
     for (name, path), verdict in bad.items():
         print(f"{name} | {path} | {verdict}")

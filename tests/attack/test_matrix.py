@@ -53,7 +53,7 @@ def share_right(verdicts: list[Verdict]) -> float:
 
 
 def test_refusing_everything_does_not_pass() -> None:
-    assert share_right([found_quickly(*tried) for tried in FAST]) > 0.4  # it holds more of what must be refused
+    assert share_right([found_quickly(*tried) for tried in FAST]) > 0.3  # it holds more of what must be refused
 
 
 @pytest.mark.slow
