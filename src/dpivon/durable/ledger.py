@@ -40,7 +40,7 @@ PROVES = (
 )
 PROVES_NOT = (
     "there is no secret key, so whoever rewrites the whole file can compute every digest anew; nor are lines seen that were "
-    "cut off the end. A note of the last digest, kept elsewhere, shows both."
+    "cut off the end. The last digest of a finished run, noted elsewhere, shows both."
 )
 _SEAL = b',"sum":"'
 

@@ -95,7 +95,7 @@ def _copy_whole(source: Path, folder: Path) -> None:
     part.mkdir(parents=True)
     for name in (LEDGER, RUNS):  # and nothing else that lies there
         if (source / name).exists():
-            shutil.copy(source / name, part / name)
+            shutil.copy(source / name, part / name, follow_symlinks=False)
     part.rename(to)
 
 
