@@ -328,6 +328,29 @@ def gone_on(folder, network=None):
     return torch.stack(noises), s._buffers.index.clone(), disk.ledger.record.rows[-1][0][0]["noise"]
 
 
+@pytest.mark.parametrize("made", [4, 0])
+def test_a_copy_that_once_drew_anew_never_goes_back_to_the_seeds_it_was_given(tmp_path, made):
+    """The other copy goes on with those."""
+    one, two = copies(tmp_path)
+    other = stack(network=other_network())
+    disk = StackCheckpoints(other, two)
+    disk.restore()
+    go(other, made)
+    disk.save({})
+    disk.settle()
+    disk.close()
+    first, disk = kept(one)
+    disk.restore()
+    go(first, made)
+    disk.save({})
+    disk.settle()
+    disk.close()
+    noise, batches, _ = gone_on(one)
+    noise_there, batches_there, _ = gone_on(two, other_network())
+    assert not set(noise.flatten().tolist()) & set(noise_there.flatten().tolist())
+    assert not torch.equal(batches, batches_there)
+
+
 def doubled(outputs, labels):
     return 2 * cross_entropy(outputs, labels)
 

@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation, bytes_of
 from dpivon.durable.ledger import Record
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
-from dpivon.optim.ivon import IVON
-from dpivon.optim.rule_optimizer import RuleOptimizer
+from dpivon.privacy import inner
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.optimizer import DPOptimizer
@@ -270,9 +268,9 @@ class Checkpoints:
             noise.generator = torch.Generator()  # our own: one that the caller holds must not be able to draw our noise
             noise.generator.set_state(saved["noise"])
         self._sampler.generator.set_state(saved["sampler"])
-        inner: Any = self._optimizer.original_optimizer
-        if saved["posterior"] is not None and getattr(inner, "generator", None) is not None:
-            inner.generator.set_state(saved["posterior"])
+        drawing: Any = self._optimizer.original_optimizer
+        if saved["posterior"] is not None and getattr(drawing, "generator", None) is not None:
+            drawing.generator.set_state(saved["posterior"])
         rank = self._optimizer.together.rank
         known = saved.get("globals") or [saved["global"]]
         if rank < len(known):  # on more ranks than before the new ones keep their own
@@ -318,7 +316,7 @@ class Checkpoints:
         return {
             "module": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
             "optimizer": type(optimizer.original_optimizer).__name__,
-            **_of_inner(optimizer.original_optimizer),
+            **inner.described(optimizer.original_optimizer),
             "noise_multiplier": spec.noise_multiplier,
             "clipping": clipping.name,
             "max_grad_norm": clipping.given,
@@ -388,20 +386,6 @@ class Checkpoints:
         self._signal = None
         self._save({}, inside)
         raise SystemExit(128 + number)
-
-
-#: What a rule may be made of, and what that is called here.
-_PARTS = {"estimator": "curvature", "phi": "phi", "psi": "psi"}
-
-
-def _of_inner(inner: Optimizer) -> dict[str, Any]:
-    """What an optimizer does that neither its class nor its state tells: its groups are in the state, these are not."""
-    if isinstance(inner, IVON):
-        return {"mc_samples": inner.mc_samples, "curvature": inner.curvature.name}
-    if not isinstance(inner, RuleOptimizer):
-        return {}
-    parts = {told: getattr(inner.rule, part, None) for part, told in _PARTS.items()}
-    return {"rule": inner.rule.name, **{told: part.name for told, part in parts.items() if part is not None}}
 
 
 def _names(optimizer: DPOptimizer) -> list[str]:

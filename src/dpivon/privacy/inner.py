@@ -7,7 +7,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dpivon.errors import PrivacyError
+from dpivon.optim.ivon import IVON
 from dpivon.optim.releases import LearnsFromReleases
+from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.release import Release
 
 
@@ -37,3 +39,17 @@ def _refuse_unreleased_step(inner: Optimizer, args: Any, kwargs: Any) -> None:
             f"step() on the inner {type(inner).__name__}: p.grad holds raw gradients. Call step() on the optimizer that "
             "make_private returned."
         )
+
+
+#: What a rule may be made of, and what that is called here.
+_PARTS = {"estimator": "curvature", "phi": "phi", "psi": "psi"}
+
+
+def described(inner: Optimizer) -> dict[str, Any]:
+    """What an optimizer does that neither its class nor its state tells: its groups are in the state, these are not."""
+    if isinstance(inner, IVON):
+        return {"mc_samples": inner.mc_samples, "curvature": inner.curvature.name}
+    if not isinstance(inner, RuleOptimizer):
+        return {}
+    parts = {told: getattr(inner.rule, part, None) for part, told in _PARTS.items()}
+    return {"rule": inner.rule.name, **{told: part.name for told, part in parts.items() if part is not None}}

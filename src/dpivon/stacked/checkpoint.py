@@ -71,6 +71,7 @@ class StackCheckpoints:
             "rows": [dict(part.state) for part in stack.parts],
             "hyper": _hyper(stack),
             "program": _program(stack),
+            "drawn_by": stack.streams.origin,
             "extra": dict(extra),
         }
         return self._files.write(at, state)
@@ -107,7 +108,9 @@ class StackCheckpoints:
         lost = (
             record.releases - state["at"] - temperature_releases(record, since=state["at"])
         )  # who chose them knows more
-        again = stack.mechanism.one_by_one and state.get("program") == _program(stack)
+        # New seeds are nowhere on disk, and the given ones may have served a copy at the places that come next.
+        again = state.get("drawn_by") == stack.streams.origin and state.get("program") == _program(stack)
+        again = again and stack.mechanism.one_by_one
         if again and state["at"] in record.evidence:
             stack._at.fill_(state["at"])
             stack.mechanism.covered = lost
