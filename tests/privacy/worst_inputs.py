@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.models.standardised import StandardisedConv2d
-from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.clipping import EPS_NUM, FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
@@ -200,3 +200,20 @@ def moved(
         less = PATHS[path](model, x[kept], loss_of(scale), bound)
         out.append(float((whole - less).norm()) / bound)
     return out
+
+
+def agreement(path: str, network: str, inputs: str, *, examples: int, bound: float, scale: float) -> float:
+    """How far S is from the definition, a loop over examples in double, in units of what was summed."""
+    torch.manual_seed(0)
+    model = NETWORKS[network]()
+    x, loss = INPUTS[inputs](torch.randn(examples, POSITIONS, FEATURES)).contiguous(), loss_of(scale)
+    got = PATHS[path](model, x, loss, bound)
+    wide = copy.deepcopy(model).double()
+    params, rows = list(wide.parameters()), []
+    for i in range(examples):
+        grads = torch.autograd.grad(loss(wide(x[i : i + 1].double()), None).sum(), params)
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    norms = [float(row.norm()) for row in rows]
+    factors = [min(1.0, bound / (norm + EPS_NUM)) for norm in norms]
+    expected = sum((c * row for c, row in zip(factors, rows, strict=True)), torch.zeros_like(rows[0]))
+    return float((got - expected).norm()) / max(c * norm for c, norm in zip(factors, norms, strict=True))
