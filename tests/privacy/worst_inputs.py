@@ -165,7 +165,7 @@ def looped(model: nn.Module, x: Tensor, loss: Any, bound: float) -> Tensor:
 
 
 def captured(model: nn.Module, x: Tensor, loss: Any, bound: float) -> Tensor:
-    """The traced program, as it is recorded for a GPU; both neighbours in one number of places."""
+    """The traced program, as it is recorded for a GPU, with a place to spare."""
     network = AnyNetwork(lambda: copy.deepcopy(model), loss=loss)
     gradients = PaddedGradients(network, x.device, torch.float32, at_once=1024)
     return gradients.clipped_sums(network.pack(model)[None], all_of(x, spare=1), torch.tensor([bound]))[0]
@@ -197,7 +197,8 @@ def moved(
     out = []
     for gone in sorted({0, examples // 2, examples - 1}):
         kept = torch.arange(examples) != gone
-        less = PATHS[path](model, x[kept], loss_of(scale), bound)
+        none = torch.zeros_like(whole)
+        less = PATHS[path](model, x[kept], loss_of(scale), bound) if kept.any() else none
         out.append(float((whole - less).norm()) / bound)
     return out
 

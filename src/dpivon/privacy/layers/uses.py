@@ -29,9 +29,7 @@ MEMORY_CAP_CUDA = 512 * 2**20
 _FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
 _CACHED = 16 * 2**20  # bytes of gradients that a CPU makes at a time where they are not kept
 _CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram matrices in double are right to 1e-9
-_VANISHES = (
-    1e-30  # a weighted output gradient below this is left out: in fp32 it would be rounded by more than 1e-8 of itself
-)
+_VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
 
 _batch = threading.local()
 _SHORT = 256  # positions of an example that are compared pair by pair
@@ -174,9 +172,7 @@ class Outer:
     def _contracted(self, c: Tensor) -> Tensor:
         """Σ_i c_i G_i ⊗ A_i of examples with one position: fp32 products over a few at a time, added up in double."""
         a, g = self.a, wide(self.g)
-        c = c.double()
-        c = torch.where(c.square() * _squares(g) < _VANISHES**2, 0.0, c)
-        g = g * c.to(g).view(-1, 1, 1)
+        g = torch.nn.functional.hardshrink(g * c.to(g).view(-1, 1, 1), _VANISHES)
         whole = len(a) - len(a) % EXAMPLES_AT_ONCE
         if whole in (0, len(a)):
             return self._products(a, g)
