@@ -59,7 +59,7 @@ def test_the_sum_is_that_of_a_loop_in_double(path, network, inputs):
     scale=st.sampled_from([1e-9, 1.0, 1e3, 1e6]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 def test_a_search_finds_no_example_that_moves_it_further(path, network, inputs, examples, bound, scale, seed):
     far = max(moved(path, network, inputs, examples=examples, bound=bound, scale=scale, seed=seed))
     assert far <= 1 + TOLERANCE

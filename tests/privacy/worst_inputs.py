@@ -92,6 +92,17 @@ class Attends(nn.Module):
         return self.attention(x, key, key)[0].mean(1)
 
 
+class Bare(nn.Module):
+    """A parameter of its own beside a layer, at several positions that are subtracted from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.last = nn.Parameter(torch.randn(1, 1, FEATURES)), nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x * self.scale * SIGNS.to(x).view(1, -1, 1)).sum(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(POSITIONS * FEATURES, 5), nn.Tanh(), nn.Linear(5, 3)),
     "one weight": lambda: nn.Sequential(nn.Flatten(), nn.Linear(POSITIONS * FEATURES, 1, bias=False)),
@@ -103,6 +114,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: Table(tied=False),
     "tied embedding": lambda: Table(tied=True),
     "layer norm": Normalised,
+    "bare parameter": Bare,
     "attention": lambda: Attends(apart=False),
     "cross attention": lambda: Attends(apart=True),
 }
