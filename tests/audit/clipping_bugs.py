@@ -7,8 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from dpivon.privacy.gradients.ghost import GhostCriterion
-from dpivon.privacy.gradients.per_example import PerExampleGradients
 from sowing import GRADIENTS, Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -17,7 +15,8 @@ import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
 from dpivon.audit.subject import PATHS
 from dpivon.privacy.clipping import FlatClipping
-from dpivon.privacy.layers.uses import Dense
+from dpivon.privacy.layers import uses
+from dpivon.privacy.layers.uses import Dense, Outer, Rows
 from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.optimizer import DPOptimizer
 
@@ -198,6 +197,41 @@ def cross_terms_dropped() -> dict[str, Patch | str]:
         "stacked": apart,
         "captured": apart,
     }
+
+
+def summed_by_another_product() -> dict[str, Patch | str]:
+    """Positions and uses are measured one example at a time, and summed over all examples at once."""
+
+    def contract(original: Any) -> Any:
+        def total(self: Outer, c: Tensor) -> Tensor:
+            a, g = self.a.flatten(0, 1), (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1)
+            made = (a.mT @ g if self.transposed else g.mT @ a).double()
+            return made.reshape(self.shape) if self.order is None else self.order.restore(made.flatten())
+
+        return total
+
+    made = attr(Outer, "_grams_pay", lambda original: lambda self: False)
+    kept = attr(uses, "settled", lambda original: lambda use: use)
+    return _of_uses(both(made, kept, attr(Outer, "weighted_sum", contract)))
+
+
+def rows_of_a_table_rounded_apart() -> dict[str, Patch | str]:
+    """Equal rows of an embedding are added up in fp32 for the norm; each is weighted and rounded by itself for the sum."""
+
+    def apart(original: Any) -> Any:
+        def total(self: Rows, c: Tensor) -> Tensor:
+            weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1).double()
+            return weighted.new_zeros(self.shape).index_add_(0, self.index.flatten(), weighted)
+
+        return total
+
+    return _of_uses(attr(Rows, "weighted_sum", apart))
+
+
+def _of_uses(patch: Patch) -> dict[str, Patch | str]:
+    whole = "norm and sum read one stored gradient"
+    refused = "ghost mode refuses a layer that is used twice"
+    return everywhere(patch, patch, hooks=whole, functorch=whole, ghost=refused)
 
 
 def theta_samples_clipped_apart() -> dict[str, Patch | str]:

@@ -26,8 +26,10 @@ from clipping_bugs import (
     old_bound,
     rounded,
     rounded_norms,
+    rows_of_a_table_rounded_apart,
     stale_parts,
     stale_sum,
+    summed_by_another_product,
     sums,
     theta_samples_clipped_apart,
 )
@@ -89,7 +91,8 @@ from sowing import Mutant
 
 def mutants() -> list[Mutant]:
     width, definition, moves = "gaussian of the stated width", "definition", "one example moves"
-    first_once, poisson = "charged first", "poisson samples"
+    first_once, poisson, cancels = "charged first", "poisson samples", "that cancels"
+    another_product, table_rows = summed_by_another_product(), rows_of_a_table_rounded_apart()
     return [
         Mutant("no noise", "nothing is added to the sum", width, noise_scaled(lambda s: 0.0)),
         Mutant("half the noise", "σ/2 is added where σ is charged", width, noise_scaled(lambda s: 0.5)),
@@ -171,6 +174,10 @@ def mutants() -> list[Mutant]:
         Mutant(
             "cross terms of shared weights dropped", "norms of the uses, not of their sum", moves, cross_terms_dropped()
         ),
+        Mutant(
+            "sums by another product than norms", "rounded apart where a gradient cancels", cancels, another_product
+        ),
+        Mutant("rows of a table rounded apart", "what is added up was not measured", cancels, table_rows),
         Mutant("θ-samples clipped apart", "K·C under one charge", "samples of theta", theta_samples_clipped_apart()),
         Mutant(
             "a scheduler's C not heard by clipping", "noise for the new, sums of the old", "changed bound", old_bound()

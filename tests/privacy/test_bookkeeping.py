@@ -409,7 +409,16 @@ def test_embedding_norms_pair_by_pair_and_by_sorting_agree(positions, rows, batc
     use = Rows(torch.randint(0, rows, (batch, positions)), torch.randn(batch, positions, 3), torch.Size((rows, 3)))
     exact = use.materialise().double().square().sum((1, 2))
     torch.testing.assert_close(use.squared_norm().double(), exact, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(use._long_squared_norm().double(), exact, rtol=1e-5, atol=1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uses, "_SHORT", 0)
+        by_sorting = Rows(use.index, use.g, use.shape)
+        torch.testing.assert_close(by_sorting.squared_norm().double(), exact, rtol=1e-5, atol=1e-6)
+    c = torch.rand(batch, dtype=torch.float64)
+    both = by_sorting.weighted_sum(c), use.weighted_sum(c)
+    for total in both:
+        torch.testing.assert_close(
+            total, torch.einsum("b,brd->rd", c, use.materialise().double()), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_many_small_parameters_side_by_side_are_clipped_as_they_are_one_by_one():

@@ -164,6 +164,36 @@ def wide_probe(subject: Subject, width: int = 160) -> Subject:
     return subject.but(model=model, inputs=x, labels=labels, loss=cross_entropy).silent_loss()
 
 
+def cancelling_probe(subject: Subject, examples: int = 8) -> Subject:
+    """A layer and a table, each used on two halves of an example that are almost equal, by the subject's path and method.
+
+    What the halves give is subtracted, so that a gradient is little more than the rounding of what it is made of.
+    """
+    generator = torch.Generator().manual_seed(14)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(14)
+        model = Cancelling()
+    half = 1e6 * torch.randn(examples, 16, generator=generator)
+    labels = torch.zeros(examples, dtype=torch.long)
+    x = _pictures(torch.cat([half, half * (1 + 3e-7)], 1))
+    return subject.but(model=model, inputs=x, labels=labels, loss=cross_entropy)
+
+
+class Cancelling(nn.Module):
+    """Two uses of a linear layer, and two of every row of a table, with opposite signs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(16, 40), nn.Embedding(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.flatten(1).chunk(2, 1)
+        linear = self.layer(first) - self.layer(second)
+        rows = torch.arange(4, device=x.device).remainder(2).expand(len(x), 4)
+        found = self.table(rows) * torch.cat([first, -second], 1).view(len(x), 4, 8)
+        return linear.view(len(x), 4, 10).sum(2) + found.sum(1).view(len(x), 4, 2).sum(2)
+
+
 def canary_probe(subject: Subject, canaries: int) -> Subject:
     """One linear unit, by the subject's path and method. Its loss is its output, so that the gradient of an example is the
     example itself, at every θ.

@@ -17,7 +17,7 @@ from dpivon.audit.draws import DRAWS
 from dpivon.audit.extremes import with_extremes
 from dpivon.audit.finding import Check
 from dpivon.audit.session import drowned, one_std, side_by_side, silence, start
-from dpivon.audit.subject import Setting, Subject
+from dpivon.audit.subject import Setting, Subject, cancelling_probe
 from dpivon.privacy.accounting import epsilon
 
 TOLERANCE = 1e-5  # of C, in what one example may move
@@ -84,6 +84,21 @@ def _pairs(sums: list[Tensor], k: int, half: int) -> list[tuple[Tensor, Tensor]]
     """Sums with and without example k: alone, and among others where those were computed."""
     alone = [(sums[k], sums[0])]
     return alone if len(sums) == half else [*alone, (sums[half + k], sums[half])]
+
+
+def an_example_that_cancels_moves_the_sum_by_at_most_c(subject: Subject) -> Verdict:
+    """Alone: among others a mean over the batch rounds what those give anew, and here roundings are all there is."""
+    if subject.path in ("ghost", "functorch"):
+        return None, "not for this mode: ghost refuses a layer that is used twice, functorch warns of an embedding"
+    cancelling = cancelling_probe(subject)
+    n, bound = len(cancelling.inputs), 0.01
+    empty, *sums = side_by_side(
+        cancelling, Setting(size=n, batch=float(n), bound=bound), [[], *([i] for i in range(n))]
+    )
+    moved = [_size(total - empty) / bound for total in sums]
+    lost = max(moved) < 0.1 and not subject.autocast  # rounded to bf16 the halves are equal
+    ok = max(moved) <= 1 + TOLERANCE and not lost
+    return ok, f"at most {max(moved):.6f} C" + ("; every example was lost" if lost else "")
 
 
 def a_large_coherent_batch_rounds_by_less_than_an_example(subject: Subject) -> Verdict:
@@ -274,6 +289,7 @@ TIER_A = [
     for f, question in (
         (the_sum_is_what_the_definition_says, "Is b·g_dp − noise the sum of clipped per-example gradients?"),
         (one_example_moves_the_sum_by_at_most_c, "Is the sensitivity C, for the worst examples too?"),
+        (an_example_that_cancels_moves_the_sum_by_at_most_c, "Is what is added up what was measured, to its rounding?"),
         (a_large_coherent_batch_rounds_by_less_than_an_example, "Does rounding stay below one example's share?"),
         (the_noise_is_sigma_c_over_b, "Is the noise scaled to σC/b, and is the optimizer told so?"),
         (what_is_public_does_not_depend_on_the_data, "Do NoiseSpec, shapes and charges ignore the data?"),

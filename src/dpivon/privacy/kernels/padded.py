@@ -96,7 +96,7 @@ class PaddedGradients:
         if most <= self.at_once:
             return [batch.places]
         size = -(-most // -(-most // self.at_once))  # the fewest parts, about equal
-        whole = -(-size // EXAMPLES_AT_ONCE) * EXAMPLES_AT_ONCE  # which sums are padded to anyway
+        whole = -(-size // EXAMPLES_AT_ONCE) * EXAMPLES_AT_ONCE  # whole blocks of a sum
         size = whole if whole <= self.at_once else size
         return F.pad(batch.places, (0, -most % size), value=len(batch.labels)).split(size, 1)
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dpivon.models.standardised import pull_back
-from dpivon.privacy.clipping import row_norms
-from dpivon.privacy.layers.uses import Dense, Outer, Use, memory_cap
+from dpivon.privacy.layers.uses import Dense, Outer, Use, added_up_in_parts, measured_in_parts
 
 
 def pulled_back(plain: Use, weight: Tensor) -> Use:
@@ -21,7 +20,8 @@ def pulled_back(plain: Use, weight: Tensor) -> Use:
 
 @dataclass(frozen=True)
 class PulledBack:
-    """g_i = M(ĝ_i), with M linear and the same for all examples: a sum is pulled back once, a norm example by example.
+    """g_i = M(ĝ_i), with M linear and the same for all examples. Each is pulled back by itself, for the norm and for the sum: M
+    takes away most of a gradient whose activations share an offset, and would leave the rounding of a sum of them.
 
     ``weight`` is a copy: by the time of the sum the layer's may be another sample of the posterior.
     """
@@ -30,17 +30,21 @@ class PulledBack:
     weight: Tensor
 
     def squared_norm(self) -> Tensor:
-        each = 12 * self.outer.shape.numel()  # the gradient, the other one, and one more on the way
-        examples = torch.arange(len(self.outer.a), device=self.outer.a.device)
-        parts = examples.split(max(1, memory_cap(self.outer.a) // each))
-        return torch.cat([row_norms(self._some(i).flatten(1)) for i in parts]).square()
+        return measured_in_parts(self._some, self._examples(), self._size())
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return added_up_in_parts(self._some, c, self._examples(), self._size()).reshape(self.outer.shape)
+
+    def _examples(self) -> Tensor:
+        return torch.arange(len(self.outer.a), device=self.outer.a.device)
+
+    def _size(self) -> int:
+        return 3 * self.outer.shape.numel()  # the gradient, the other one, and one more on the way
 
     def _some(self, i: Tensor) -> Tensor:
         o = self.outer
-        return pull_back(self.weight, Outer(o.a[i], o.g[i], o.shape, o.transposed, o.order).materialise())
-
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        return pull_back(self.weight, self.outer.weighted_sum(c).reshape(self.outer.shape))
+        plain = Outer(o.a[i], o.g[i], o.shape, o.transposed, o.order).materialise()
+        return pull_back(self.weight, plain).flatten(1)
 
     def materialise(self) -> Tensor:
         return pull_back(self.weight, self.outer.materialise())

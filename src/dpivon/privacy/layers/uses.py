@@ -3,28 +3,33 @@
 A parameter that was used several times in a pass (shared weights, several θ-samples) has several uses, and its per-example
 gradient is their sum; :func:`merge` makes one use of them, with all cross terms.
 
-Everything here is kept in fp32 or better, and sums over examples are added up in double: a norm that comes out too small, or a
-rounded sum, would let one example contribute more than C.
+What is added up is what was measured. An example's gradient may cancel, over its positions or over its uses, down to the
+rounding of its terms: two ways of computing it then give two different tensors, and one that is clipped by the norm of the
+other contributes more than C. So norm and sum read one tensor, or make it twice by one product; or both are taken in double
+and no example cancels by more than double can hold. Sums over examples are added up in double.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
-from dpivon.privacy.precision import capturing, launches_cost, product, weighted_product, wide, wide_dtype
+from dpivon.privacy.precision import capturing, launches_cost, product, readable, weighted_product, wide
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
 _FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
-
+_CACHED = 16 * 2**20  # bytes of gradients that a CPU makes at a time where they are not kept
+_CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram matrices in double are right to 1e-9
+_VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
 
 _batch = threading.local()
 _SHORT = 256  # positions of an example that are compared pair by pair
@@ -110,9 +115,10 @@ class Outer:
 
     ``a`` is [B, T, d], ``g`` is [B, T, p]; the parameter has p·d elements, read as [p, d], or as [d, p] if ``transposed``.
 
-    Its squared norm is ⟨AAᵀ, GGᵀ⟩ (*ghost*: 2T²(p+d) operations, 2T² numbers an example) or comes from the materialised
-    gradient (2Tpd operations, pd numbers), in chunks if need be. A ghost norm is taken where it is cheaper, and only where
-    it is exact enough: the Gram products cancel when rows share a large offset, by about ε_mach ‖A‖²‖G‖².
+    With T = 1 nothing cancels within an example: its norm is ‖A‖‖G‖, and its sum an fp32 product over a few examples at a
+    time. With more positions its gradient is made twice, by the same product, for the norm and for the sum. Where Gram
+    matrices are cheaper, norms are ⟨AAᵀ, GGᵀ⟩ (2T²(p+d) operations) and sums AᵀG over all examples, both in double: an
+    example with ‖A‖‖G‖ = R‖g‖ is measured to about T·R²·2⁻⁵³ and summed to T·R·2⁻⁵³. Those above R = 10³ are made instead.
     """
 
     a: Tensor
@@ -122,57 +128,85 @@ class Outer:
     order: Order | None = None
 
     def squared_norm(self) -> Tensor:
-        b, t, d = self.a.shape
-        p = self.g.shape[2]
-        if t == 1:
+        if self.a.shape[1] == 1:
             return self._norm_bound()
-        if t * (p + d) < p * d and 4 * b * p * d > memory_cap(self.a) and not capturing():
-            return self._ghost_norm()
-        return _made_norms(self.a, self.g)
+        if not self._grams_pay():
+            return self._measured(self._examples())
+        norms, cancelling = self._grams
+        if len(cancelling):
+            norms = norms.index_copy(0, cancelling, self._measured(cancelling))
+        return norms
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        if self.a.shape[1] == 1:
+            total = self._contracted(c)
+        elif not self._grams_pay():
+            total = self._added_up(c, self._examples())
+        else:
+            cancelling = self._grams[1]
+            g = self.g.double() * c.double().index_fill(0, cancelling, 0.0).view(-1, 1, 1)
+            sums = self.a.double().flatten(0, 1).mT @ g.flatten(0, 1)  # [d, p]
+            total = (sums if self.transposed else sums.mT).flatten()
+            if len(cancelling):
+                total = total + self._added_up(c, cancelling)
+        return total.reshape(self.shape) if self.order is None else self.order.restore(total)
 
     def _norm_bound(self) -> Tensor:
         """‖A‖²‖G‖², the squared norm itself if T = 1."""
         return _squares(self.a) * _squares(self.g)
 
-    def _ghost_norm(self) -> Tensor:
-        b, t, _ = self.a.shape
-        out = torch.empty(b, dtype=wide_dtype(self.a), device=self.a.device)
-        rows = max(1, memory_cap(self.a) // (8 * t * t))
-        for i in range(0, b, rows):
-            a, g = self.a[i : i + rows], self.g[i : i + rows]
-            out[i : i + rows] = product(a, a.mT).mul_(product(g, g.mT)).sum((1, 2))
-        smallest = torch.minimum(_squares(self.a), _squares(self.g))
-        underflown = (smallest > 0.0) & (smallest < 1e-30)
-        inexact = torch.finfo(out.dtype).eps * self._norm_bound() > 1e-6 * out
-        loose = (inexact | underflown).nonzero().flatten()
-        if len(loose):
-            out[loose] = _made_norms(self.a[loose], self.g[loose])
-        return out
+    def _grams_pay(self) -> bool:
+        """Whether Gram matrices are cheaper, where double is not slow and it can be seen who cancels."""
+        _, t, d = self.a.shape
+        p = self.g.shape[2]
+        return 0 < t * (p + d) < p * d and readable(self.a)
 
-    def weighted_sum(self, c: Tensor) -> Tensor:
+    @cached_property
+    def _grams(self) -> tuple[Tensor, Tensor]:
+        """The squared norms by Gram matrices, and which examples cancel too much for that."""
+        parts = zip(*(t.split(max(1, memory_cap(t) // (16 * t.shape[1] ** 2))) for t in (self.a, self.g)), strict=True)
+        doubles = ((a.double(), g.double()) for a, g in parts)
+        norms = torch.cat([((a @ a.mT) * (g @ g.mT)).sum((1, 2)) for a, g in doubles])
+        return norms, (~(self._norm_bound() <= _CANCELS**2 * norms)).nonzero().flatten()
+
+    def _contracted(self, c: Tensor) -> Tensor:
+        """Σ_i c_i G_i ⊗ A_i of examples with one position: fp32 products over a few at a time, added up in double."""
         a, g = self.a, wide(self.g)
-        g = g * c.to(g).view(-1, 1, 1)
-        # As in weighted_sum: fp32 products over a few examples at a time, added up in double.
+        g = torch.nn.functional.hardshrink(g * c.to(g).view(-1, 1, 1), _VANISHES)
         whole = len(a) - len(a) % EXAMPLES_AT_ONCE
         if whole in (0, len(a)):
-            total = self._products(a, g)
-        else:
-            total = self._products(a[:whole], g[:whole]) + self._products(a[whole:], g[whole:])
-        return total.reshape(self.shape) if self.order is None else self.order.restore(total)
+            return self._products(a, g)
+        return self._products(a[:whole], g[:whole]) + self._products(a[whole:], g[whole:])
 
     def _products(self, a: Tensor, g: Tensor) -> Tensor:
         """Σ G ⊗ A over examples that are whole blocks of as many as are added in fp32, or fewer than one."""
-        blocks, t = max(1, len(a) // EXAMPLES_AT_ONCE), a.shape[1]
-        left, right = (x.reshape(blocks, len(a) // blocks * t, x.shape[2]) for x in (a, g))
-        sums = weighted_product(left, right, parts=2 if t == 1 else 3)  # [blocks, d, p]
+        blocks = max(1, len(a) // EXAMPLES_AT_ONCE)
+        left, right = (x.reshape(blocks, len(a) // blocks, x.shape[2]) for x in (a, g))
+        sums = weighted_product(left, right, parts=2)  # [blocks, d, p]
         return (sums if self.transposed else sums.mT).sum(0, dtype=torch.float64).flatten()
+
+    def _examples(self) -> Tensor:
+        return torch.arange(len(self.a), device=self.a.device)
+
+    def _measured(self, examples: Tensor) -> Tensor:
+        return measured_in_parts(self._rows, examples, self.shape.numel())
+
+    def _added_up(self, c: Tensor, examples: Tensor) -> Tensor:
+        return added_up_in_parts(self._rows, c, examples, self.shape.numel())
+
+    def _rows(self, examples: Tensor) -> Tensor:
+        a, g = self.a[examples], self.g[examples]
+        return (product(a.mT, g) if self.transposed else product(g.mT, a)).flatten(1)
 
     def materialise(self) -> Tensor:
         g = (product(self.a.mT, self.g) if self.transposed else product(self.g.mT, self.a)).flatten(1)
         return g.reshape(len(g), *self.shape) if self.order is None else self.order.restore(g)
 
     def without(self, struck: Tensor) -> Outer:
-        return Outer(_strike(self.a, struck), _strike(self.g, struck), self.shape, self.transposed, self.order)
+        without = Outer(_strike(self.a, struck), _strike(self.g, struck), self.shape, self.transposed, self.order)
+        if "_grams" in vars(self):  # who is made must not change
+            vars(without)["_grams"] = self._grams
+        return without
 
     def grouped(self, rows: int) -> Outer:
         a, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.a, self.g))
@@ -188,32 +222,42 @@ class Rows:
     shape: torch.Size
 
     def squared_norm(self) -> Tensor:
-        """Σ_{s,t} [index_s = index_t] ⟨G_s, G_t⟩, by adding up equal rows."""
+        owners, _, rows = self._added
+        squares = row_norms(rows).square()
         if self.index.shape[1] <= _SHORT:
-            same = self.index.unsqueeze(2) == self.index.unsqueeze(1)  # [B, T, T]
-            first = ~same.tril(-1).any(2)  # the first position of every row that occurs
-            return ((same.to(self.g) @ self.g).square().sum(2) * first).sum(1)
-        return self._long_squared_norm()
-
-    def _long_squared_norm(self) -> Tensor:
-        """The same, linear in T."""
-        b = len(self.index)
-        # Give every (example, row) pair its own slot, then add up what falls into one slot.
-        key = self.index + torch.arange(b, device=self.index.device).unsqueeze(1) * self.shape[0]
-        slots, place = key.flatten().unique(return_inverse=True)
-        rows = self.g.new_zeros(len(slots), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
-        return self.g.new_zeros(b).index_add_(0, slots // self.shape[0], rows.square().sum(1))
+            return squares.view(self.index.shape).sum(1)
+        return squares.new_zeros(len(self.index)).index_add_(0, owners, squares)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        weighted = (self.g * c.to(self.g).view(-1, 1, 1)).flatten(0, 1).double()
-        return weighted.new_zeros(self.shape).index_add_(0, self.index.flatten(), weighted)
+        owners, places, rows = self._added
+        weighted = rows.double() * c.double()[owners].unsqueeze(1)
+        return weighted.new_zeros(self.shape).index_add_(0, places, weighted)
+
+    @cached_property
+    def _added(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Whose, which, and what: an example's gradient of one row of the table, all its positions added up."""
+        (b, t), count = self.index.shape, self.shape[0]
+        owners = torch.arange(b, device=self.index.device).unsqueeze(1)
+        if t <= _SHORT:
+            same = self.index.unsqueeze(2) == self.index.unsqueeze(1)  # [B, T, T]
+            first = ~same.tril(-1).any(2, keepdim=True)  # a row that occurs again is added up where it occurs first
+            rows = (same.to(self.g) @ self.g).where(first, 0.0)
+            return owners.expand(b, t).flatten(), self.index.flatten(), rows.flatten(0, 1)
+        # Linear in T: every pair of an example and a row has its own slot.
+        slots, place = (self.index + owners * count).flatten().unique(return_inverse=True)
+        rows = self.g.new_zeros(len(slots), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
+        return slots // count, slots % count, rows
 
     def materialise(self) -> Tensor:
         out = self.g.new_zeros(len(self.g), *self.shape)
         return out.scatter_add_(1, self.index.unsqueeze(2).expand_as(self.g), self.g)
 
     def without(self, struck: Tensor) -> Rows:
-        return Rows(self.index, _strike(self.g, struck), self.shape)
+        without = Rows(self.index, _strike(self.g, struck), self.shape)
+        if "_added" in vars(self):
+            owners, places, rows = self._added
+            vars(without)["_added"] = owners, places, _strike(rows, struck[owners])
+        return without
 
     def grouped(self, rows: int) -> Rows:
         index, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.index, self.g))
@@ -233,7 +277,8 @@ def merge(uses: Sequence[Use]) -> Use:
     outers = [u for u in uses if isinstance(u, Outer)]
     if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
         a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
-        return Outer(a, g, outers[0].shape, outers[0].transposed, outers[0].order)
+        merged = Outer(a, g, outers[0].shape, outers[0].transposed, outers[0].order)
+        return merged if merged._grams_pay() else settled(merged)
     rows = [u for u in uses if isinstance(u, Rows)]
     if len(rows) == len(uses):
         return Rows(torch.cat([u.index for u in rows], 1), torch.cat([u.g for u in rows], 1), rows[0].shape)
@@ -296,11 +341,24 @@ def memory_cap(t: Tensor) -> int:
     return MEMORY_CAP_CUDA if t.is_cuda else MEMORY_CAP
 
 
-def _made_norms(a: Tensor, g: Tensor) -> Tensor:
-    """‖Σ_t G_t ⊗ A_t‖² for every example, from gradients that are made some examples at a time."""
-    at_once = max(1, memory_cap(a) // (4 * a.shape[2] * g.shape[2]))
-    pairs = zip(a.split(at_once), g.split(at_once), strict=True)
-    return torch.cat([product(right.mT, left).square().sum((1, 2)) for left, right in pairs])
+def measured_in_parts(make: Callable[[Tensor], Tensor], examples: Tensor, size: int) -> Tensor:
+    """‖g_i‖² of these examples. ``make`` makes some of their gradients, as rows, in ``size`` numbers of memory for each."""
+    return torch.cat([row_norms(make(part)) for part in _parts(examples, size)]).square()
+
+
+def added_up_in_parts(make: Callable[[Tensor], Tensor], c: Tensor, examples: Tensor, size: int) -> Tensor:
+    """Σ c_i g_i over these examples, from the rows that :func:`measured_in_parts` measured, made again."""
+    parts = _parts(examples, size)
+    total = weighted_sum(c[parts[0]], make(parts[0]))
+    for part in parts[1:]:
+        total += weighted_sum(c[part], make(part))
+    return total
+
+
+def _parts(examples: Tensor, size: int) -> Sequence[Tensor]:
+    room = memory_cap(examples)
+    room = room if examples.is_cuda or capturing() else min(room, _CACHED)
+    return examples.split(max(1, room // (4 * size)))
 
 
 def _squares(t: Tensor) -> Tensor:

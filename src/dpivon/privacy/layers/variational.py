@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.privacy.clipping import row_norms
 from dpivon.privacy.layers.conv import conv
 from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import MEMORY_CAP, Dense, Order, Outer, Use, unfolded
+from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, added_up_in_parts, measured_in_parts, unfolded
 from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear
 from dpivon.variational.spread import variance_slope
 
@@ -57,7 +56,7 @@ class Scaled:
     """g_i = F ⊙ Σ_t G_it ⊗ A_it: an :class:`Outer` with a factor for every element of the parameter, the same for all examples.
 
     With one position the squared norm is Σ_pd G_p² F_pd² A_d², a product of matrices; with several the factor spoils the ghost
-    norm, and the gradient is materialised, some examples at a time. The sum is that of the outer products, times F.
+    norm, and the gradient is materialised, some examples at a time, for the norm and for the sum.
     """
 
     a: Tensor
@@ -75,15 +74,20 @@ class Scaled:
         if self.a.shape[1] == 1 and self.order is None and not self.transposed:
             a, g, f = (t.double().square() for t in (self.a[:, 0], self.g[:, 0], self.factor.reshape(self.shape)))
             return ((g @ f) * a).sum(1)
-        each = 8 * self.shape.numel()  # the gradient and its product with F
-        examples = torch.arange(len(self.a), device=self.a.device).split(max(1, MEMORY_CAP // each))
-        return torch.cat([row_norms(self._some(i).flatten(1)) for i in examples]).square()
-
-    def _some(self, i: Tensor) -> Tensor:
-        return Outer(self.a[i], self.g[i], self.shape, self.transposed, self.order).materialise() * self.factor
+        return measured_in_parts(self._some, *self._each())
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        return self._outer.weighted_sum(c) * self.factor
+        if self.a.shape[1] == 1:
+            return self._outer.weighted_sum(c) * self.factor
+        return added_up_in_parts(self._some, c, *self._each()).reshape(self.factor.shape)
+
+    def _each(self) -> tuple[Tensor, int]:
+        """All examples, and the memory one of them needs: the gradient and its product with F."""
+        return torch.arange(len(self.a), device=self.a.device), 2 * self.shape.numel()
+
+    def _some(self, i: Tensor) -> Tensor:
+        some = Outer(self.a[i], self.g[i], self.shape, self.transposed, self.order)
+        return (some.materialise() * self.factor).flatten(1)
 
     def materialise(self) -> Tensor:
         return self._outer.materialise() * self.factor
