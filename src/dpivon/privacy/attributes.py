@@ -24,6 +24,10 @@ class Attributes:
         """The names of those that are not what they were."""
         return [f"{name}.{key}".lstrip(".") for name, key, _ in self._changes()]
 
+    def state(self) -> dict[tuple[str, str], Any]:
+        """Copies of all of them as they are now."""
+        return {(n, key): _copy(v) for n, layer in self._layers.items() for key, v in _held(layer).items()}
+
     @torch.no_grad()
     def restore(self) -> None:
         """Make them what they were."""
@@ -48,14 +52,25 @@ class Attributes:
         return found
 
 
+def different(a: dict[tuple[str, str], Any], b: dict[tuple[str, str], Any]) -> list[str]:
+    """The names of attributes in which two states differ."""
+    return [".".join(at).lstrip(".") for at in a.keys() | b.keys() if not _same(a.get(at), b.get(at))]
+
+
 def marks(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """For every attribute that is a tensor or a number, what changes when it does; quickly."""
+    """For every attribute that is a tensor, a number or a container, what changes when it does; quickly."""
     return {
-        (name, key): (id(value), value._version) if isinstance(value, Tensor) else value
+        (name, key): _mark(value)
         for name, layer in module.named_modules()
         for key, value in vars(layer).items()
-        if isinstance(value, Tensor | float | int) and key not in _OWN
+        if isinstance(value, Tensor | float | int | list | dict | set) and key not in _OWN
     }
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return value if isinstance(value, float | int) else len(value)
 
 
 def _held(layer: nn.Module) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import warnings
 import weakref
@@ -285,8 +284,14 @@ class PrivacyEngine(OpacusVerbs):
             batch = batch_structure(self._loader)
         device = optimizer.params[0].device
         batch = map_tensors(lambda t: t.to(device), batch)
-        function = _of_pairs(loss_fn) if _is_criterion(loss_fn) else loss_fn
-        check_loss_rows(optimizer.source, function, batch)
+        for function in _as_called(loss_fn, batch):
+            try:
+                optimizer.breaks_with_ignored = not check_loss_rows(optimizer.source, function, batch)
+                break
+            except NotTried as error:
+                untried = error
+        else:
+            raise untried
         optimizer.loss_checked = True
 
     def _generators_beside(self, optimizer: Optimizer, data_loader: DataLoader[Any]) -> dict[str, Any]:
@@ -446,11 +451,12 @@ def _say_what_modes_mean() -> None:
     )
 
 
-def _is_criterion(loss_fn: Any) -> bool:
-    """Whether it is called with outputs and targets, as torch's losses are."""
-    if isinstance(loss_fn, nn.Module | PerExampleLoss) or hasattr(loss_fn, "reduction"):
-        return True
-    return "reduction" in inspect.signature(loss_fn).parameters
+def _as_called(loss_fn: Any, batch: Any) -> list[Callable[[nn.Module, Any], Any]]:
+    """The loss as a function of (model, batch), in the ways it may be meant: torch's losses take outputs and targets."""
+    pairs = isinstance(batch, tuple | list) and len(batch) == 2
+    if pairs and (isinstance(loss_fn, nn.Module | PerExampleLoss) or hasattr(loss_fn, "reduction")):
+        return [_of_pairs(loss_fn)]
+    return [loss_fn, _of_pairs(loss_fn)] if pairs else [loss_fn]
 
 
 def _of_pairs(criterion: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:

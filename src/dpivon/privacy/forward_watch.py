@@ -16,7 +16,12 @@ from dpivon.privacy.attributes import marks
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.trees import tensors_in
 from dpivon.privacy.losses import LossWatch
+from dpivon.privacy.made_up import IGNORED, has_ignored
 
+IGNORED_LABELS = (
+    f"Labels of {IGNORED}: the loss divides by the number of all others in the batch, so one example rescales the gradients of "
+    "all. Use dpivon.PerExampleLoss outside the model, or remove such labels."
+)
 Recheck = Callable[[BookKeeper, Any, Any], None]
 
 
@@ -76,6 +81,8 @@ class ForwardWatch:
         if output is None:  # forward has failed
             return
         if self.module.training and torch.is_grad_enabled():
+            if self._keeper.breaks_with_ignored and has_ignored(self.batch):
+                raise PrivacyError(IGNORED_LABELS)
             self._check_attributes(args, kwargs)
             self.losses.watch(output)
 

@@ -51,12 +51,16 @@ def check_model(module: nn.Module) -> None:
                 f"module.{name}={type(layer).__name__}({option}={getattr(layer, option)}): {why}, so one example shows outside "
                 "its clipped gradient. Make the embedding without it."
             )
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise bad(
+                f"module.{name}", type(layer).__name__, "is compiled and cannot be watched", "Pass the plain module"
+            )
     problems = ModuleValidator.validate(module, strict=False)
     # We have a rule for the attention that Opacus asks to be replaced.
     problems = [p for p in problems if "nn.MultiheadAttention" not in str(p)]
     if problems:
         raise UnsupportedModelError(
-            f"module={type(module).__name__}: {str(problems[0]).rstrip('. ')}. "
+            f"module={type(module).__name__}: {str(problems[0]).split('. ')[0].rstrip('. ')}. "
             "PrivacyEngine.get_compatible_module(module) replaces what can be replaced."
         )
 

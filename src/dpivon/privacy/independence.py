@@ -9,8 +9,9 @@ parameters and whatever attributes the model keeps must agree. None of it is any
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.attributes import Attributes
+from dpivon.privacy.attributes import Attributes, different
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.trees import tensors_in
-from dpivon.privacy.made_up import Kind, NotTried, kinds, made_up, poisoned, same_for_every_row, some_rows
+from dpivon.privacy.made_up import Kind, NotTried, kinds, made_up, poisoned, same_for_every_row, scaled, some_rows
 
 EXAMPLES = 3
+LOUD = 1e3  # times what made-up inputs usually are
+MOST_ROWS = 256  # of a batch that outputs are compared in
 #: How far results may differ, in units of what is compared, by the least precision that the model computes in.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 _FIX = {
@@ -35,19 +38,27 @@ _FIX = {
 Objective = Callable[[nn.Module, Any, int], tuple[list[Tensor], Tensor]]
 
 
-def check_model_rows(keeper: BookKeeper, args: Any, kwargs: Any) -> None:
-    """Refuse a model whose rows depend on each other. ``args`` and ``kwargs`` say what its inputs look like."""
+def check_model_rows(keeper: BookKeeper, args: Any, kwargs: Any, *, falls_back: bool = True) -> None:
+    """Refuse a model whose rows depend on each other. ``args`` and ``kwargs`` say what its inputs look like.
+
+    Where bare parameters were expanded and must not be, their modules run example by example from here on, if it may be so.
+    """
     projection = _Projection(keeper)
 
     def objective(model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
         return projection(model(*inputs[0], **inputs[1]), rows)
 
     given = next(t.shape[keeper.dim] for t in tensors_in((args, kwargs)) if t.dim() > keeper.dim)
-    _check(keeper, objective, (args, kwargs), given, "model")
+    _check(keeper, objective, (args, kwargs), given, "model", falls_back=falls_back)
+    keeper.breaks_with_ignored = not _holds_with_ignored(keeper, objective, (args, kwargs), given, "model")
 
 
-def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> None:
-    """Refuse a loss in which one example changes the part of another, or that is not reduced as ``loss_reduction`` says."""
+def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> bool:
+    """Refuse a loss in which one example changes the part of another, or that is not reduced as ``loss_reduction`` says.
+
+    Returns:
+        Whether that also holds where labels are -100, which torch's losses leave out of their mean.
+    """
 
     def objective(model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
         loss = loss_fn(model, inputs)
@@ -65,6 +76,7 @@ def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any]
     if not sizes:
         raise PrivacyError("batch: holds no tensor with a batch dimension. Give a batch as the data loader returns it.")
     _check(keeper, objective, batch, sizes[0], "loss")
+    return _holds_with_ignored(keeper, objective, batch, sizes[0], "loss")
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,9 @@ class _Projection:
         return z.unflatten(0, (rows, -1)) if folded and len(z) else z
 
 
-def _check(keeper: BookKeeper, objective: Objective, value: Any, given: int, what: str) -> None:
+def _check(
+    keeper: BookKeeper, objective: Objective, value: Any, given: int, what: str, *, falls_back: bool = True
+) -> None:
     failures: list[Exception] = []
     for kind in kinds(keeper.module):
         for dtype in (torch.float32,) if keeper.sharded else (torch.float64, torch.float32):
@@ -115,7 +129,7 @@ def _check(keeper: BookKeeper, objective: Objective, value: Any, given: int, wha
                 _Rehearsal(keeper, objective, value, given, what, kind, dtype).run()
                 return
             except PrivacyError as error:
-                if not keeper.run_expanded_alone():
+                if not falls_back or not keeper.run_expanded_alone():
                     raise
                 failures.append(error)
                 try:  # with the parameters that were expanded to one copy per example in modules of their own
@@ -131,6 +145,20 @@ def _check(keeper: BookKeeper, objective: Objective, value: Any, given: int, wha
         "another. Make it run on any numbers of its inputs' shapes and types, or pass unchecked=True to make_private if you "
         "know that no row depends on another; the ledger records that."
     )
+
+
+def _holds_with_ignored(keeper: BookKeeper, objective: Objective, value: Any, given: int, what: str) -> bool:
+    """Whether rows are examples also where some integers are -100, as far as the model takes such numbers."""
+    integers = sum(not t.is_floating_point() and t.dtype != torch.bool for t in tensors_in(value))
+    for place in range(integers):
+        kind = replace(kinds(keeper.module)[0], ignored=place)
+        try:
+            _Rehearsal(keeper, objective, value, given, what, kind, torch.float64).run()
+        except PrivacyError:
+            return False
+        except Exception:  # those are no labels
+            continue
+    return True
 
 
 class _Rehearsal:
@@ -150,6 +178,7 @@ class _Rehearsal:
         self._per_example = keeper.augmentations
         self._rows = EXAMPLES * self._per_example
         self._device = next(keeper.module.parameters()).device
+        self._given = given
         self._value = made_up(value, self._rows, given, keeper.dim, kind, dtype)
         self._lowered = dtype
 
@@ -176,11 +205,26 @@ class _Rehearsal:
         self._hold(self._together(everyone, weights), apart, everyone, weights)
         some = [EXAMPLES - 1, 0]
         self._hold(self._together(some, weights[:2]), apart, some, weights[:2])
+        if self._what == "model":
+            self._compare_outputs(apart, everyone)
+
+    def _compare_outputs(self, apart: list[_Outcome], everyone: list[int]) -> None:
+        """Forward passes of what gradients would say no more about: a poisoned row, large numbers, a whole batch."""
         bad = poisoned(self._value, self._rows - 1, self._rows, self._keeper.dim)
-        if bad is not None and self._what == "model":
+        if bad is not None:
             outputs = self._pass(self._forward_alone, bad, self._rows)
-            others = everyone[:-1] if self._per_example == 1 else []
-            self._hold_outputs(outputs, apart, others, "with NaN in another row, ")
+            self._hold_outputs(outputs, apart, everyone[:-1], "with NaN in another row, ")
+            loud = scaled(self._value, LOUD, self._rows, self._keeper.dim)
+            alone = [self._pass(self._forward_alone, self._some([i], loud), self._per_example) for i in everyone]
+            if all(bool(torch.isfinite(t).all()) for outputs in alone for t in outputs):
+                outputs = self._pass(self._forward_alone, loud, self._rows)
+                nobody = apart[0].squares
+                self._hold_outputs(outputs, [_Outcome(t, nobody, {}) for t in alone], everyone, "with large inputs, ")
+        copies = max(1, min(self._given, MOST_ROWS) // self._rows)
+        if copies > 1:
+            many = some_rows(self._value, list(range(self._rows)) * copies, self._rows, self._keeper.dim)
+            outputs = self._pass(self._forward_alone, many, self._rows * copies)
+            self._hold_outputs(outputs, apart, everyone, "in a batch of the size that is trained with, ")
 
     # ---- passes
 
@@ -192,10 +236,10 @@ class _Rehearsal:
             return self._together([example], torch.ones(1, dtype=torch.float64, device=self._device))
         return self._pass(self._differentiated, self._some([example]), self._per_example)
 
-    def _some(self, examples: list[int]) -> Any:
+    def _some(self, examples: list[int], value: Any = None) -> Any:
         m = self._per_example
         index = [i * m + j for i in examples for j in range(m)]
-        return some_rows(self._value, index, self._rows, self._keeper.dim)
+        return some_rows(self._value if value is None else value, index, self._rows, self._keeper.dim)
 
     def _pass(self, kind: Callable[..., Any], *args: Any) -> Any:
         """Run with copies of parameters and buffers in the precision of the try, which the pass must leave as they are."""
@@ -233,8 +277,9 @@ class _Rehearsal:
 
     def _differentiated(self, model: nn.Module, inputs: Any, rows: int) -> _Outcome:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        outputs, loss = self._ignored(model, inputs, rows)
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        with self._unwatched():  # also where a checkpoint computes a forward again
+            outputs, loss = self._objective(model, inputs, rows)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         m = self._keeper.augmentations if self._keeper.loss_reduction == "sum" else 1
         share = 1.0 / (self._keeper.samples * m)
         sums = {
@@ -244,12 +289,15 @@ class _Rehearsal:
         return _Outcome([z.detach() for z in outputs], squares, sums)
 
     def _forward_alone(self, model: nn.Module, inputs: Any, rows: int) -> list[Tensor]:
-        return [z.detach() for z in self._ignored(model, inputs, rows)[0]]
+        with self._unwatched():
+            return [z.detach() for z in self._objective(model, inputs, rows)[0]]
 
-    def _ignored(self, model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Inside, layers run as if nobody watched."""
         self._keeper.ignores = True
         try:
-            return self._objective(model, inputs, rows)
+            yield
         finally:
             self._keeper.ignores = False
 
@@ -283,30 +331,58 @@ class _Rehearsal:
                 ):
                     raise PrivacyError(
                         f"The {self._what} on made-up inputs: {when}the result of one row depends on the other rows of its "
-                        f"batch, so clipping would not bound an example. {_FIX[self._what]}."
+                        f"batch{self._seen_first()}, so clipping would not bound an example. {_FIX[self._what]}."
                     )
 
+    def _seen_first(self) -> str:
+        """In which layer's output it is seen first that rows depend on each other."""
+        if self._what != "model":
+            return ""
+        everyone, alone = (self._outputs_of_layers(some) for some in (list(range(EXAMPLES)), [EXAMPLES - 1]))
+        m, limit = self._per_example, TOLERANCE[self._lowered]
+        for (name, z), (_, a) in zip(everyone, alone, strict=False):
+            comparable = z.dim() and len(z) == self._rows and z[-m:].shape == a.shape
+            if comparable and not float((z[-m:] - a).norm()) <= limit * float(a.norm().clamp(min=1.0)):
+                return f", as the output of {name} shows first"
+        return f" in {type(self._keeper.module).__name__}"
+
+    def _outputs_of_layers(self, examples: list[int]) -> list[tuple[str, Tensor]]:
+        found: list[tuple[str, Tensor]] = []
+
+        def note(layer: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                found.append((self._keeper.named(layer), output.detach()))
+
+        handles = [layer.register_forward_hook(note) for layer in self._keeper.module.modules()]
+        try:
+            self._pass(self._forward_alone, self._some(examples), len(examples) * self._per_example)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
     def _check_attributes(self, attributes: Attributes) -> None:
-        """What the model keeps from a batch must not change what it does afterwards, in training or evaluation."""
+        """What the model keeps from a batch must not depend on it, nor change what the model does afterwards."""
         if self._what != "model":
             return
         module, probe = self._keeper.module, self._some([0])
-        heard = []
+        kept, heard = [], []
         for example in (1, 2):
             attributes.restore()
             with torch.no_grad():
                 self._pass(self._forward_quietly, self._some([example]), self._per_example)
-                kept = attributes.changed()
+                kept.append(attributes.state())
                 results = self._pass(self._forward_quietly, probe, self._per_example)
                 module.eval()
                 results += self._pass(self._forward_quietly, probe, self._per_example)
                 module.train()
             heard.append(results)
-        if not all(torch.equal(a, b) for a, b in zip(*heard, strict=True)):
-            names = ", ".join(map(repr, kept)) or "an attribute"
+        names = different(*kept)
+        if names or not all(torch.equal(a, b) for a, b in zip(*heard, strict=True)):
+            what = names[0] if names else "something"
             raise PrivacyError(
-                f"The model keeps {names} from one batch and uses it in the next, which would carry private data around the "
-                "mechanism. Compute it from public data and freeze it, or remove it."
+                f"The model keeps {what!r} from the batches it sees, which would carry private data around the mechanism. "
+                "Return it from forward instead, or compute it from public data and freeze it."
             )
 
     def _forward_quietly(self, model: nn.Module, inputs: Any, rows: int) -> list[Tensor]:

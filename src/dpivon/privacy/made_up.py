@@ -6,6 +6,7 @@ Whether rows of a model depend on each other can be found out without anyone's d
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.gradients.trees import map_tensors
+from dpivon.privacy.gradients.trees import map_tensors, tensors_in
+
+IGNORED = -100  # torch's default ignore_index
 
 
 class NotTried(PrivacyError):
@@ -27,10 +30,14 @@ class NotTried(PrivacyError):
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are made up: from a normal or, for models that want it, uniform in (0, 1); whole ones below ``classes``."""
+    """How numbers are made up: from a normal or, for models that want it, uniform in (0, 1); whole ones below ``classes``.
+
+    Some of the integers of the tensor at place ``ignored``, counting those of integers, are -100.
+    """
 
     normal: bool
     classes: int
+    ignored: int | None = None
 
 
 def kinds(module: nn.Module) -> list[Kind]:
@@ -42,14 +49,19 @@ def kinds(module: nn.Module) -> list[Kind]:
 
 def made_up(value: Any, rows: int, given: int, dim: int, kind: Kind, dtype: torch.dtype) -> Any:
     """A nested value like the given one, with ``rows`` rows in place of ``given``; tensors without rows stay as they are."""
-    generator = torch.Generator().manual_seed(0)
+    generator, integers = torch.Generator().manual_seed(0), itertools.count()
 
     def one(t: Tensor) -> Tensor:
+        ignored = not t.is_floating_point() and t.dtype != torch.bool and next(integers) == kind.ignored
         if t.dim() <= dim or t.shape[dim] != given:
             return t.to(dtype) if t.is_floating_point() else t
         shape = list(t.shape)
         shape[dim] = rows
-        return _numbers(shape, t, kind, dtype, generator).to(t.device)
+        made = _numbers(shape, t, kind, dtype, generator)
+        if ignored:  # of the second row all, of the third one
+            made.select(dim, 1).fill_(IGNORED)
+            made.select(dim, 2).reshape(-1)[:1] = IGNORED
+        return made.to(t.device)
 
     return map_tensors(one, value)
 
@@ -66,6 +78,11 @@ def _numbers(shape: list[int], like: Tensor, kind: Kind, dtype: torch.dtype, gen
     else:
         numbers[..., 0] = min(1, kind.classes - 1)  # a mask hides not all of a row
     return numbers.to(like.dtype)
+
+
+def has_ignored(value: Any) -> bool:
+    """Whether any integer is one that torch's losses leave out of their mean."""
+    return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
 
 
 def some_rows(value: Any, index: list[int], rows: int, dim: int) -> Any:
@@ -90,6 +107,13 @@ def poisoned(value: Any, row: int, rows: int, dim: int) -> Any | None:
 
     made = map_tensors(one, value)
     return made if found else None
+
+
+def scaled(value: Any, by: float, rows: int, dim: int) -> Any:
+    """The value with its floating-point rows multiplied by a number."""
+    return map_tensors(
+        lambda t: t * by if t.is_floating_point() and t.dim() > dim and t.shape[dim] == rows else t, value
+    )
 
 
 class _SameForEveryRow(TorchDispatchMode):
@@ -118,7 +142,7 @@ class _SameForEveryRow(TorchDispatchMode):
         if name.startswith("randperm"):
             return func(*args, **kwargs).sort(descending=True).values
         out = func(*args, **kwargs)
-        if not isinstance(out, Tensor) or not (draw := _DRAWS.get(name.rstrip("_"))):
+        if not isinstance(out, Tensor) or not (draw := _DRAWS.get(name) or _DRAWS.get(name.rstrip("_"))):
             return out
         return out.copy_(draw(self._uniform(out), args, kwargs))
 
@@ -149,7 +173,8 @@ _DRAWS: dict[str, Callable[[Tensor, Any, Any], Tensor]] = {
     "randn_like": lambda u, a, k: _gaussian(u),
     "normal": lambda u, a, k: _gaussian(u),
     "exponential": lambda u, a, k: -torch.log1p(-u),
-    "bernoulli": lambda u, a, k: _below(u, _argument(a, k, 1, "p", a[0] if isinstance(a[0], Tensor) else 0.5)),
+    "bernoulli": lambda u, a, k: _below(u, _argument(a, k, 1, "p", a[0])),
+    "bernoulli_": lambda u, a, k: _below(u, _argument(a, k, 1, "p", 0.5)),
 }
 
 

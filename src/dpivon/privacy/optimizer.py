@@ -20,7 +20,7 @@ from dpivon.optim.releases import HasPosterior
 from dpivon.posterior import Posterior
 from dpivon.privacy import inner, sums
 from dpivon.privacy.clipping import Clipping
-from dpivon.privacy.forward_watch import ForwardWatch
+from dpivon.privacy.forward_watch import IGNORED_LABELS, ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.metric import Scaling
@@ -70,6 +70,9 @@ class DPOptimizer(OpacusNames):
         self._scaling = scaling
         self.last_release: Release | None = None
         self.loss_checked = False  # by engine.check, on made-up numbers
+        self.breaks_with_ignored = False  # and found to depend on how many labels of a batch are -100
+        if draws is not None:
+            watch.losses.ignored = lambda: draws.ignored
         self._told_of_loss = False
         self._batch = LogicalBatch()
         self._passes = ThetaPasses(source, watch)
@@ -169,6 +172,8 @@ class DPOptimizer(OpacusNames):
         self._passes.check_complete(self.original_optimizer)
         self.watch.check_tensors()
         self._tell_of_unchecked_loss()
+        if self.breaks_with_ignored and self.draws is not None and self.draws.ignored:
+            raise PrivacyError(IGNORED_LABELS)
         self._batch.check(self._spec, drawn=self.draws is not None)
         spec = self._spec_of_release()
         self._batch.spec = self._spec

@@ -46,6 +46,7 @@ class Draws:
 
     redeemable: bool = False
     redeemed: int = 0  # in this pass
+    ignored: bool = False  # whether the batch last handed out has labels of -100
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
     sampler: Callable[[], PoissonSampler | None] = lambda: None  # who draws
     drawn_in: tuple[int, int] = field(default_factory=this_process)
@@ -213,6 +214,7 @@ class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
                     "A pass over the data loader that began before a fork goes on after it: its workers hold batches that the "
                     "parent releases too. Begin a new pass in this process."
                 )
+            self.draws.ignored = has_ignored(batch)
             self.draws.deliver()
             yield batch
 

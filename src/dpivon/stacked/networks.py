@@ -14,11 +14,13 @@ from dpivon.errors import bad
 from dpivon.models import PaperCNN
 from dpivon.optim.curvature import Matrices, matrix
 from dpivon.privacy.augmentation import Augmentation
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.guards import check_model
+from dpivon.privacy.independence import check_loss_rows, check_model_rows
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
-from dpivon.privacy.losses import check_rows, one_each
+from dpivon.privacy.losses import one_each
 from dpivon.privacy.stack import StackedGradients
 
 
@@ -82,7 +84,7 @@ class AnyNetwork:
         self, build: Callable[[], nn.Module], loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     ) -> None:
         self.build, self.loss = build, one_each(loss)
-        self._given_loss = loss
+        self._checked: set[tuple[object, ...]] = set()  # structures of data for which rows were found to be examples
         self._template = build()
         check_model(self._template)
 
@@ -113,16 +115,23 @@ class AnyNetwork:
         """A model of this structure."""
         return copy.deepcopy(self._template)
 
-    def try_loss(self, inputs: Tensor, labels: Tensor) -> None:
-        """Refuse a loss that is not one an example, or that looks at several: on zeros of the data's shapes, not on data."""
-        if self._given_loss is cross_entropy:
+    def check(self, inputs: Tensor, labels: Tensor, rows: int) -> None:
+        """Refuse a model or a loss in which one example changes another's part. Shapes and types are used, no data.
+
+        ``rows`` is how large batches are.
+        Parameters that are expanded to one copy per example stay so in a recorded program; where that is not what an example
+        gives alone, the model is refused.
+        """
+        structure = inputs.shape[1:], inputs.dtype, labels.shape[1:], labels.dtype
+        if structure in self._checked:
             return
-        device = trained(self._template)[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            outputs = self._template(torch.zeros((3, *inputs.shape[1:]), dtype=inputs.dtype, device=device)).float()
-        targets = torch.zeros((3, *labels.shape[1:]), dtype=labels.dtype, device=device)
-        self.loss(outputs, targets)
-        check_rows(self._given_loss, outputs, targets)
+        model = self.template()
+        keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+        device = trained(model)[0].device
+        shapes = [torch.empty((rows, *t.shape[1:]), dtype=t.dtype, device=device) for t in (inputs, labels)]
+        check_model_rows(keeper, (shapes[0],), {}, falls_back=False)
+        check_loss_rows(keeper, lambda model, batch: self.loss(model(batch[0]), batch[1]), shapes)
+        self._checked.add(structure)
 
     def gradients(
         self,
@@ -146,6 +155,9 @@ class PaperNetwork(AnyNetwork):
         super().__init__(
             lambda: PaperCNN(widths=o.widths, hidden=o.hidden, classes=o.classes, groups=o.groups, image_size=o.image)
         )
+
+    def check(self, inputs: Tensor, labels: Tensor, rows: int) -> None:
+        """Nothing to find out: the network and its loss are the library's own."""
 
     @property
     def matrices(self) -> Matrices:

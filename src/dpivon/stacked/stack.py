@@ -90,7 +90,7 @@ class Stack:
         n = len(inputs) if dataset_size is None else dataset_size
         check_whole("dataset_size", n, "Use the number of examples that q = batch_size/N refers to", at_least=1)
         if isinstance(network, AnyNetwork):
-            network.try_loss(inputs, labels)
+            network.check(inputs, labels, max(2, int(max(r.batch_size for r in runs))))
         self.augment = used(augment)
         if self.augment is not None:
             self.augment.check(inputs)

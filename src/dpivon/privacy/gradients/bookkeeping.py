@@ -89,6 +89,9 @@ class BookKeeper(LayerWatch):
         self.on_first = on_first
         self._known: set[Any] = set()  # structures of inputs that were seen
         self._untried: NotTried | None = None
+        self.breaks_with_ignored = (
+            False  # whether labels of -100 inside the model's inputs let examples depend on each other
+        )
         self.rehearses = False  # whether passes are on made-up inputs
         self.doubt: Tensor | None = (
             None  # on a GPU: whether a forward has written to the model, so that no gradient counts
@@ -306,7 +309,7 @@ class BookKeeper(LayerWatch):
             if p in batch:
                 use = merge(batch[p])
                 squares = squares + use.squared_norm().to(squares)
-                sums.append(use.weighted_sum(weights * self._share))
+                sums.append(use.weighted_sum(weights * self._share).reshape(p.shape))
             else:
                 sums.append(torch.zeros_like(p))
         self._pool.take_back()

@@ -117,7 +117,7 @@ class LayerWatch:
 
     def _hook(self, layer: nn.Module, rule: Rule) -> None:
         in_precision, multiplies = _precision_for(layer), plain_type(layer) in _PRODUCTS
-        name = self._named(layer)
+        name = self.named(layer)
 
         def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
             self._detached.append(self._detach(layer) if self._recording(layer) else [])
@@ -147,7 +147,7 @@ class LayerWatch:
         self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True))
 
     def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        in_precision, name = _precision_for(layer), self._named(layer)
+        in_precision, name = _precision_for(layer), self.named(layer)
 
         def watched(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Attention says itself where its batch is, and always observes with the batch first.
@@ -165,10 +165,10 @@ class LayerWatch:
         """Run a module example by example: no rule is known for the parameters it holds."""
         if self._scatter is not None:
             raise PrivacyError(
-                f"{self._named(module)} has parameters without a per-example rule, and the model is sharded. Register a rule "
+                f"{self.named(module)} has parameters without a per-example rule, and the model is sharded. Register a rule "
                 "with dpivon.privacy.layers.register_rule, or freeze them."
             )
-        alone, name = Alone(module, module.forward, self.dim), self._named(module)
+        alone, name = Alone(module, module.forward, self.dim), self.named(module)
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.rows is None:
@@ -197,7 +197,7 @@ class LayerWatch:
 
     def _expand_bare(self, module: nn.Module, bare: dict[str, nn.Parameter]) -> None:
         """A bare parameter of shape [1, …] is shared along the batch: give every example its own copy, and see its gradient."""
-        name = self._named(module)
+        name = self.named(module)
 
         def before(module: nn.Module, args: Any) -> None:
             if self._recording(module) and self.rows is not None:
@@ -227,7 +227,7 @@ class LayerWatch:
 
         return renamed
 
-    def _named(self, layer: nn.Module) -> str:
+    def named(self, layer: nn.Module) -> str:
         """How an error calls a layer."""
         name = self._names.get(layer)
         return f"{type(layer).__name__} {name!r}" if name else f"The model {type(layer).__name__}"

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpivon.errors import PrivacyError
 from dpivon.optim.metric import Factors
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import FlatClipping
@@ -53,6 +54,11 @@ class LoopedGradients:
             params = [p for p in model.parameters() if p.requires_grad]
             scale = None if metric is None or (d := metric[k]) is None else self._factors(d)
             clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])), scale)
+            if not torch.equal(self.network.pack(model), row):
+                raise PrivacyError(
+                    "The model's forward has changed its parameters, which would carry private data around the mechanism. "
+                    "Remove what writes to them."
+                )
             model.double()  # the sums stay in double until the noise is in them
             with torch.no_grad():
                 for p, s in zip(params, clipped, strict=True):

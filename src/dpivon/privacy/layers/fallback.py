@@ -90,4 +90,4 @@ class _Call(nn.Module):
 
 
 def _copies_of(p: Tensor) -> Callable[[Tensor], Mapping[Tensor, Use]]:
-    return lambda g: {p: Dense(wide(g))}
+    return lambda g: {p: Dense(wide(g) if g.dim() > 1 else wide(g).unsqueeze(1))}
