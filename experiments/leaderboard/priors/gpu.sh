@@ -1,10 +1,10 @@
 #!/bin/sh
 # The experiments on one GPU, in calls of less than ten minutes, each of which may be repeated: what is done is not done again.
-#   sh lease.sh data PART          one part of the data set, from carry/, kept outside the copy of the repository
-#   sh lease.sh learn SECONDS P…   learn priors P… side by side, in the background
-#   sh lease.sh wait SECONDS       show how they get on, until they have ended or the time is over
-#   sh lease.sh private UNTIL P…   plans P… one after the other, until so many seconds from now
-# PYTHON=python3 by default. KEEP (/tmp/priors) outlasts a call while the machine is warm; results are copied to OUT.
+#   sh gpu.sh data PART          one part of the data set, from carry/, kept outside the copy of the repository
+#   sh gpu.sh learn SECONDS P…   learn priors P… side by side, in the background
+#   sh gpu.sh wait SECONDS       show how they get on, until they have ended or the time is over
+#   sh gpu.sh private UNTIL P…   plans P… one after the other, until so many seconds from now
+# PYTHON=python3 by default. KEEP (/tmp/priors) is kept between calls; results are copied to OUT.
 set -u
 KEEP=${KEEP:-/tmp/priors}
 DATA=${DATA:-$KEEP/cifar10}
@@ -33,7 +33,7 @@ case ${1:-} in
 data)
     cp "carry/cifar10.tar.$2" "$KEEP/parts/"
     [ -d carry/site ] && mkdir -p "$KEEP/site" && cp -r carry/site/. "$KEEP/site/"
-    # From an earlier machine: priors, their states, and the table, as they came back from there.
+    # Results of earlier calls to go on from: priors, their states, and the table.
     for file in priors.tar.gz states.tar.gz; do [ -e "carry/$file" ] && tar -C "$KEEP" -xzf "carry/$file"; done
     [ -e carry/runs.csv ] && cp carry/runs.csv "$KEEP/"
     have=$(find "$KEEP/parts" -name 'cifar10.tar.*' | wc -l)
