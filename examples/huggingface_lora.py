@@ -45,6 +45,7 @@ def main() -> float:
         max_grad_norm=1.0,
     )
     loss_fn = torch.nn.CrossEntropyLoss()
+    engine.check(lambda model, batch: loss_fn(model(input_ids=batch[0]).logits, batch[1]))
     for _ in range(EPOCHS):
         for tokens, labels in loader:
             optimizer.zero_grad()

@@ -30,6 +30,7 @@ def main(mlflow: bool = False) -> float:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
+    engine.check(torch.nn.functional.cross_entropy)
     log = (
         mlflow_log(optimizer, engine, delta=DELTA)
         if mlflow

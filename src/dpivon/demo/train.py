@@ -97,6 +97,7 @@ def _train(
         max_grad_norm=MAX_GRAD_NORM,
         noise_generator=stream(seed, "noise"),
     )
+    engine.check(nn.functional.cross_entropy)
     diagnostics = Diagnostics(optimizer)
     for epoch in range(1, epochs + 1):
         for x, y in private_loader:

@@ -80,6 +80,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         epochs=options.epochs,
         max_grad_norm=1.0,
     )
+    engine.check(nn.functional.cross_entropy)
     run = dpivon.Checkpoints(options.out, engine=engine, optimizer=optimizer, data_loader=loader)
     begun = run.restore()
     with run.saving_on_signals():

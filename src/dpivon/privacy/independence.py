@@ -34,8 +34,9 @@ _FIX = {
     "loss": "Use a loss that is the plain mean or sum of one loss per example, such as dpivon.PerExampleLoss",
 }
 
-#: What is differentiated, from made-up inputs and their number of rows: outputs that can be compared row by row, and a loss.
-Objective = Callable[[nn.Module, Any, int], tuple[list[Tensor], Tensor]]
+#: What is differentiated, from made-up inputs and which example each row is of: outputs that can be compared row by row, and
+#: a loss.
+Objective = Callable[[nn.Module, Any, list[int]], tuple[list[Tensor], Tensor]]
 
 
 def check_model_rows(keeper: BookKeeper, args: Any, kwargs: Any, *, falls_back: bool = True) -> None:
@@ -45,7 +46,7 @@ def check_model_rows(keeper: BookKeeper, args: Any, kwargs: Any, *, falls_back: 
     """
     projection = _Projection(keeper)
 
-    def objective(model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+    def objective(model: nn.Module, inputs: Any, rows: list[int]) -> tuple[list[Tensor], Tensor]:
         return projection(model(*inputs[0], **inputs[1]), rows)
 
     given = next(t.shape[keeper.dim] for t in tensors_in((args, kwargs)) if t.dim() > keeper.dim)
@@ -60,12 +61,12 @@ def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any]
         Whether that also holds where labels are -100, which torch's losses leave out of their mean.
     """
 
-    def objective(model: nn.Module, inputs: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+    def objective(model: nn.Module, inputs: Any, rows: list[int]) -> tuple[list[Tensor], Tensor]:
         loss = loss_fn(model, inputs)
-        if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.dim() and loss.shape != (rows,)):
+        if not isinstance(loss, Tensor) or not loss.requires_grad or (loss.dim() and loss.shape != (len(rows),)):
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise PrivacyError(
-                f"loss_fn returned {found} for {rows} rows: it must return "
+                f"loss_fn returned {found} for {len(rows)} rows: it must return "
                 "the loss of the batch, or one loss per example, computed from the model's output."
             )
         if not loss.dim():
@@ -87,12 +88,14 @@ class _Outcome:
 
 
 class _Projection:
-    """A random linear function of every row of a model's outputs: the loss where nobody gave one."""
+    """A random linear function of every row of a model's outputs, another one for every example: the loss where nobody gave
+    one."""
 
     def __init__(self, keeper: BookKeeper) -> None:
         self._keeper = keeper
 
-    def __call__(self, output: Any, rows: int) -> tuple[list[Tensor], Tensor]:
+    def __call__(self, output: Any, examples: list[int]) -> tuple[list[Tensor], Tensor]:
+        rows = len(examples)
         found = [z for z in tensors_in(output) if z.requires_grad and z.is_floating_point()]
         if not found:
             raise PrivacyError(
@@ -105,6 +108,8 @@ class _Projection:
             generator = torch.Generator().manual_seed(i)
             single = z.dim() == 0 or len(z) != rows  # already reduced over the batch, or not of it
             each = torch.rand(z.shape if single else z.shape[1:], generator=generator, dtype=torch.float64) + 0.5
+            if not single:
+                each = each * (1.0 + torch.tensor(examples, dtype=torch.float64)).view(-1, *[1] * (z.dim() - 1))
             value = (z * each.to(z)).sum()
             divides = not single and self._keeper.loss_reduction == "mean"
             total = total + (value / rows if divides else value)
@@ -125,18 +130,17 @@ def _check(
     failures: list[Exception] = []
     for kind in kinds(keeper.module):
         for dtype in (torch.float32,) if keeper.sharded else (torch.float64, torch.float32):
+            rehearsal = _Rehearsal(keeper, objective, value, given, what, kind, dtype)
             try:
-                _Rehearsal(keeper, objective, value, given, what, kind, dtype).run()
+                try:
+                    rehearsal.run()
+                except Exception:  # once more, with modules whose bare parameters were expanded run example by example
+                    if not falls_back or not keeper.run_expanded_alone():
+                        raise
+                    rehearsal.run()
                 return
-            except PrivacyError as error:
-                if not falls_back or not keeper.run_expanded_alone():
-                    raise
-                failures.append(error)
-                try:  # with the parameters that were expanded to one copy per example in modules of their own
-                    _Rehearsal(keeper, objective, value, given, what, kind, dtype).run()
-                    return
-                except PrivacyError:
-                    raise error from None
+            except PrivacyError:
+                raise
             except Exception as error:  # the model wants other numbers than these
                 failures.append(error)
     reason = " ".join(f"{type(failures[0]).__name__}: {failures[0]}".split())
@@ -212,29 +216,33 @@ class _Rehearsal:
         """Forward passes of what gradients would say no more about: a poisoned row, large numbers, a whole batch."""
         bad = poisoned(self._value, self._rows - 1, self._rows, self._keeper.dim)
         if bad is not None:
-            outputs = self._pass(self._forward_alone, bad, self._rows)
+            outputs = self._pass(self._forward_alone, bad, self._of(everyone))
             self._hold_outputs(outputs, apart, everyone[:-1], "with NaN in another row, ")
             loud = scaled(self._value, LOUD, self._rows, self._keeper.dim)
-            alone = [self._pass(self._forward_alone, self._some([i], loud), self._per_example) for i in everyone]
+            alone = [self._pass(self._forward_alone, self._some([i], loud), self._of([i])) for i in everyone]
             if all(bool(torch.isfinite(t).all()) for outputs in alone for t in outputs):
-                outputs = self._pass(self._forward_alone, loud, self._rows)
+                outputs = self._pass(self._forward_alone, loud, self._of(everyone))
                 nobody = apart[0].squares
                 self._hold_outputs(outputs, [_Outcome(t, nobody, {}) for t in alone], everyone, "with large inputs, ")
         copies = max(1, min(self._given, MOST_ROWS) // self._rows)
         if copies > 1:
             many = some_rows(self._value, list(range(self._rows)) * copies, self._rows, self._keeper.dim)
-            outputs = self._pass(self._forward_alone, many, self._rows * copies)
+            outputs = self._pass(self._forward_alone, many, self._of(everyone) * copies)
             self._hold_outputs(outputs, apart, everyone, "in a batch of the size that is trained with, ")
 
     # ---- passes
 
     def _together(self, examples: list[int], weights: Tensor) -> _Outcome:
-        return self._pass(self._book_kept, self._some(examples), len(examples) * self._per_example, weights)
+        return self._pass(self._book_kept, self._some(examples), self._of(examples), weights)
 
     def _alone(self, example: int) -> _Outcome:
         if self._keeper.sharded:
             return self._together([example], torch.ones(1, dtype=torch.float64, device=self._device))
-        return self._pass(self._differentiated, self._some([example]), self._per_example)
+        return self._pass(self._differentiated, self._some([example]), self._of([example]))
+
+    def _of(self, examples: list[int]) -> list[int]:
+        """Of which example each row is."""
+        return [i for i in examples for _ in range(self._per_example)]
 
     def _some(self, examples: list[int], value: Any = None) -> Any:
         m = self._per_example
@@ -266,7 +274,7 @@ class _Rehearsal:
                 )
         return outcome
 
-    def _book_kept(self, model: nn.Module, inputs: Any, rows: int, weights: Tensor) -> _Outcome:
+    def _book_kept(self, model: nn.Module, inputs: Any, rows: list[int], weights: Tensor) -> _Outcome:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._keeper.clear()
         outputs, loss = self._objective(model, inputs, rows)
@@ -275,7 +283,7 @@ class _Rehearsal:
         self._keeper.forget_passes()
         return _Outcome([z.detach() for z in outputs], squares, dict(zip(trained, sums, strict=True)))
 
-    def _differentiated(self, model: nn.Module, inputs: Any, rows: int) -> _Outcome:
+    def _differentiated(self, model: nn.Module, inputs: Any, rows: list[int]) -> _Outcome:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         with self._unwatched():  # also where a checkpoint computes a forward again
             outputs, loss = self._objective(model, inputs, rows)
@@ -288,7 +296,7 @@ class _Rehearsal:
         squares = torch.stack([g.double().square().sum() for g in sums.values()]).sum()
         return _Outcome([z.detach() for z in outputs], squares, sums)
 
-    def _forward_alone(self, model: nn.Module, inputs: Any, rows: int) -> list[Tensor]:
+    def _forward_alone(self, model: nn.Module, inputs: Any, rows: list[int]) -> list[Tensor]:
         with self._unwatched():
             return [z.detach() for z in self._objective(model, inputs, rows)[0]]
 
@@ -355,7 +363,7 @@ class _Rehearsal:
 
         handles = [layer.register_forward_hook(note) for layer in self._keeper.module.modules()]
         try:
-            self._pass(self._forward_alone, self._some(examples), len(examples) * self._per_example)
+            self._pass(self._forward_alone, self._some(examples), self._of(examples))
         finally:
             for handle in handles:
                 handle.remove()
@@ -370,11 +378,11 @@ class _Rehearsal:
         for example in (1, 2):
             attributes.restore()
             with torch.no_grad():
-                self._pass(self._forward_quietly, self._some([example]), self._per_example)
+                self._pass(self._forward_quietly, self._some([example]))
                 kept.append(attributes.state())
-                results = self._pass(self._forward_quietly, probe, self._per_example)
+                results = self._pass(self._forward_quietly, probe)
                 module.eval()
-                results += self._pass(self._forward_quietly, probe, self._per_example)
+                results += self._pass(self._forward_quietly, probe)
                 module.train()
             heard.append(results)
         names = different(*kept)
@@ -385,7 +393,7 @@ class _Rehearsal:
                 "Return it from forward instead, or compute it from public data and freeze it."
             )
 
-    def _forward_quietly(self, model: nn.Module, inputs: Any, rows: int) -> list[Tensor]:
+    def _forward_quietly(self, model: nn.Module, inputs: Any) -> list[Tensor]:
         args, kwargs = inputs
         return [z.detach() for z in tensors_in(model(*args, **kwargs))]
 

@@ -69,7 +69,6 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
         loader,
         noise_multiplier=run.noise_multiplier,
         max_grad_norm=run.max_grad_norm,
-        grad_sample_mode="hooks",
         noise_generator=torch.Generator(device).manual_seed(seed ^ 2),
     )
     total, began = steps_of(run, plan.epochs, data.size), time.monotonic()

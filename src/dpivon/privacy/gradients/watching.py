@@ -41,9 +41,8 @@ class LayerWatch:
         self.dim = 0 if batch_first else 1
         self.rows: int | None = None  # of the batch, as the model saw it
         self.ignores = False  # whether layers run as if nobody watched
-        self._expanded: dict[
-            nn.Module, list[Any]
-        ] = {}  # modules whose bare parameters are expanded, and the hooks that do it
+        self._unwatched: list[nn.Module] = []  # modules that run example by example, and their children with them
+        self._expanded: set[nn.Module] = set()  # modules whose bare parameters are expanded to one copy per example
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
@@ -88,11 +87,7 @@ class LayerWatch:
 
     def run_expanded_alone(self) -> bool:
         """From here on, modules with expanded parameters run example by example. False if there are none."""
-        expanded, self._expanded = self._expanded, {}
-        for module, handles in expanded.items():
-            for handle in handles:
-                handle.remove()
-            self._run_alone(module)
+        expanded, self._expanded = self._expanded, set()
         return bool(expanded)
 
     def _watch(self, module: nn.Module) -> None:
@@ -111,7 +106,7 @@ class LayerWatch:
                 if not self.batch_first or not all(p.dim() > 1 and p.shape[0] == 1 for p in bare.values()):
                     self._run_alone(module)
                     return
-                self._expand_bare(module, bare)
+                self._expand_bare(module, list(bare))
             for child in module.children():
                 self._watch(child)
 
@@ -168,6 +163,9 @@ class LayerWatch:
                 f"{self.named(module)} has parameters without a per-example rule, and the model is sharded. Register a rule "
                 "with dpivon.privacy.layers.register_rule, or freeze them."
             )
+        self._patch(module, self._alone(module))
+
+    def _alone(self, module: nn.Module) -> Callable[..., Any]:
         alone, name = Alone(module, module.forward, self.dim), self.named(module)
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -177,9 +175,38 @@ class LayerWatch:
             def observe(z: Tensor, uses: Uses) -> Tensor:
                 return self._observe(z, uses, batch_major=True, layer=name)
 
-            return alone(observe, self.rows, args, kwargs)
+            self._unwatched.append(module)  # its children are part of it
+            try:
+                return alone(observe, self.rows, args, kwargs)
+            finally:
+                self._unwatched.pop()
+
+        return watched
+
+    def _expand_bare(self, module: nn.Module, bare: list[str]) -> None:
+        """A bare parameter of shape [1, …] is shared along the batch: give every example its own copy, and see its gradient.
+
+        Where that is found not to be what a batch of one gives, the module runs example by example.
+        """
+        original, alone, name = module.forward, self._alone(module), self.named(module)
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module not in self._expanded:
+                return alone(module, *args, **kwargs)
+            assert self.rows is not None
+            for key in bare:
+                value = module._parameters[key]  # what a functional call put in its place, if there is one
+                assert value is not None
+                copies = value.detach().expand(self.rows, *value.shape[1:])
+                module.__dict__[key] = self._observe(copies, _whole(value), batch_major=True, layer=name)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for key in bare:
+                    module.__dict__.pop(key, None)
 
         self._patch(module, watched)
+        self._expanded.add(module)
 
     def _patch(self, layer: nn.Module, watched: Callable[..., Any]) -> None:
         """Let the layer run ``watched`` while it is recorded, else its own forward."""
@@ -194,26 +221,6 @@ class LayerWatch:
 
         layer.forward = types.MethodType(forward, layer)
         self._patched.append(layer)
-
-    def _expand_bare(self, module: nn.Module, bare: dict[str, nn.Parameter]) -> None:
-        """A bare parameter of shape [1, …] is shared along the batch: give every example its own copy, and see its gradient."""
-        name = self.named(module)
-
-        def before(module: nn.Module, args: Any) -> None:
-            if self._recording(module) and self.rows is not None:
-                for key, p in bare.items():
-                    value = module._parameters[key]  # p itself, or what a functional call put in its place
-                    assert value is not None
-                    copies = value.detach().expand(self.rows, *p.shape[1:])
-                    module.__dict__[key] = self._observe(copies, _whole(value), batch_major=True, layer=name)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            for key in bare:
-                module.__dict__.pop(key, None)
-
-        handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
-        self._handles += handles
-        self._expanded[module] = handles
 
     def _of_owner(self, layer: nn.Module, uses: Uses) -> Uses:
         """The uses of a sharded layer under the parameters that the optimizer holds, not the whole ones of this pass."""
@@ -234,7 +241,8 @@ class LayerWatch:
 
     def _recording(self, layer: nn.Module) -> bool:
         # A deep copy of a watched layer has its hooks too, and is no layer of this model.
-        return layer.training and not self.ignores and layer in self._names and torch.is_grad_enabled()
+        watched = not self.ignores and not self._unwatched and layer in self._names
+        return watched and layer.training and torch.is_grad_enabled()
 
     def _detach(self, layer: nn.Module) -> list[Tensor]:
         # Of a layer without children its own are all of them, and known without a walk.
