@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from dpivon.errors import DpivonError, PrivacyError, PrivacyWarning, bad, check_number
 from dpivon.integrations.need import need
 from dpivon.privacy import DPOptimizer, PrivacyEngine
+from dpivon.privacy.made_up import NotTried
 
 need("lightning.pytorch", "lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  (after the error that says how to get it)
@@ -65,8 +66,8 @@ class PrivateTraining(Callback):  # type: ignore[misc]
             if name in options:
                 raise bad(name, options[name], "is decided by the callback", "Leave it out")
         if options.get("grad_sample_mode") == "ghost":
-            problem = "needs the loss, which is inside training_step"
-            raise bad("grad_sample_mode", "ghost", problem, "Leave it out for book-keeping")
+            problem = "returns a criterion, and the loss is inside training_step"
+            raise bad("grad_sample_mode", "ghost", problem, "Leave it out")
         self.delta = check_number("delta", delta, "Use a probability well below 1/N", above=0.0, below=1.0)
         self.max_grad_norm, self.target_epsilon, self.noise_multiplier = max_grad_norm, target_epsilon, noise_multiplier
         self.epochs, self.network, self.options = epochs, network, options
@@ -100,9 +101,27 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         made = self._make_private(trainer, self._network(pl_module), trainer.optimizers[0], loader)
         _, self.optimizer, private_loader = made
         trainer.strategy.optimizers = [self.optimizer]
+        self._check_loss(pl_module)
         # The one place that is not public in Lightning. Should it ever stop working, the first step is refused, since no batch
         # was drawn for it: DPOptimizer counts draws of its own loader.
         source.instance = private_loader
+
+    def _check_loss(self, pl_module: LightningModule) -> None:
+        """Try training_step on made-up batches, without its logs; where it takes none, the first step says so."""
+
+        def loss_fn(model: nn.Module, batch: Any) -> Any:
+            found = pl_module.training_step(batch, 0)
+            return found["loss"] if isinstance(found, dict) else found
+
+        quiet = {name: lambda *args, **kwargs: None for name in ("log", "log_dict")}
+        vars(pl_module).update(quiet)
+        try:
+            self.engine.check(loss_fn)
+        except NotTried:
+            pass
+        finally:
+            for name in quiet:
+                del vars(pl_module)[name]
 
     def _make_private(self, trainer: Trainer, network: nn.Module, optimizer: Any, loader: DataLoader[Any]) -> Any:
         shared = {
