@@ -13,8 +13,6 @@ import dpivon.privacy.gradients.side_by_side as side_by_side
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
 
-_REFUSED = "ghost mode refuses autocast"
-
 
 def _unguarded(module: Any) -> Patch:
     return attr(module, "without_autocast", lambda original: lambda device: nullcontext())
@@ -24,11 +22,11 @@ def gradients_made_in_autocast() -> dict[str, Patch | str]:
     """A layer's rule makes gradients in backward. In bf16 their norm was rounded to bf16, and their sum was not."""
     # Small parameters are put side by side and measured as one matrix, in which the rounding is the same for norm and sum.
     rule = both(_unguarded(bookkeeping), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
-    kept = "Opacus makes gradients as autocast has them, and measures and sums what it made"
+    kept = "without a rule autograd makes a gradient as autocast has it, and norm and sum read that one"
     stack = "a stack leaves the caller's autocast for the whole of a step"
-    return everywhere(rule, stack, hooks=kept, functorch=kept, ghost=_REFUSED)
+    return everywhere(rule, stack, alone=kept)
 
 
 def summed_in_autocast() -> dict[str, Patch | str]:
     """Of a stack all of the step: its gradients, its norms and its sums."""
-    return everywhere(_unguarded(optimizer), _unguarded(stacked), ghost=_REFUSED)
+    return everywhere(_unguarded(optimizer), _unguarded(stacked))

@@ -24,6 +24,7 @@ from clipping_bugs import (
     norms_without,
     not_finite,
     old_bound,
+    one_copy_for_all_examples,
     rounded,
     rounded_norms,
     rows_of_a_table_rounded_apart,
@@ -178,6 +179,7 @@ def mutants() -> list[Mutant]:
             "sums by another product than norms", "rounded apart where a gradient cancels", cancels, another_product
         ),
         Mutant("rows of a table rounded apart", "what is added up was not measured", cancels, table_rows),
+        Mutant("one copy for all examples", "of a layer without a rule", definition, one_copy_for_all_examples()),
         Mutant("θ-samples clipped apart", "K·C under one charge", "samples of theta", theta_samples_clipped_apart()),
         Mutant(
             "a scheduler's C not heard by clipping", "noise for the new, sums of the old", "changed bound", old_bound()
