@@ -169,12 +169,13 @@ class BookKeeper(LayerWatch):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, passes are kept apart from those of the step under way, and forgotten at the end."""
-        before = self._passes, self.rows, self._running, self.on_first
+        before = self._passes, self.rows, self._running, self.on_first, self._generation
         self._passes, self.on_first, self.rehearses = _Passes(), None, True
         try:
             yield
         finally:
-            self._passes, self.rows, self._running, self.on_first = before
+            # A forward of the step may have been made already: its backward is still to come.
+            self._passes, self.rows, self._running, self.on_first, self._generation = before
             self.rehearses = False
 
     def _observe(

@@ -92,7 +92,8 @@ class LayerWatch:
         for module, handles in expanded.items():
             for handle in handles:
                 handle.remove()
-            self._run_alone(module)
+            if self._scatter is not None:
+                self._run_alone(module)  # which refuses it
         return bool(expanded)
 
     def _watch(self, module: nn.Module) -> None:
@@ -168,9 +169,12 @@ class LayerWatch:
                 f"{self._named(module)} has parameters without a per-example rule, and the model is sharded. Register a rule "
                 "with dpivon.privacy.layers.register_rule, or freeze them."
             )
-        alone, name = Alone(module, module.forward, self.dim), self._named(module)
+        own = module.forward
+        alone, name = Alone(module, own, self.dim), self._named(module)
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module in self._expanded:
+                return own(*args, **kwargs)
             if self.rows is None:
                 raise PrivacyError(f"{name} was called outside the forward of its model. Call the private model.")
 
@@ -200,7 +204,8 @@ class LayerWatch:
         name = self._named(module)
 
         def before(module: nn.Module, args: Any) -> None:
-            if self._recording(module) and self.rows is not None:
+            # A hook that was removed while those of this forward run, by the check on made-up inputs, is still called.
+            if module in self._expanded and self._recording(module) and self.rows is not None:
                 for key, p in bare.items():
                     value = module._parameters[key]  # p itself, or what a functional call put in its place
                     assert value is not None
@@ -214,6 +219,10 @@ class LayerWatch:
         handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
         self._handles += handles
         self._expanded[module] = handles
+        if (
+            self._scatter is None
+        ):  # a call that is under way when the parameters turn out not to be expandable finds it there
+            self._run_alone(module)
 
     def _of_owner(self, layer: nn.Module, uses: Uses) -> Uses:
         """The uses of a sharded layer under the parameters that the optimizer holds, not the whole ones of this pass."""
