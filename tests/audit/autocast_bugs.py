@@ -7,11 +7,13 @@ from typing import Any
 from unittest import mock
 
 from sowing import Patch, attr, both, everywhere
+from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
+from dpivon.privacy.layers import fallback
 
 
 def _unguarded(module: Any) -> Patch:
@@ -30,3 +32,24 @@ def gradients_made_in_autocast() -> dict[str, Patch | str]:
 def summed_in_autocast() -> dict[str, Patch | str]:
     """Of a stack all of the step: its gradients, its norms and its sums."""
     return everywhere(_unguarded(optimizer), _unguarded(stacked))
+
+
+def mean_undone_in_bf16() -> dict[str, Patch | str]:
+    """An output's gradient is multiplied by the rows of the batch in bf16, after 1/B was rounded to it."""
+
+    def rounded(original: Any) -> Any:
+        def undone(z: Tensor, rows: int | None) -> Tensor:
+            return z if rows is None or not z.requires_grad else bookkeeping._Undone.apply(z, rows)
+
+        return undone
+
+    def looped(original: Any) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            original(self, *args)
+            self._vectorises = False  # under vmap the layers would leave autocast, and give fp32
+
+        return init
+
+    patch = attr(bookkeeping, "_loss_of_each", rounded)
+    stack = "a stack adds up its losses: nothing is divided by the rows of the batch"
+    return everywhere(patch, stack, alone=both(patch, attr(fallback.Alone, "__init__", looped)))

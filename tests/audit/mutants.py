@@ -11,7 +11,7 @@ from account_bugs import (
     roundings_dropped,
     too_small_epsilon,
 )
-from autocast_bugs import gradients_made_in_autocast, summed_in_autocast
+from autocast_bugs import gradients_made_in_autocast, mean_undone_in_bf16, summed_in_autocast
 from boundary_bugs import posterior_reads_data, raw_gradient
 from clipping_bugs import (
     biases_left_out,
@@ -244,6 +244,13 @@ def _of_autocast(moves: str) -> list[Mutant]:
             "gradients made in autocast", "norms in bf16 of what is summed in fp32", moves, made, {"autocast": True}
         ),
         Mutant("summed in autocast", "rounded to bf16 after the norm", moves, summed, {"autocast": True}),
+        Mutant(
+            "a mean undone in bf16",
+            "the batch's size rounds everyone",
+            "coherent",
+            mean_undone_in_bf16(),
+            {"autocast": True},
+        ),
     ]
 
 

@@ -183,7 +183,13 @@ def noise_of_theta() -> dict[str, Patch | str]:
 
         return original(sums, spec, FromTheta(), charge)
 
-    stacks = attr(Streams, "normal", lambda o: lambda self, out, t, s: o(self, out, t, POSTERIOR))
+    def normal(original: Any) -> Any:
+        def drawn(self: Any, out: Tensor, step: Tensor, stream: int) -> Tensor:
+            return out.copy_(original(self, out.float(), step, POSTERIOR))  # in the precision in which θ is drawn
+
+        return drawn
+
+    stacks = attr(Streams, "normal", normal)
     return everywhere(both(attr(DPOptimizer, "sampled_params", engine), engine_release(release)), stacks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import nn
 
@@ -22,5 +23,5 @@ def without_rules(model: nn.Module) -> nn.Module:
 
 
 @functools.cache
-def _subclass(kind: type[nn.Module]) -> type[nn.Module]:
+def _subclass(kind: Any) -> Any:
     return type(f"Own{kind.__name__}", (kind,), {})
