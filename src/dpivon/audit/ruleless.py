@@ -18,7 +18,8 @@ def without_rules(model: nn.Module) -> nn.Module:
     """
     for layer in model.modules():
         if rule_for(layer) is not None or forward_for(layer) is not None:
-            layer.__class__ = _subclass(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _subclass(kind)
     return model
 
 
