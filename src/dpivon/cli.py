@@ -199,7 +199,7 @@ def audit(
     path: Annotated[
         list[str] | None,
         typer.Option(
-            help="bookkeeping, hooks, functorch, ghost, distributed, stacked or captured. Repeat it; by default all possible."
+            help="bookkeeping, alone (layers without a rule), distributed, stacked or captured. Repeat it; by default all."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One bound on ε a path instead of a curve.")] = False,
@@ -211,7 +211,7 @@ def audit(
 
     Neighbouring data sets, statistics of noise and batches, and attacks with canaries; run it on public or made-up data.
 
-    Example: dpivon audit --method dp-sgd --path ghost --quick --out audit-output
+    Example: dpivon audit --method dp-sgd --path alone --quick --out audit-output
     """
     from dpivon.audit.command import run
 

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 from sowing import Patch, attr, both, everywhere
+from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
-
-_REFUSED = "ghost mode refuses autocast"
+from dpivon.privacy.layers import fallback
 
 
 def _unguarded(module: Any) -> Patch:
@@ -24,11 +24,32 @@ def gradients_made_in_autocast() -> dict[str, Patch | str]:
     """A layer's rule makes gradients in backward. In bf16 their norm was rounded to bf16, and their sum was not."""
     # Small parameters are put side by side and measured as one matrix, in which the rounding is the same for norm and sum.
     rule = both(_unguarded(bookkeeping), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
-    kept = "Opacus makes gradients as autocast has them, and measures and sums what it made"
+    kept = "without a rule autograd makes a gradient as autocast has it, and norm and sum read that one"
     stack = "a stack leaves the caller's autocast for the whole of a step"
-    return everywhere(rule, stack, hooks=kept, functorch=kept, ghost=_REFUSED)
+    return everywhere(rule, stack, alone=kept)
 
 
 def summed_in_autocast() -> dict[str, Patch | str]:
     """Of a stack all of the step: its gradients, its norms and its sums."""
-    return everywhere(_unguarded(optimizer), _unguarded(stacked), ghost=_REFUSED)
+    return everywhere(_unguarded(optimizer), _unguarded(stacked))
+
+
+def mean_undone_in_bf16() -> dict[str, Patch | str]:
+    """An output's gradient is multiplied by the rows of the batch in bf16, after 1/B was rounded to it."""
+
+    def rounded(original: Any) -> Any:
+        def undone(z: Tensor, rows: int | None) -> Tensor:
+            return z if rows is None or not z.requires_grad else bookkeeping._Undone.apply(z, rows)
+
+        return undone
+
+    def looped(original: Any) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            original(self, *args)
+            self._vectorises = False  # under vmap the layers would leave autocast, and give fp32
+
+        return init
+
+    patch = attr(bookkeeping, "_loss_of_each", rounded)
+    stack = "a stack adds up its losses: nothing is divided by the rows of the batch"
+    return everywhere(patch, stack, alone=both(patch, attr(fallback.Alone, "__init__", looped)))

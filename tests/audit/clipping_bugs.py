@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sowing import GRADIENTS, Patch, attr, both, everywhere
+from sowing import GRADIENTS, Patch, attr, both, everywhere, unrehearsed
 from torch import Tensor
 
 import dpivon.privacy.clipping as clipping
@@ -15,7 +15,7 @@ import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
 from dpivon.audit.subject import PATHS
 from dpivon.privacy.clipping import FlatClipping
-from dpivon.privacy.layers import uses
+from dpivon.privacy.layers import fallback, uses
 from dpivon.privacy.layers.uses import Dense, Outer, Rows
 from dpivon.privacy.logical_batch import LogicalBatch
 from dpivon.privacy.optimizer import DPOptimizer
@@ -45,8 +45,7 @@ def clipped_apart(groups: Callable[[int], list[slice]]) -> dict[str, Patch | str
     def change(original: Any, self: Any, norms: Tensor) -> Tensor:
         return torch.cat([original(self, norms[g]) for g in groups(len(norms))])
 
-    reason = "ghost clipping weights an example's loss, and so all of its gradient: it cannot clip parameters apart"
-    return everywhere(factors(change, joint=False), factors(change, joint=False), ghost=reason)
+    return everywhere(factors(change, joint=False), factors(change, joint=False))
 
 
 def no_clipping() -> dict[str, Patch | str]:
@@ -88,22 +87,7 @@ def clip_the_batch() -> dict[str, Patch | str]:
         norm = total.norm(dim=1, keepdim=True)
         return total * (args[2].double().unsqueeze(1) / (norm + 1e-6)).clamp(max=1.0)
 
-    patches = sums(change)
-
-    def backward(original: Any) -> Any:
-        def clip(self: Any, losses: Tensor) -> None:
-            with factors(lambda o, s, norms: torch.ones_like(norms))():
-                original(self, losses)
-            params, bound = self._params(), self._clipping().sensitivity
-            norm = torch.sqrt(sum(p.grad.square().sum() for p in params if p.grad is not None) + torch.zeros(()))
-            for p in params:
-                if p.grad is not None:
-                    p.grad = p.grad * min(1.0, bound / (float(norm) + 1e-6))
-            self._source.written(params)
-
-        return clip
-
-    return {**patches, "ghost": attr(GhostCriterion, "backward", backward)}
+    return sums(change)
 
 
 def clip_the_share_of_the_mean() -> dict[str, Patch | str]:
@@ -186,21 +170,12 @@ def cross_terms_dropped() -> dict[str, Patch | str]:
 
     # Small parameters are put side by side and their norm is taken of that, so the uses must stay apart here.
     apart = both(attr(bookkeeping, "merge", merged), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
-    whole = "the norm is taken of the whole gradient, in which the uses have been added up"
-    refused = "ghost mode refuses a layer that is used twice"
-    return {
-        "hooks": whole,
-        "functorch": whole,
-        "ghost": refused,
-        "bookkeeping": apart,
-        "distributed": apart,
-        "stacked": apart,
-        "captured": apart,
-    }
+    return everywhere(unrehearsed(apart), apart)
 
 
 def summed_by_another_product() -> dict[str, Patch | str]:
-    """Positions and uses are measured one example at a time, and summed over all examples at once."""
+    """Positions and uses are measured one example at a time, and summed over all examples at once; without a rule, uses are
+    measured together and summed apart."""
 
     def contract(original: Any) -> Any:
         def total(self: Outer, c: Tensor) -> Tensor:
@@ -212,7 +187,21 @@ def summed_by_another_product() -> dict[str, Patch | str]:
 
     made = attr(Outer, "_grams_pay", lambda original: lambda self: False)
     kept = attr(uses, "settled", lambda original: lambda use: use)
-    return _of_uses(both(made, kept, attr(Outer, "weighted_sum", contract)))
+    by_rule = both(made, kept, attr(Outer, "weighted_sum", contract))
+
+    def merged(original: Any) -> Any:
+        def merge(uses: Any) -> Any:
+            class Apart(Dense):
+                def weighted_sum(self, c: Tensor) -> Tensor:
+                    return sum(u.weighted_sum(c) for u in uses)  # type: ignore[return-value]
+
+            whole = original(uses)
+            return whole if len(uses) == 1 else Apart(whole.materialise())
+
+        return merge
+
+    apart = both(attr(bookkeeping, "merge", merged), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
+    return everywhere(by_rule, by_rule, alone=apart)
 
 
 def rows_of_a_table_rounded_apart() -> dict[str, Patch | str]:
@@ -225,26 +214,13 @@ def rows_of_a_table_rounded_apart() -> dict[str, Patch | str]:
 
         return total
 
-    return _of_uses(attr(Rows, "weighted_sum", apart))
-
-
-def _of_uses(patch: Patch) -> dict[str, Patch | str]:
-    whole = "norm and sum read one stored gradient"
-    refused = "ghost mode refuses a layer that is used twice"
-    return everywhere(patch, patch, hooks=whole, functorch=whole, ghost=refused)
+    patch = attr(Rows, "weighted_sum", apart)
+    whole = "without a rule autograd makes the gradient of the whole table, which norm and sum both read"
+    return everywhere(patch, patch, alone=whole)
 
 
 def theta_samples_clipped_apart() -> dict[str, Patch | str]:
     """Each of K θ-samples is clipped by itself, and the sum has all of them under one charge."""
-
-    def end(original: Any) -> Any:
-        def collect(self: Any, params: Any, samples: int) -> None:
-            for p, rows in zip(params, self._rows(params), strict=True):
-                self._average[p] = torch.cat([self._average[p], rows]) if p in self._average else rows
-                p.grad_sample = self._average[p]
-                p.grad = None
-
-        return collect
 
     def merged(original: Any) -> Any:
         def merge(uses: Any) -> Any:
@@ -256,18 +232,7 @@ def theta_samples_clipped_apart() -> dict[str, Patch | str]:
 
         return merge
 
-    rows = attr(PerExampleGradients, "end_of_sample", end)
-    reason = "one θ-sample a step"
-    apart = attr(bookkeeping, "merge", merged)
-    return {
-        "hooks": rows,
-        "functorch": rows,
-        "bookkeeping": apart,
-        "distributed": apart,
-        "ghost": "ghost mode refuses more than one θ-sample a step",
-        "stacked": reason,
-        "captured": reason,
-    }
+    return everywhere(attr(bookkeeping, "merge", merged), "a stack takes one θ-sample per step")
 
 
 def old_bound() -> dict[str, Patch | str]:
@@ -287,3 +252,13 @@ def rounded_norms() -> dict[str, Patch | str]:
 def biases_left_out() -> dict[str, Patch | str]:
     """Rows of the norm table that belong to vectors: every second one in these networks, and more if blocks are merged."""
     return norms_without(lambda n: list(range(1, n, 2)))
+
+
+def one_copy_for_all_examples() -> dict[str, Patch | str]:
+    """Layers without a rule share one copy of their parameters: everyone gets an equal share of the batch's gradient."""
+
+    def shared(original: Any) -> Any:
+        return lambda p: lambda g: {p: Dense(g.mean(0, keepdim=True).expand_as(g))}
+
+    ruled = "its layers have rules, and none is copied for every example"
+    return everywhere(ruled, ruled, alone=unrehearsed(attr(fallback, "_copies_of", shared)))

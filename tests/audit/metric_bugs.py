@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
-from dpivon.privacy.gradients.per_example import PerExampleGradients
 from sowing import GRADIENTS, Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -18,11 +18,8 @@ from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.metric import Scaling
 from dpivon.privacy.optimizer import DPOptimizer
 
-_REFUSED = {
-    "ghost": "ghost mode refuses a metric",
-    "distributed": "a metric is for one process, and refused on several",
-}
-_NO_VIEWS = {"ghost": "ghost mode refuses several views", "distributed": "the audit gives ranks one view an example"}
+_REFUSED = {"distributed": "a metric is for one process, and refused on several"}
+_NO_VIEWS = {"distributed": "the audit gives ranks one view per example"}
 
 
 def metric_of_this_batch() -> dict[str, Patch | str]:
@@ -139,8 +136,7 @@ def views_clipped_apart() -> dict[str, Patch | str]:
         return init
 
     apart = attr(BookKeeper, "__init__", one)
-    rows = attr(PerExampleGradients, "_merge_augmentations", lambda original: lambda self, rows: rows)
-    return everywhere(apart, apart, hooks=rows, functorch=rows, **_NO_VIEWS)
+    return everywhere(apart, apart, **_NO_VIEWS)
 
 
 def views_added_up() -> dict[str, Patch | str]:
@@ -148,14 +144,10 @@ def views_added_up() -> dict[str, Patch | str]:
 
     def sums(original: Any) -> Any:
         def larger(self: Any, *args: Any) -> Any:
-            self._scale = None if self._scale is None else self._scale * self.augmentations
-            return original(self, *args)
+            with mock.patch.object(BookKeeper, "_share", property(lambda self: 1.0 / self.samples)):
+                yield from original(self, *args)
 
         return larger
 
-    def merge(original: Any) -> Any:
-        return lambda self, rows: original(self, rows) * self.augmentations
-
     added = attr(BookKeeper, "_sums_of_blocks", sums)
-    rows = attr(PerExampleGradients, "_merge_augmentations", merge)
-    return everywhere(added, added, hooks=rows, functorch=rows, **_NO_VIEWS)
+    return everywhere(added, added, **_NO_VIEWS)

@@ -11,7 +11,7 @@ from account_bugs import (
     roundings_dropped,
     too_small_epsilon,
 )
-from autocast_bugs import gradients_made_in_autocast, summed_in_autocast
+from autocast_bugs import gradients_made_in_autocast, mean_undone_in_bf16, summed_in_autocast
 from boundary_bugs import posterior_reads_data, raw_gradient
 from clipping_bugs import (
     biases_left_out,
@@ -24,6 +24,7 @@ from clipping_bugs import (
     norms_without,
     not_finite,
     old_bound,
+    one_copy_for_all_examples,
     rounded,
     rounded_norms,
     rows_of_a_table_rounded_apart,
@@ -178,6 +179,7 @@ def mutants() -> list[Mutant]:
             "sums by another product than norms", "rounded apart where a gradient cancels", cancels, another_product
         ),
         Mutant("rows of a table rounded apart", "what is added up was not measured", cancels, table_rows),
+        Mutant("one copy for all examples", "of a layer without a rule", definition, one_copy_for_all_examples()),
         Mutant("θ-samples clipped apart", "K·C under one charge", "samples of theta", theta_samples_clipped_apart()),
         Mutant(
             "a scheduler's C not heard by clipping", "noise for the new, sums of the old", "changed bound", old_bound()
@@ -242,6 +244,13 @@ def _of_autocast(moves: str) -> list[Mutant]:
             "gradients made in autocast", "norms in bf16 of what is summed in fp32", moves, made, {"autocast": True}
         ),
         Mutant("summed in autocast", "rounded to bf16 after the norm", moves, summed, {"autocast": True}),
+        Mutant(
+            "a mean undone in bf16",
+            "the batch's size rounds everyone",
+            "coherent",
+            mean_undone_in_bf16(),
+            {"autocast": True},
+        ),
     ]
 
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from dpivon.privacy.gradients.per_example import PerExampleGradients
-from sowing import Patch, attr, both, everywhere
+from sowing import Patch, attr, both, everywhere, unrehearsed
 from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
@@ -115,9 +114,6 @@ def noise_before_clipping() -> dict[str, Patch | str]:
     """Every example's gradient is noised and then clipped; nothing is added to the sum."""
     silent = noise_scaled(lambda spec: 0.0)
 
-    def rows(original: Any) -> Any:
-        return lambda self, params: [r + torch.randn_like(r) for r in original(self, params)]
-
     def merged(original: Any) -> Any:
         def merge(uses: Any) -> Any:
             g = original(uses).materialise()
@@ -125,19 +121,9 @@ def noise_before_clipping() -> dict[str, Patch | str]:
 
         return merge
 
-    reason = "a second backward makes the sum, no per-example gradient is there to be noised"
-    by_rows = both(attr(PerExampleGradients, "_rows", rows), silent["hooks"])  # type: ignore[arg-type]
-    by_uses = both(attr(bookkeeping, "merge", merged), silent["bookkeeping"])  # type: ignore[arg-type]
-    in_stack = both(attr(bookkeeping, "merge", merged), silent["stacked"])  # type: ignore[arg-type]
-    return {
-        "hooks": by_rows,
-        "functorch": by_rows,
-        "bookkeeping": by_uses,
-        "ghost": reason,
-        "distributed": by_uses,
-        "stacked": in_stack,
-        "captured": in_stack,
-    }
+    noised = attr(bookkeeping, "merge", merged)
+    by_uses = unrehearsed(both(noised, silent["bookkeeping"]))  # type: ignore[arg-type]
+    return everywhere(by_uses, both(noised, silent["stacked"]))  # type: ignore[arg-type]
 
 
 def langevin_noise_instead() -> dict[str, Patch | str]:
@@ -163,7 +149,7 @@ def langevin_noise_instead() -> dict[str, Patch | str]:
         return update
 
     return everywhere(
-        both(attr(DPOptimizer, "step", engine), silent["hooks"]),  # type: ignore[arg-type]
+        both(attr(DPOptimizer, "step", engine), silent["bookkeeping"]),  # type: ignore[arg-type]
         both(attr(stacked.Stack, "_update", stacks), silent["stacked"]),  # type: ignore[arg-type]
     )
 
@@ -197,7 +183,13 @@ def noise_of_theta() -> dict[str, Patch | str]:
 
         return original(sums, spec, FromTheta(), charge)
 
-    stacks = attr(Streams, "normal", lambda o: lambda self, out, t, s: o(self, out, t, POSTERIOR))
+    def normal(original: Any) -> Any:
+        def drawn(self: Any, out: Tensor, step: Tensor, stream: int) -> Tensor:
+            return out.copy_(original(self, out.float(), step, POSTERIOR))  # in the precision in which θ is drawn
+
+        return drawn
+
+    stacks = attr(Streams, "normal", normal)
     return everywhere(both(attr(DPOptimizer, "sampled_params", engine), engine_release(release)), stacks)
 
 

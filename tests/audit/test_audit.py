@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 import dpivon
 from dpivon import ArgumentError
 from dpivon.audit.distributed_session import can_fork
-from dpivon.audit.subject import PATHS, VARIED_PATHS, probe
+from dpivon.audit.session import silence, start
+from dpivon.audit.subject import PATHS, VARIED_PATHS, Setting, probe
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tiers import CHECKS
 from dpivon.cli import app
+from dpivon.privacy.gradients.watching import has_rules
 
 MUTANTS = mutants()
 RUNNABLE = [p for p in PATHS if p != "distributed" or can_fork()]
@@ -33,8 +35,19 @@ def test_the_library_as_it_is_passes(path: str) -> None:
     assert sum(f.holds is True for f in findings) >= 14
 
 
+def test_no_layer_has_a_rule_where_all_run_alone() -> None:
+    for method in ("dp-sgd", METHOD, "dp-bbp"):
+        subject = probe("alone", method)
+        session: Any = start(subject, Setting(), silence)
+        session.step([0, 1])
+        owners = [layer for layer in session.module.modules() if layer._parameters]
+        assert not any(map(has_rules, owners))
+        assert set(session.optimizer.source._patched) == set(owners)
+        assert all(map(has_rules, start(subject.but(path="bookkeeping"), Setting()).network_as_trained().children()))
+
+
 VARIED = {"metric": {"metric": True}, "views": {"views": 3}, "both": {"metric": True, "views": 2}}
-FAST = ("bookkeeping", "hooks", "stacked")  # with both at once; the rest is for `make audit`
+FAST = ("bookkeeping", "alone", "stacked")  # with both at once; the rest is for `make audit`
 
 
 @pytest.mark.parametrize(
@@ -59,27 +72,24 @@ def test_a_curvature_that_overflows_is_no_trace_of_the_data(path: str, method: s
     assert check(probe(path, method)).holds is True
 
 
-@pytest.mark.parametrize("path", [p for p in RUNNABLE if p != "ghost"])
+@pytest.mark.parametrize("path", RUNNABLE)
 def test_it_passes_inside_the_callers_autocast(path: str) -> None:
     findings = [check(probe(path, METHOD, autocast=True)) for check in TIER_A]
     assert [f for f in findings if f.holds is False] == []
     assert sum(f.holds is True for f in findings) >= 9
 
 
-@pytest.mark.parametrize(
-    ("path", "varied"),
-    [(p, on) for p in ("ghost", "distributed") for on in ({"metric": True}, {"views": 3})]
-    + [("ghost", {"autocast": True})],
-)
-def test_what_a_path_cannot_do_is_refused_by_name(path: str, varied: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=f"{next(iter(varied))}=.*path='{path}'"):
-        probe(path, METHOD, **varied)
+@pytest.mark.parametrize("varied", [{"metric": True}, {"views": 3}])
+def test_what_a_path_cannot_do_is_refused_by_name(varied: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(varied))}=.*path='distributed'"):
+        probe("distributed", METHOD, **varied)
 
 
 @pytest.mark.parametrize("path", [p for p in RUNNABLE if p in ("bookkeeping", "distributed")])
 def test_a_network_that_a_method_cannot_train_is_no_finding(path: str) -> None:
-    (check,) = [c for c in CHECKS if c.name == "canaries in single releases"]
-    assert check(probe(path, "dp-mc-dropout")).holds is None
+    for part in ("canaries in single releases", "that cancels"):
+        (check,) = [c for c in CHECKS if part in c.name]
+        assert check(probe(path, "dp-mc-dropout")).holds is None
 
 
 def test_the_canaries_are_found_and_prove_no_more_than_is_claimed() -> None:
@@ -146,7 +156,7 @@ def test_a_model_and_an_optimizer_of_ones_own(tmp_path) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     state = torch.random.get_rng_state()
     report = dpivon.audit(
-        model, (x, y), method=lambda m: torch.optim.Adam(m.parameters(), lr=1e-3), path="hooks", quick=True
+        model, (x, y), method=lambda m: torch.optim.Adam(m.parameters(), lr=1e-3), path="alone", quick=True
     )
     assert report.holds, report.failures
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -169,7 +179,7 @@ def test_an_optimizer_that_looks_behind_the_boundary_is_found() -> None:
                         p.add_(1e-3 * p.summed_grad.to(p.dtype))
             return super().step(closure)
 
-    subject = probe("hooks", lambda m: Peeking(m.parameters(), lr=2.0**-36))
+    subject = probe("bookkeeping", lambda m: Peeking(m.parameters(), lr=2.0**-36))
     (check,) = [c for c in TIER_A if "frozen" in c.name]
     assert check(subject).holds is False
     assert check(subject.but(method=lambda m: torch.optim.SGD(m.parameters(), lr=2.0**-36))).holds is True
@@ -189,11 +199,11 @@ def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> Non
 
 
 def test_a_metric_and_autocast_are_audited_by_name() -> None:
-    subject = probe("hooks", METHOD)
+    subject = probe("alone", METHOD)
     data, told = (subject.inputs, subject.labels), []
-    report = dpivon.audit(subject.model, data, path="hooks", metric=True, views=2, quick=True, progress=told.append)
+    report = dpivon.audit(subject.model, data, path="alone", metric=True, views=2, quick=True, progress=told.append)
     assert report.holds, report.failures
-    assert report.path == "hooks, metric, 2 views"
+    assert report.path == "alone, metric, 2 views"
     assert any("frozen" in name for name in told)
     report = dpivon.audit(subject.model, data, path="stacked", autocast=True, quick=True)
     assert (report.holds, report.path) == (True, "stacked, autocast")
@@ -205,6 +215,9 @@ def test_bad_arguments_are_named() -> None:
     model, x, y = nn.Linear(3, 2), torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)
     with pytest.raises(ArgumentError, match="path='gost'"):
         dpivon.audit(model, (x, y), path="gost")
+    for mode in ("hooks", "functorch", "ew", "ghost"):
+        with pytest.raises(ArgumentError, match=f"path='{mode}'.* means book-keeping"):
+            dpivon.audit(model, (x, y), path=mode)
     with pytest.raises(ArgumentError, match="method='sgd'"):
         dpivon.audit(model, (x, y), method="sgd")
     with pytest.raises(ArgumentError, match="stacked"):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.page import write
 from dpivon.audit.run import Audit, audit
-from dpivon.audit.subject import PATHS, STACK_PATHS, VARIED_PATHS, probe
-from dpivon.errors import bad, check_choice
+from dpivon.audit.subject import PATHS, STACK_PATHS, VARIED_PATHS, check_path, probe
+from dpivon.errors import bad
 from dpivon.stacked.rules import RULES
 
 
@@ -31,7 +31,7 @@ def digits() -> tuple[nn.Module, Tensor, Tensor]:
 
 def small() -> tuple[nn.Module, Tensor, Tensor]:
     """A few parameters, a layer of which is used twice."""
-    subject = probe("hooks", "dp-sgd")
+    subject = probe("bookkeeping", "dp-sgd")
     return subject.model, subject.inputs, subject.labels
 
 
@@ -61,9 +61,9 @@ def load(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any, metric: bool = False) -> bool:
     """Audit on every path, print what was found, write the report; whether everything holds."""
     for path in paths:
-        check_choice("path", path, PATHS, "Choose a way to compute clipped sums")
+        check_path(path)
     network, inputs, labels = load(model)
-    possible = [p for p in PATHS if (p not in STACK_PATHS or method in RULES) and (p != "ghost" or model != "small")]
+    possible = [p for p in PATHS if p not in STACK_PATHS or method in RULES]
     if not can_fork():
         possible.remove("distributed")
     possible = [p for p in possible if p in VARIED_PATHS] if metric else possible

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpivon.audit.ruleless import without_rules
 from dpivon.audit.session import Answer, Observed, known_scale, told_of_all
-from dpivon.audit.subject import Loss, Setting, Subject
+from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON
@@ -19,11 +20,17 @@ from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import one_variance
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.spec import NoiseSpec
 
 
 def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
-    """What the subject's method trains, and by which optimizer."""
+    """What the subject's method trains, and by which optimizer; on path="alone", of layers that have no rule."""
+    model, optimizer = _made(subject, setting)
+    return (without_rules(model) if subject.path == "alone" else model), optimizer
+
+
+def _made(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
     model = subject.build()
     if not isinstance(subject.method, str):
         return model, subject.method(model)
@@ -31,17 +38,6 @@ def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
     options: dict[str, Any] = {"mc_samples": setting.mc_samples} if "mc_samples" in defaults else {}
     learner = method(subject.method, model, dataset_size=setting.size, lr=setting.lr, **options)
     return learner.model, learner.optimizer
-
-
-class _Criterion:
-    """The mean loss; one an example where ghost clipping asks for it."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss, self.reduction = loss, "mean"
-
-    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        each = self.loss(outputs, labels)
-        return each if self.reduction == "none" else each.mean() if len(each) else 0.0 * each.sum()
 
 
 class _WatchedNoise:
@@ -69,29 +65,25 @@ class EngineSession:
         model, self.inner = make_optimizer(subject, setting)
         self.module = model
         loader = DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1)
-        criterion = _Criterion(subject.loss)
-        options: dict[str, Any] = {"criterion": criterion} if subject.path == "ghost" else {}
-        if subject.metric:
-            options["metric"] = FactoredMetric(every=1, caution=0.0)  # it moves after every release
+        self.criterion = PerExampleLoss(subject.loss)
+        metric = FactoredMetric(every=1, caution=0.0) if subject.metric else None  # it moves after every release
         made = self.engine.make_private(
             module=model,
             optimizer=self.inner,
             data_loader=loader,
             noise_multiplier=setting.sigma,
             max_grad_norm=setting.bound,
-            grad_sample_mode="bookkeeping" if subject.path == "distributed" else subject.path,
             dataset_size=setting.size,
             expected_batch_size=setting.batch,
             augmentations=subject.views,
-            **options,
+            metric=metric,
         )
-        self.model, self.optimizer, *wrapped, self.loader = made
+        self.model, self.optimizer, self.loader = made
         if subject.metric:
             state = self.optimizer.state_dict()
             rows, columns = zip(*known_scale([p.shape for p in self.optimizer.params]), strict=True)
             state["dpivon_metric"] |= {"rows": list(rows), "columns": list(columns)}
             self.optimizer.load_state_dict(state)
-        self.criterion: Any = wrapped[0] if wrapped else criterion
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
         self._batches: Iterator[Any] = iter(())
         self._t = 0

@@ -102,7 +102,7 @@ def audit(
 ) -> Audit:
     """Look for signs that private training of this model, by this method on this path, is not as private as it says.
 
-    >>> report = dpivon.audit(model, (inputs, labels), method="dp-sgd", path="ghost")
+    >>> report = dpivon.audit(model, (inputs, labels), method="dp-sgd", path="alone")
     >>> assert report.holds, report.failures
     >>> report.write("audit-output")
 
@@ -113,14 +113,14 @@ def audit(
         model: the network; it is copied, and never trained itself.
         data: inputs and labels, or a data set of such pairs, of which the first 64 are used.
         method: a name of ``dpivon methods``, or a function that makes an optimizer for a model.
-        path: ``"bookkeeping"``, ``"hooks"``, ``"functorch"``, ``"ghost"``, ``"distributed"`` (book-keeping on two
-            processes), ``"stacked"`` or ``"captured"``.
+        path: ``"bookkeeping"``; ``"alone"``, as if no layer had a rule, so that each runs example by example;
+            ``"distributed"``, book-keeping on two processes; ``"stacked"`` or ``"captured"``.
         loss: ``loss(outputs, labels)`` gives one loss an example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.
         metric: clip in a metric (:class:`dpivon.FactoredMetric`), as a run does that goes on from a D it has learned.
         views: several of every example, averaged before clipping; all alike, so that what they must give is known.
-        autocast: make every step inside bf16 autocast, as a caller may who wants speed. Not in ghost mode.
+        autocast: make every step inside bf16 autocast, as a caller may who wants speed.
         progress: called with the name of each check before it runs.
     """
     inputs, labels = _take(data)

@@ -19,13 +19,22 @@ from dpivon.stacked.networks import cross_entropy
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
-#: Ways from a batch to a release: four of one process, one of two processes, two of a stack of runs ("captured" is the
-#: traced, padded program).
-ENGINE_PATHS = ("bookkeeping", "hooks", "functorch", "ghost", "distributed")
+#: Ways from a batch to a release: book-keeping by the layers' rules, the same with layers that have none and run example by
+#: example, on two processes, and two of a stack of runs ("captured" is the traced, padded program).
+ENGINE_PATHS = ("bookkeeping", "alone", "distributed")
 STACK_PATHS = ("stacked", "captured")
 PATHS = (*ENGINE_PATHS, *STACK_PATHS)
 #: Those that can clip in a metric, and average over views.
-VARIED_PATHS = ("bookkeeping", "hooks", "functorch", *STACK_PATHS)
+VARIED_PATHS = ("bookkeeping", "alone", *STACK_PATHS)
+#: Opacus's names for ways to compute gradients.
+MODES = ("hooks", "functorch", "ew", "ghost")
+
+
+def check_path(path: Any) -> None:
+    """Refuse what is not a path."""
+    if path in MODES:
+        raise bad("path", path, "is not a path: every grad_sample_mode means book-keeping", "Use path='bookkeeping'")
+    check_choice("path", path, PATHS, "Choose a way to compute clipped sums")
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Subject:
     autocast: bool = False  # whether all of a step is made inside the caller's bf16 autocast
 
     def __post_init__(self) -> None:
-        check_choice("path", self.path, PATHS, "Choose a way to compute clipped sums")
+        check_path(self.path)
         if isinstance(self.method, str) and self.method not in METHODS:
             raise bad("method", self.method, "is not a known method", f"Use one of {', '.join(map(repr, METHODS))}")
         if self.stacked and not isinstance(self.method, str):
@@ -81,8 +90,6 @@ class Subject:
         if (self.metric or self.views > 1) and self.path not in VARIED_PATHS:
             named = ("metric", self.metric) if self.metric else ("views", self.views)
             raise bad(*named, f"is not for path={self.path!r}", f"Use one of {', '.join(map(repr, VARIED_PATHS))}")
-        if self.autocast and self.path == "ghost":
-            raise bad("autocast", True, "is not for path='ghost', which refuses it", "Use another path, or False")
         if self.stacked and self.views > 1 and self.inputs.dim() != 4:
             problem = f"are of pictures on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
             raise bad(
@@ -119,12 +126,12 @@ class Subject:
 
 
 def probe(path: str, method: str | MakeOptimizer, **varied: Any) -> Subject:
-    """A small network on made-up data. One layer is used twice, except in ghost mode, which refuses that. ``varied`` is
-    ``metric``, ``views`` and ``autocast``; in the last a layer has several positions, over which its gradient is added up."""
+    """A small network on made-up data. One layer is used twice. ``varied`` is ``metric``, ``views`` and ``autocast``; in the
+    last a layer has several positions, over which its gradient is added up."""
     generator = torch.Generator().manual_seed(11)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        model: nn.Module = Uses(1 if path == "ghost" else 2)
+        model: nn.Module = Uses(2)
         if varied.get("autocast"):
             model = nn.Sequential(nn.Conv2d(1, 6, (1, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))
     x = torch.randn(12, 5, generator=generator)
