@@ -77,7 +77,7 @@ def labelled(network=None):
         stack.enter_context(patch.object(owner, method, watched))
 
     def newest(keeper):
-        shapes = [tuple(p.shape) for p in list(keeper._uses)[-2:]]
+        shapes = [tuple(p.shape) for p in list(keeper._passes.batches[-1])[-2:]]
         return "gradients of examples " + " ".join("x".join(map(str, s)) for s in shapes)
 
     watch(BookKeeper, "_record", newest)

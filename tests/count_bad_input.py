@@ -63,11 +63,13 @@ ROWS: dict[str, tuple[str, ...]] = {
         f"{EVERYWHERE}::test_methods[option unknown",
     ),
     "scalar loss where per-example is required": (
-        f"{ENGINE}::test_a_scalar_criterion_in_ghost_mode_is_refused",
         f"{LOSSES}::test_a_scalar_loss_in_fit_is_refused",
         f"{LOSSES}::test_what_is_no_loss_an_example_is_refused",
     ),
-    "reduction mismatch": (f"{_CALL}[ghost reduction", f"{_CALL}[reduction unknown"),
+    "reduction mismatch": (
+        f"{LOSSES}::test_a_criterion_that_is_no_plain_mean_is_refused_and_nothing_was_changed",
+        f"{_CALL}[reduction unknown",
+    ),
     "a mean that divides by the weights of the batch": (
         f"{LOSSES}::test_a_weighted_mean_is_refused_in_backward_though_never_handed_over",
         f"{LOSSES}::test_a_criterion_that_is_no_plain_mean_is_refused_and_nothing_was_changed",

@@ -368,6 +368,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # Opacus's own
 @pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip_at", [0.4, 1e3])

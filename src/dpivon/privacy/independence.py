@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpivon.errors import PrivacyError
+from dpivon.errors import DpivonError, PrivacyError
 from dpivon.privacy.attributes import Attributes, different
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.trees import tensors_in
@@ -139,7 +139,7 @@ def _check(
                         raise
                     rehearsal.run()
                 return
-            except PrivacyError:
+            except DpivonError:
                 raise
             except Exception as error:  # the model wants other numbers than these
                 failures.append(error)
@@ -237,7 +237,8 @@ class _Rehearsal:
 
     def _alone(self, example: int) -> _Outcome:
         if self._keeper.sharded:
-            return self._together([example], torch.ones(1, dtype=torch.float64, device=self._device))
+            found = self._together([example], torch.ones(1, dtype=torch.float64, device=self._device))
+            return replace(found, squares=found.squares[0])
         return self._pass(self._differentiated, self._some([example]), self._of([example]))
 
     def _of(self, examples: list[int]) -> list[int]:

@@ -52,6 +52,7 @@ class _Passes:
     recorded: int | None = None  # the forward whose gradients arrived
     arrived: bool = False
     second: bool = False  # whether a second pass came where one is allowed
+    taken: bool = False  # whether they were summed, and nothing was cleared since
 
 
 class BookKeeper(LayerWatch):
@@ -298,7 +299,7 @@ class BookKeeper(LayerWatch):
         self._check(params)
         check_unchanged(self._passes.kept)
         batches = self._passes.batches
-        self._passes.batches, self._passes.kept = [defaultdict(list)], []
+        self._passes.batches, self._passes.kept, self._passes.taken = [defaultdict(list)], [], True
         return batches
 
     def norms_and_sums(self, params: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -348,7 +349,7 @@ class BookKeeper(LayerWatch):
     def _check(self, params: Sequence[Tensor]) -> None:
         if self._passes.second:
             raise PrivacyError(_SECOND_PASS)
-        if not any(self._passes.batches):
+        if not any(self._passes.batches) or (self._passes.taken and self.accumulates):
             raise PrivacyError(
                 "step() without per-example gradients: gradients were cleared or never computed. Run forward through the "
                 "model that make_private returned, then loss.backward(), then step(), then zero_grad()."

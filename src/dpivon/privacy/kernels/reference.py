@@ -54,7 +54,7 @@ class LoopedGradients:
             params = [p for p in model.parameters() if p.requires_grad]
             scale = None if metric is None or (d := metric[k]) is None else self._factors(d)
             clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])), scale)
-            if not torch.equal(self.network.pack(model), row):
+            if not torch.equal(self.network.pack(model).view(torch.int32), row.view(torch.int32)):  # NaN is NaN
                 raise PrivacyError(
                     "The model's forward has changed its parameters, which would carry private data around the mechanism. "
                     "Remove what writes to them."
