@@ -225,7 +225,6 @@ def optimizer_for(what: str, params: Any) -> torch.optim.Optimizer:
 
 def attempt(what: str) -> None:
     net: Any = trainings.network()
-    options: dict[str, Any] = {}
     if what == "conv":
         net = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten())
     if what == "reaching":
@@ -236,8 +235,6 @@ def attempt(what: str) -> None:
         fully_shard(net, mesh=DeviceMesh("cpu", [1, 0]))
     else:
         fully_shard(net)
-    if what == "mode":
-        options["grad_sample_mode"] = "hooks"
     engine = dpivon.PrivacyEngine(distributed=what != "alone")
     model, optimizer, loader = engine.make_private(
         module=net,
@@ -245,7 +242,6 @@ def attempt(what: str) -> None:
         data_loader=torch.utils.data.DataLoader(trainings.dataset(), batch_size=12),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        **options,
     )
     for x, y in loader:
         trainings.one_step(model, optimizer, x, y)
@@ -255,7 +251,6 @@ REFUSED = {
     "conv": ("ArgumentError", "has no rule for sharded weights"),
     "part": ("ArgumentError", "is not sharded while other"),
     "order": ("ArgumentError", "is not split by rows over all 2 ranks in their order"),
-    "mode": ("ArgumentError", "grad_sample_mode='hooks'"),
     "rank-one": ("ArgumentError", "curvature='rank-one'"),
     "whole": (
         "ArgumentError",

@@ -81,6 +81,7 @@ def start(
         expected_batch_size=batch,
         **options,
     )
+    engine.check(nn.functional.cross_entropy)
     return engine, model, optimizer, loader
 
 

@@ -41,6 +41,7 @@ def train(
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
+    engine.check(nn.functional.cross_entropy)
     run = Checkpoints(folder, engine=engine, optimizer=optimizer, data_loader=loader)
     seen = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     optimizer.attach_step_hook(lambda o: os.write(seen, f"{_digest(o.last_release.gradients.values())}\n".encode()))

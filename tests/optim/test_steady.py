@@ -128,8 +128,10 @@ def test_a_plan_as_long_as_the_ramp_is_what_it_was_to_the_bit(r: float) -> None:
 def test_few_steps_leave_the_hidden_units_of_a_network_alive() -> None:
     """σ is that of ε = 8. Without a ramp the first steps kill a ReLU layer."""
     digits = load_digits()
-    network, steps, seeds = AnyNetwork(SmallCNN), 12, 8
-    runs = [Run("dp-steady", 1 + i, 0.62, 1.0, 5.0, 128, {"ramp": ramp}) for i, ramp in enumerate([0.0, 400.0] * seeds)]
+    network, steps, seeds = AnyNetwork(SmallCNN), 12, 12
+    runs = [
+        Run("dp-steady", 1001 + i, 0.62, 1.0, 5.0, 128, {"ramp": ramp}) for i, ramp in enumerate([0.0, 400.0] * seeds)
+    ]
     start = torch.stack([network.initial(i // 2) for i in range(len(runs))])
     stack = Stack(runs, network, digits.train.x, digits.train.y, start=start, steps=steps)
     for _ in stack.train(steps):
@@ -140,9 +142,9 @@ def test_few_steps_leave_the_hidden_units_of_a_network_alive() -> None:
         with torch.no_grad():
             hidden = model.head.hidden(model.head.flatten(model.features(digits.validation.x)))
         alive.append(float((hidden > 0).any(0).double().mean()))
-    without, climbing = (sum(alive[i::2]) / seeds for i in (0, 1))  # two seeds alone say little: 0 to .34, .06 to .47
+    without, climbing = (sum(alive[i::2]) / seeds for i in (0, 1))  # of 24 seeds .10 and .22
     assert without < 0.25
-    assert climbing > 1.3 * without
+    assert climbing > 1.5 * without
 
 
 def test_where_nobody_knows_the_number_of_steps_it_takes_as_much_way() -> None:

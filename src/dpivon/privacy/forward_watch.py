@@ -139,7 +139,7 @@ class ForwardWatch:
 
 def _values(tensors: dict[str, Tensor]) -> list[int] | Tensor:
     """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
-    if next(iter(tensors.values())).is_cuda:
+    if any(t.is_cuda for t in tensors.values()):
         held = [t.detach() for t in tensors.values()]
         return torch.stack(torch._foreach_norm([t if t.is_floating_point() else t.double() for t in held])).double()
     return [_checksum(t) for t in tensors.values()]

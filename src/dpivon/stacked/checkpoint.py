@@ -176,7 +176,7 @@ def _hyper(stack: Stack) -> list[dict[str, torch.Tensor]]:
 def _program(stack: Stack) -> str:
     """What computes the sums, as far as it can be told: libraries, layers, and the code of loss and forward passes."""
     model = stack.network.model(stack.mean[0])
-    own: list[Any] = [getattr(stack.network, "_given_loss", None), *(type(m).forward for m in model.modules())]
+    own: list[Any] = [getattr(stack.network, "given_loss", None), *(type(m).forward for m in model.modules())]
     codes = {(f.__qualname__, f.__code__.co_code, f.__code__.co_names) for f in own if hasattr(f, "__code__")}
     kinds = [type(part).__qualname__ for part in (stack.network, stack.gradients, own[0])]
     text = repr((torch.__version__, platform.machine(), kinds, repr(model), sorted(codes)))

@@ -83,7 +83,7 @@ class AnyNetwork:
     def __init__(
         self, build: Callable[[], nn.Module], loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     ) -> None:
-        self.build, self.loss = build, one_each(loss)
+        self.build, self.loss, self.given_loss = build, one_each(loss), loss
         self._checked: set[tuple[object, ...]] = set()  # structures of data for which rows were found to be examples
         self._template = build()
         check_model(self._template)
