@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import weakref
@@ -24,12 +23,11 @@ from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import make_clipping
 from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.trees import map_tensors
 from dpivon.privacy.gradients.wrapping import BookKeepingHooks, BookKeepingModule
 from dpivon.privacy.guards import check_model, check_optimizer
-from dpivon.privacy.independence import check_loss_rows, check_model_rows
+from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterion, try_loss
+from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
-from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.metric import make_scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_verbs import OpacusVerbs
@@ -192,7 +190,7 @@ class PrivacyEngine(OpacusVerbs):
                 "loss_reduction": loss_reduction,
                 "augmentations": augmentations,
             }
-            checked = not unchecked and tried(criterion, module, data_loader, layout)
+            checked = None if unchecked else try_criterion(criterion, module, data_loader, layout)
             team = choose_team(group, module, optimizer, self.replica_check_every)
             ranks = 1 if team is None else team.world
             scaling = make_scaling(metric, optimizer, ranks=ranks)
@@ -235,7 +233,7 @@ class PrivacyEngine(OpacusVerbs):
                 together=team,
                 scaling=scaling,
             )
-            dp_optimizer.loss_checked = checked
+            dp_optimizer.loss_checked, dp_optimizer.breaks_with_ignored = checked is not None, checked is False
             self._remember_dataset(data_loader.dataset, sampling.dataset_size)
             self._loader = loader
             self._made.append(weakref.ref(dp_optimizer))
@@ -282,16 +280,7 @@ class PrivacyEngine(OpacusVerbs):
         if batch is None:
             assert self._loader is not None
             batch = batch_structure(self._loader)
-        device = optimizer.params[0].device
-        batch = map_tensors(lambda t: t.to(device), batch)
-        for function in _as_called(loss_fn, batch):
-            try:
-                optimizer.breaks_with_ignored = not check_loss_rows(optimizer.source, function, batch)
-                break
-            except NotTried as error:
-                untried = error
-        else:
-            raise untried
+        optimizer.breaks_with_ignored = not try_loss(optimizer.source, loss_fn, batch)
         optimizer.loss_checked = True
 
     def _generators_beside(self, optimizer: Optimizer, data_loader: DataLoader[Any]) -> dict[str, Any]:
@@ -427,63 +416,3 @@ class PrivacyEngine(OpacusVerbs):
                 stacklevel=3,
             )
         self._dataset, self._dataset_size = dataset, size
-
-
-_MODES = ("bookkeeping", "hooks", "functorch", "ew", "ghost")
-
-
-def check_mode(grad_sample_mode: str | None) -> str:
-    """The name that was given, if it is known; all of them mean book-keeping."""
-    if grad_sample_mode is None or grad_sample_mode == "bookkeeping":
-        return "bookkeeping"
-    if grad_sample_mode not in _MODES:
-        known = ", ".join(map(repr, _MODES))
-        raise bad("grad_sample_mode", grad_sample_mode, f"is not one of {known}", "Leave it out")
-    _say_what_modes_mean()
-    return grad_sample_mode
-
-
-@functools.cache
-def _say_what_modes_mean() -> None:
-    warnings.warn(
-        "grad_sample_mode: every name means book-keeping in dpivon, which has one way to compute clipped sums. Leave it out.",
-        stacklevel=5,
-    )
-
-
-def _as_called(loss_fn: Any, batch: Any) -> list[Callable[[nn.Module, Any], Any]]:
-    """The loss as a function of (model, batch), in the ways it may be meant: torch's losses take outputs and targets."""
-    pairs = isinstance(batch, tuple | list) and len(batch) == 2
-    if pairs and (isinstance(loss_fn, nn.Module | PerExampleLoss) or hasattr(loss_fn, "reduction")):
-        return [_of_pairs(loss_fn)]
-    return [loss_fn, _of_pairs(loss_fn)] if pairs else [loss_fn]
-
-
-def _of_pairs(criterion: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
-    return lambda model, batch: criterion(model(batch[0]), batch[1])
-
-
-def tried(criterion: Any, module: nn.Module, data_loader: DataLoader[Any], layout: dict[str, Any]) -> bool:
-    """Whether a criterion that was handed over could be tried on batches of inputs and targets, and passed."""
-    if criterion is None:
-        return False
-    keeper = BookKeeper(module, **layout)
-    try:
-        batch = batch_structure(data_loader)
-        if not (isinstance(batch, tuple | list) and len(batch) == 2):
-            return False
-        device = next(module.parameters()).device
-        check_loss_rows(keeper, _of_pairs(criterion), map_tensors(lambda t: t.to(device), batch))
-    except NotTried:
-        return False
-    except PrivacyError as error:
-        raise bad("criterion", criterion, f"is not a loss per example ({error})", "Use dpivon.PerExampleLoss") from None
-    finally:
-        keeper.detach_from_model()
-    return True
-
-
-def batch_structure(data_loader: DataLoader[Any]) -> Any:
-    """A batch as the loader makes it, of which shapes and types are used."""
-    record = data_loader.dataset[0]
-    return data_loader.collate_fn([record, record])
