@@ -14,6 +14,7 @@ from sowing import Patch, attr
 
 import dpivon.privacy.engine as engines
 import dpivon.privacy.forward_watch as watching
+import dpivon.privacy.handed_over as handed_over
 import dpivon.privacy.independence as independence
 import dpivon.privacy.losses as losses
 from dpivon.privacy.forward_watch import ForwardWatch
@@ -119,7 +120,7 @@ def check_bugs() -> list[CheckBug]:
         CheckBug("attributes not tried", "a running mean passes", unkept, remembers),
         CheckBug("attributes not watched", "one that is kept later passes", unseen, later),
         CheckBug("PerExampleLoss not tried", "a loss over all rows passes", untried, each),
-        CheckBug("engine.check looks at nothing", "the same", attr(engines, "check_loss_rows", _nothing), handed),
+        CheckBug("engine.check looks at nothing", "the same", attr(handed_over, "check_loss_rows", _nothing), handed),
         CheckBug("torch's weighted means not seen", "a label rescales all", no_look, by_torch),
         CheckBug("uses outside of layers dropped", "another gradient", uses_outside_dropped(), penalty),
     ]
