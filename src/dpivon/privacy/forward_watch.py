@@ -95,10 +95,10 @@ class ForwardWatch:
         before, after = self._values, _values(held)
         if isinstance(
             after, Tensor
-        ):  # on a GPU nobody waits: a release of such a pass has noise alone, and is told of later
+        ):  # a GPU is not waited for: such a release is noise alone, and the error comes later
             changed = ~torch.isclose(before, after, rtol=0.0, atol=0.0, equal_nan=True).all()
             self._keeper.doubt = changed if self._keeper.doubt is None else self._keeper.doubt | changed
-            self._reported = torch.empty(1, dtype=torch.bool, pin_memory=True).copy_(
+            self._reported = torch.zeros(1, dtype=torch.bool, pin_memory=True).copy_(
                 self._keeper.doubt, non_blocking=True
             )
         else:

@@ -88,8 +88,8 @@ class _Outcome:
 
 
 class _Projection:
-    """A random linear function of every row of a model's outputs, another one for every example: the loss where nobody gave
-    one."""
+    """A random linear function of every row of a model's outputs, another one for every example: the loss where none was
+    given."""
 
     def __init__(self, keeper: BookKeeper) -> None:
         self._keeper = keeper
@@ -224,8 +224,8 @@ class _Rehearsal:
             alone = [self._pass(self._forward_alone, self._some([i], loud), self._of([i])) for i in everyone]
             if all(bool(torch.isfinite(t).all()) for outputs in alone for t in outputs):
                 outputs = self._pass(self._forward_alone, loud, self._of(everyone))
-                nobody = apart[0].squares
-                self._hold_outputs(outputs, [_Outcome(t, nobody, {}) for t in alone], everyone, "with large inputs, ")
+                unused = apart[0].squares
+                self._hold_outputs(outputs, [_Outcome(t, unused, {}) for t in alone], everyone, "with large inputs, ")
         copies = max(1, min(self._given, MOST_ROWS) // self._rows)
         if copies > 1:
             many = some_rows(self._value, list(range(self._rows)) * copies, self._rows, self._keeper.dim)
@@ -255,7 +255,7 @@ class _Rehearsal:
     def _pass(self, kind: Callable[..., Any], *args: Any) -> Any:
         """Run with copies of parameters and buffers in the precision of the try, which the pass must leave as they are."""
         module = self._keeper.module
-        if self._keeper.sharded:  # nobody has whole parameters to copy
+        if self._keeper.sharded:  # no rank has whole parameters to copy
             with same_for_every_row(self._device):
                 return kind(module, *args)
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -305,7 +305,7 @@ class _Rehearsal:
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """Inside, layers run as if nobody watched."""
+        """Inside, layers run unwatched."""
         self._keeper.ignores = True
         try:
             yield

@@ -40,7 +40,7 @@ class LayerWatch:
         self.batch_first = batch_first
         self.dim = 0 if batch_first else 1
         self.rows: int | None = None  # of the batch, as the model saw it
-        self.ignores = False  # whether layers run as if nobody watched
+        self.ignores = False  # whether layers run unwatched
         self._unwatched: list[nn.Module] = []  # modules that run example by example, and their children with them
         self._expanded: set[nn.Module] = set()  # modules whose bare parameters are expanded to one copy per example
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
