@@ -7,22 +7,21 @@ unless it says otherwise. "Confidence" is the largest probability of a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dpivon.errors import bad, check_number, check_whole
+from dpivon.threads import one_thread
 
 _BINS_FIX = "Pass how many bins to use, for instance 15"
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
     """The fraction of examples whose most probable class is the label."""
-    from torchmetrics.functional.classification import multiclass_accuracy
-
-    p, y = _checked(probs, labels)
-    return float(multiclass_accuracy(p, y, num_classes=p.shape[1], average="micro"))
+    return float(_top(*_checked(probs, labels))[1].mean())
 
 
 def nll(probs: Tensor, labels: Tensor) -> float:
@@ -31,27 +30,22 @@ def nll(probs: Tensor, labels: Tensor) -> float:
     A probability of zero is raised to the smallest normal number of ``probs``' dtype (1.2e-38 in float32,
     so no example costs more than 87.3 nats): one certain mistake makes the score bad, not infinite.
     """
-    p, y = _checked(probs, labels)
-    tiny = torch.finfo(probs.dtype).tiny
-    return float(-p.gather(1, y[:, None]).clamp_min(tiny).log().mean())
+    return float(_nll(*_checked(probs, labels), probs.dtype))
 
 
 def brier(probs: Tensor, labels: Tensor) -> float:
     """The multiclass score of Brier, 1950: mean_i Σ_c (p_ic − 1[y_i = c])², from 0 to 2."""
-    p, y = _checked(probs, labels)
-    target = torch.nn.functional.one_hot(y, p.shape[1]).to(p.dtype)
-    return float((p - target).square().sum(-1).mean())
+    return float(_brier(*_checked(probs, labels)))
 
 
 def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Expected calibration error Σ_b (n_b/N)·|accuracy_b − confidence_b| over equal-width bins.
 
-    Naeini et al., 2015; Guo et al., 2017 (arXiv:1706.04599). Our own, though torchmetrics has it and the tests hold
-    it to that: torchmetrics sums in float32, which at four million equal confidences reads .028 where 1e-4 is true.
+    Naeini et al., 2015; Guo et al., 2017 (arXiv:1706.04599). Summed in double: float32 sums, as torchmetrics has them, read
+    .028 at four million equal confidences where 1e-4 is true.
     """
-    table = reliability_bins(probs, labels, bins)
-    gaps = torch.nan_to_num((table.accuracy - table.confidence).abs() * table.count)
-    return float(gaps.sum() / table.count.sum())
+    p, y = _checked(probs, labels)
+    return float(_ece(*_top(p, y), check_whole("bins", bins, _BINS_FIX, at_least=1)))
 
 
 def adaptive_ece(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
@@ -74,11 +68,8 @@ def risk_coverage(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     El-Yaniv and Wiener, 2010. The sort is stable: among equal confidences the earlier example is answered
     first, so shuffle the examples if their order carries information.
     """
-    p, y = _checked(probs, labels)
-    confidence, correct = _top(p, y)
-    order = torch.argsort(confidence, descending=True, stable=True)
-    k = torch.arange(1, len(order) + 1, device=p.device, dtype=p.dtype)
-    return k / len(order), (1 - correct[order]).cumsum(0) / k
+    risk = _risk(*_top(*_checked(probs, labels)))
+    return torch.arange(1, len(risk) + 1, device=risk.device, dtype=risk.dtype) / len(risk), risk
 
 
 def aurc(probs: Tensor, labels: Tensor) -> float:
@@ -94,30 +85,61 @@ def accuracy_at_coverage(probs: Tensor, labels: Tensor, coverage: float) -> floa
     fix = "Give the share of examples to answer"
     coverage = check_number("coverage", coverage, fix, above=0.0, at_most=1.0)
     risk = risk_coverage(probs, labels)[1]
-    return 1.0 - float(risk[math.ceil(coverage * len(risk) - 1e-9) - 1])
+    return 1.0 - float(risk[_rank(coverage, len(risk))])
 
 
 def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> float:
-    """P(out > in) + ½·P(out = in): how well a score tells out-of-distribution inputs from ordinary ones.
+    """P(out > in) + ½·P(out = in): how well a score separates out-of-distribution inputs from in-distribution ones.
 
     A higher score, such as ``entropy`` or ``mutual_information``, has to mean more out of distribution.
     """
-    ordinary, other = _checked_scores(in_scores, out_scores)
-    ordered = ordinary.sort().values
-    below, not_above = (torch.searchsorted(ordered, other, right=right).double() for right in (False, True))
-    return float((below + not_above).mean() / (2 * len(ordered)))
+    return float(_auroc(*_checked_scores(in_scores, out_scores)))
 
 
 def ood_fpr(in_scores: Tensor, out_scores: Tensor, accepted: float = 0.95) -> float:
-    """The share of out-of-distribution inputs that pass for ordinary where ``accepted`` of the ordinary ones do: FPR95.
+    """The share of OOD inputs that are accepted where ``accepted`` of the in-distribution ones are: FPR@95.
 
     Liang et al., 2018 (arXiv:1706.02690). Scores are those of :func:`ood_auroc`. The threshold is the smallest score that at
-    least so many ordinary inputs do not exceed; who is at the threshold passes.
+    least so many in-distribution inputs do not exceed; an input at the threshold is accepted.
     """
     accepted = check_number("accepted", accepted, "Give the share of ordinary inputs to accept", above=0.0, at_most=1.0)
-    ordinary, other = _checked_scores(in_scores, out_scores)
-    threshold = ordinary.sort().values[math.ceil(accepted * len(ordinary) - 1e-9) - 1]
-    return float((other <= threshold).double().mean())
+    return float(_fpr(*_checked_scores(in_scores, out_scores), accepted))
+
+
+@one_thread()
+@torch.no_grad()
+def batch_scores(probs: Tensor, labels: Tensor, *, coverages: Sequence[int] = ()) -> list[dict[str, float]]:
+    """accuracy, nll, ece and brier of each of S sets of predictions, computed where they are.
+
+    Args:
+        probs: [S, N, C]. A set that is not finite scores NaN, and leaves the others as they are.
+        labels: [S, N], or [N] for all sets.
+        coverages: percentages; if any, also ``aurc`` and ``accuracy_at_…`` each of them.
+    """
+    lost = ~torch.isfinite(probs).flatten(1).all(1)
+    p = probs.double().masked_fill(lost.view(-1, 1, 1), 1.0 / probs.shape[-1])
+    y = labels.to(p.device).expand(p.shape[:2])
+    confidence, correct = _top(p, y)
+    found = {
+        "accuracy": correct.mean(-1),
+        "nll": _nll(p, y, probs.dtype),
+        "ece": _ece(confidence, correct, 15),
+        "brier": _brier(p, y),
+    }
+    if coverages:
+        risk = _risk(confidence, correct)
+        found |= {"aurc": risk.mean(-1)}
+        found |= {f"accuracy_at_{c}": 1 - risk[:, _rank(c / 100, risk.shape[1])] for c in coverages}
+    return [dict(zip(found, row, strict=True)) for row in _values(found.values(), lost)]
+
+
+@one_thread()
+@torch.no_grad()
+def batch_ood_scores(in_scores: Tensor, out_scores: Tensor) -> list[tuple[float, float]]:
+    """AUROC and FPR@95 of each of B scores, [B, N] in distribution and [B, M] out of it; NaN for one that is not finite."""
+    lost = ~(torch.isfinite(in_scores).all(1) & torch.isfinite(out_scores).all(1))
+    a, b = (s.double().masked_fill(lost.unsqueeze(1), 0.0) for s in (in_scores, out_scores))
+    return [(auroc, fpr) for auroc, fpr in _values((_auroc(a, b), _fpr(a, b, 0.95)), lost)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +157,7 @@ def reliability_bins(probs: Tensor, labels: Tensor, bins: int = 15) -> Reliabili
     p, y = _checked(probs, labels)
     bins = check_whole("bins", bins, _BINS_FIX, at_least=1)
     confidence, correct = _top(p, y)
-    # Edges and comparison in float32, as in torchmetrics: the plot has to show what ece() reports.
-    edges = torch.linspace(0, 1, bins + 1, device=p.device)
-    index = (torch.bucketize(confidence.float(), edges, right=True) - 1).clamp(0, bins - 1)
+    edges, index = _bins(confidence, bins)
     count = torch.bincount(index, minlength=bins)
     summed = [torch.bincount(index, weights=w, minlength=bins) for w in (confidence, correct)]
     return ReliabilityBins(edges, count, summed[0] / count, summed[1] / count)
@@ -156,10 +176,62 @@ def evaluate(probs: Tensor, labels: Tensor) -> dict[str, float]:
     return {score.__name__: score(probs, labels) for score in scores}
 
 
+# ---- the definitions, on double tensors with any leading dimensions: examples are the last of scores, p is [..., N, C]
+
+
 def _top(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Confidence, and 1 where the most probable class is the label."""
     confidence, predicted = p.max(-1)
     return confidence, (predicted == y).to(p.dtype)
+
+
+def _nll(p: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    return -p.gather(-1, y.unsqueeze(-1)).squeeze(-1).clamp_min(torch.finfo(dtype).tiny).log().mean(-1)
+
+
+def _brier(p: Tensor, y: Tensor) -> Tensor:
+    at = y.unsqueeze(-1)
+    return p.scatter(-1, at, p.gather(-1, at) - 1).square().sum(-1).mean(-1)
+
+
+def _bins(confidence: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """Edges of equal-width bins, and the bin of each example. In float32, as in torchmetrics."""
+    edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
+    return edges, (torch.bucketize(confidence.float(), edges, right=True) - 1).clamp(0, bins - 1)
+
+
+def _ece(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """Σ_b |Σ_i in b (correct_i − confidence_i)| / N. Not by bincount, whose order of sums varies on a GPU."""
+    gap, index = correct - confidence, _bins(confidence, bins)[1]
+    return torch.stack([(gap * (index == b)).sum(-1).abs() for b in range(bins)]).sum(0) / gap.shape[-1]
+
+
+def _risk(confidence: Tensor, correct: Tensor) -> Tensor:
+    order = confidence.argsort(dim=-1, descending=True, stable=True)
+    k = torch.arange(1, correct.shape[-1] + 1, device=correct.device, dtype=correct.dtype)
+    return (1 - correct.gather(-1, order)).cumsum(-1) / k
+
+
+def _rank(share: float, n: int) -> int:
+    """The place of the ⌈share·n⌉-th of n."""
+    return math.ceil(share * n - 1e-9) - 1
+
+
+def _auroc(inside: Tensor, outside: Tensor) -> Tensor:
+    ordered = inside.sort(dim=-1).values
+    below, not_above = (torch.searchsorted(ordered, outside, right=right).double() for right in (False, True))
+    return (below + not_above).mean(-1) / (2 * ordered.shape[-1])
+
+
+def _fpr(inside: Tensor, outside: Tensor, accepted: float) -> Tensor:
+    threshold = inside.sort(dim=-1).values[..., _rank(accepted, inside.shape[-1]), None]
+    return (outside <= threshold).double().mean(-1)
+
+
+def _values(found: Iterable[Tensor], lost: Tensor) -> list[list[float]]:
+    """One row per set, read from the device at once; NaN for a lost set."""
+    values: list[list[float]] = torch.stack(list(found), 1).masked_fill(lost.unsqueeze(1), math.nan).tolist()
+    return values
 
 
 def _checked_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:

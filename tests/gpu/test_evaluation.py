@@ -12,6 +12,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
+from dpivon.metrics import batch_ood_scores, batch_scores
 from dpivon.models import MLP, CompactCNN, SmallCNN, WideResNet
 from dpivon.privacy.kernels.forward import MEMORY, Blocks, Forward
 from dpivon.privacy.kernels.layout import Layout
@@ -21,7 +22,7 @@ from dpivon.study.passes.choice import chosen
 from dpivon.study.passes.compiled import CompiledPasses
 from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
-from dpivon.study.scoring import scored, told_apart
+from dpivon.study.table import COVERAGES
 
 DEVICE = torch.device("cuda")
 MEAN, MOST = 1e-3, 2e-2
@@ -147,12 +148,12 @@ def test_scores_on_the_device_are_those_on_the_host():
     probs = torch.randn(57, 2000, 10, device=DEVICE, generator=generator).softmax(-1)
     probs[3, 7] = torch.nan
     labels = torch.randint(0, 10, (57, 2000), device=DEVICE, generator=generator)
-    found = scored(probs, labels, selective=True)
-    assert str(found) == str(scored(probs, labels, selective=True))
-    for ours, theirs in zip(found, scored(probs.cpu(), labels.cpu(), selective=True), strict=True):
+    found = batch_scores(probs, labels, coverages=COVERAGES)
+    assert str(found) == str(batch_scores(probs, labels, coverages=COVERAGES))
+    for ours, theirs in zip(found, batch_scores(probs.cpu(), labels.cpu(), coverages=COVERAGES), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12, nan_ok=True)
     a, b = probs[[0, 1, 3]].amax(-1), probs[[4, 5, 6]].amax(-1)[:, :777]
-    for ours, theirs in zip(told_apart(a, b), told_apart(a.cpu(), b.cpu()), strict=True):
+    for ours, theirs in zip(batch_ood_scores(a, b), batch_ood_scores(a.cpu(), b.cpu()), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9, nan_ok=True)
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from dpivon.data import MEAN, STD, load_fashion_mnist_test
 from dpivon.data.corruptions import as_bytes, corrupt
+from dpivon.metrics import batch_ood_scores, batch_scores
 from dpivon.stacked import Stack
 from dpivon.study.datasets import StudyData
 from dpivon.study.evaluate import Predicted, entropy, gaussian, predicted
 from dpivon.study.evaluation import HELD_OUT, Evaluation
 from dpivon.study.passes.way import Passes
 from dpivon.study.plan import Plan
-from dpivon.study.scoring import scored, told_apart
-from dpivon.study.table import OOD_SCORES, Row
+from dpivon.study.table import COVERAGES, OOD_SCORES, Row
 
 BEYOND = "beyond.csv"
 CLEAN, SHIFT, FOREIGN = "clean", "shift", "ood"
@@ -108,7 +108,8 @@ def labelled_scores(
     out: dict[int, dict[str, float]] = {}
     for places in by_size.values():
         probs, labels = torch.stack([answers[j].probs for j, _ in places]), torch.stack([y for _, y in places])
-        out |= dict(zip((j for j, _ in places), scored(probs, labels, selective=selective), strict=True))
+        found = batch_scores(probs, labels, coverages=COVERAGES if selective else ())
+        out |= dict(zip((j for j, _ in places), found, strict=True))
     return out
 
 
@@ -116,7 +117,7 @@ def ood_scores(ordinary: Predicted, other: Predicted) -> dict[str, float]:
     """AUROC and FPR95 by low confidence, by entropy, and by mutual information where there is one."""
     a, b = (torch.stack(_suspicions(p)) for p in (ordinary, other))
     out: dict[str, float] = {}
-    for name, (auroc, fpr) in zip(OOD_SCORES[: len(a)], told_apart(a, b), strict=True):
+    for name, (auroc, fpr) in zip(OOD_SCORES[: len(a)], batch_ood_scores(a, b), strict=True):
         out |= {f"auroc_{name}": auroc, f"fpr95_{name}": fpr}
     return out
 

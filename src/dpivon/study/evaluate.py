@@ -1,7 +1,7 @@
 """Scores of a stack's runs: for the mean, and averaged over posterior samples.
 
 Forward passes are made where the runs are, in fp32 whatever they were trained in; on a GPU convolutions are in TF32, which is
-torch's way unless it is told otherwise. What they say stays there and is scored there (:mod:`dpivon.study.scoring`).
+torch's way unless it is told otherwise. What they say stays there and is scored there (:func:`dpivon.metrics.batch_scores`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dpivon.data import MEAN, STD
+from dpivon.metrics import batch_scores
 from dpivon.stacked import Network, Stack
 from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.way import Passes
-from dpivon.study.scoring import scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def row_scores(
 def scores_of(found: Mapping[str, Sequence[Predicted]], labels: Tensor, samples: int) -> dict[str, float]:
     """The same of what was said, the first set being that of the labels."""
     names = {"mean": "", "average": "mc_"}
-    each = scored(torch.stack([answers[0].probs for answers in found.values()]), labels)
+    each = batch_scores(torch.stack([answers[0].probs for answers in found.values()]), labels)
     out = {f"{names[way]}{k}": v for way, scores in zip(found, each, strict=True) for k, v in scores.items()}
     return out | ({"mc_samples": samples} if "average" in found else {})
 
@@ -117,4 +117,4 @@ def seen(pictures: Tensor) -> Tensor:
 
 def label_scores(probs: Tensor, labels: Tensor) -> dict[str, float]:
     """accuracy, nll, ece and brier; NaN of what is not finite."""
-    return scored(probs.unsqueeze(0), labels)[0]
+    return batch_scores(probs.unsqueeze(0), labels)[0]

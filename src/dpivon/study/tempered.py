@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpivon.metrics import batch_scores
 from dpivon.privacy.noise import SEEDED, TorchNoise
 from dpivon.privacy.temperature import BOUND, HALVINGS, choose
 from dpivon.study.asked import Another, Asked
 from dpivon.study.datasets import StudyData
-from dpivon.study.scoring import scored
 from dpivon.temperature import log_probabilities, temper
 from dpivon.threads import one_thread
 
@@ -61,7 +61,7 @@ class _HostNoise:
 
 def _scores(temperature: float, probs: Tensor, data: StudyData) -> dict[str, float]:
     tempered = temper(probs, temperature) if bool(torch.isfinite(probs).all()) else probs
-    (after,) = scored(tempered.unsqueeze(0), data.eval_labels)
+    (after,) = batch_scores(tempered.unsqueeze(0), data.eval_labels)
     return {"temperature": temperature} | {f"tempered_{key}": value for key, value in after.items()}
 
 
