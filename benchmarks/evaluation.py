@@ -17,11 +17,12 @@ import time
 
 import torch
 
+from dpivon.metrics import batch_scores
 from dpivon.models import CompactCNN, WideResNet
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.evaluate import drawn, label_scores, predicted
 from dpivon.study.passes.choice import apart, fast_ways
 from dpivon.study.passes.eager import EagerPasses
+from dpivon.study.predict import draw_rows, predict_row
 from dpivon.study.work import hardware
 
 NETWORKS = {
@@ -51,7 +52,7 @@ def measure(name, device, rows, pictures, rounds):
     x = torch.randn(pictures, 3, 32, 32, device=device, generator=generator)
     mean = network.initial(0).to(device)
     std = torch.full_like(mean, 0.02)
-    theta, eager = drawn(mean, std, samples=rows - 1, seed=0), EagerPasses(network, device)
+    theta, eager = draw_rows(mean, std, samples=rows - 1, seed=0), EagerPasses(network, device)
     found = []
     for make in [lambda: eager, *(fast_ways(network, mean) if device.type == "cuda" else [])]:
         row = {"network": name, "rows": rows, "pictures": pictures}
@@ -60,7 +61,7 @@ def measure(name, device, rows, pictures, rounds):
             row["way"] = way.name
 
             def whole(way=way):
-                predicted(network, mean, std, [x], samples=rows - 1, seed=0, passes=way)
+                predict_row(network, mean, std, [x], samples=rows - 1, seed=0, passes=way)
 
             seconds, first = best(whole, device, rounds)
             off, allowed = apart(way, eager, theta, x)
@@ -115,7 +116,7 @@ def tiles(device, rows, pictures, rounds):
 def scoring(pictures):
     """Milliseconds of a set's scores on the host, beside its forward passes."""
     probs, labels = torch.randn(pictures, 10).softmax(-1), torch.randint(0, 10, (pictures,))
-    return 1e3 * best(lambda: label_scores(probs, labels), torch.device("cpu"), 20)[0]
+    return 1e3 * best(lambda: batch_scores(probs[None], labels), torch.device("cpu"), 20)[0]
 
 
 def main():

@@ -21,7 +21,7 @@ from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.layers.memory import settle_allocator
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study.evaluate import predicted
+from dpivon.study.predict import predict_row
 
 SIZES = ["compact:1:4096:2", "compact:3:4096:2", "compact:3:4096:4", "compact:3:4096:1", "paper:3:4096:2"]
 MODELS = {"compact": CompactCNN, "paper": PaperCNN}
@@ -96,7 +96,7 @@ def scoring(build, pictures=1000, draws=2):
                 network.model(row).eval()(x).softmax(-1)
 
     def studied():
-        predicted(network, mean, std, [x], samples=draws, seed=0)
+        predict_row(network, mean, std, [x], samples=draws, seed=0)
 
     each = pictures * (1 + draws)
     return {"scores, simply": 1e6 * _best(simply, 2) / each, "scores": 1e6 * _best(studied, 2) / each}

@@ -25,9 +25,10 @@ from torch.func import functional_call
 from dpivon import Posterior
 from dpivon.data import MEAN, STD
 from dpivon.data.corruptions import CORRUPTIONS, corrupt
+from dpivon.metrics import batch_scores
 from dpivon.study.datasets import build_network, load_data
-from dpivon.study.evaluate import label_scores, seen
 from dpivon.study.plan import read_plan
+from dpivon.study.predict import normalised
 from dpivon.temperature import log_probabilities, temper
 
 TRACES, DRAWS = (0.5, 1.0, 2.0), (8, 16, 32, 64)
@@ -49,6 +50,10 @@ def kept(out, data):
     return held, model, Posterior.load(file)
 
 
+def scored(probs, labels):
+    return batch_scores(probs[None], labels)[0]
+
+
 def drawn(posterior, trace, generator):
     """Weights from the posterior with its variances times ``trace``."""
     scale = math.sqrt(trace)
@@ -61,14 +66,14 @@ def table(out, data, seed=0):
     """Rows of scores: the mean first, then every trace and number of draws. The draws of one trace are nested."""
     held, model, posterior = kept(out, data)
     pictures, labels = held.eval_images.contiguous(memory_format=torch.channels_last), held.eval_labels
-    rows = [{"trace": 0.0, "draws": 0} | label_scores(said(model, posterior.mean, pictures), labels)]
+    rows = [{"trace": 0.0, "draws": 0} | scored(said(model, posterior.mean, pictures), labels)]
     generator = torch.Generator().manual_seed(seed)
     for trace in TRACES:
         total = torch.zeros_like(said(model, posterior.mean, pictures[:1]).expand(len(labels), -1))
         for n in range(1, max(DRAWS) + 1):
             total = total + said(model, drawn(posterior, trace, generator), pictures)
             if n in DRAWS:
-                rows.append({"trace": trace, "draws": n} | label_scores(total / n, labels))
+                rows.append({"trace": trace, "draws": n} | scored(total / n, labels))
                 print(shown(rows[-1]), flush=True)
     return rows, len(labels)
 
@@ -78,7 +83,7 @@ def tempered_table(out, data, seed=0):
     held, model, posterior = kept(out, data)
     clean, labels = held.eval_images[:SHIFTED], held.eval_labels[:SHIFTED]
     raw = (clean * STD + MEAN).clamp(0, 1)
-    shifted = [(k, seen(corrupt(raw, name, k, seed=0))) for name in CORRUPTIONS for k in SEVERITIES]
+    shifted = [(k, normalised(corrupt(raw, name, k, seed=0))) for name in CORRUPTIONS for k in SEVERITIES]
     parts = [held.images[:PICTURES], held.eval_images[:PICTURES], *(x for _, x in shifted)]
     pictures = torch.cat(parts).contiguous(memory_format=torch.channels_last)
     rows = []
@@ -89,9 +94,9 @@ def tempered_table(out, data, seed=0):
         training, held_out, *corrupted = probs.split([len(part) for part in parts])
         best = best_temperature(training, held.labels[:PICTURES])
         for t in (1.0, best):
-            scores = {0: [label_scores(temper(held_out, t), held.eval_labels[:PICTURES])]}
+            scores = {0: [scored(temper(held_out, t), held.eval_labels[:PICTURES])]}
             for (severity, _), p in zip(shifted, corrupted, strict=True):
-                scores.setdefault(severity, []).append(label_scores(temper(p, t), labels))
+                scores.setdefault(severity, []).append(scored(temper(p, t), labels))
             for severity, found in scores.items():
                 mean = {key: sum(score[key] for score in found) / len(found) for key in found[0]}
                 rows.append({"trace": trace, "draws": draws, "temperature": t, "severity": severity} | mean)

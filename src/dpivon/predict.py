@@ -304,7 +304,7 @@ class _Classes:
         # Not torch.softmax: on a CPU it wakes every thread even for a handful of rows, which on a busy
         # machine costs milliseconds for each draw.
         p_s = (f_s - f_s.logsumexp(-1, keepdim=True)).exp()
-        h_s = torch.special.entr(p_s).sum(-1)
+        h_s = entropy(p_s)
         self.p, self.h = (t.to(self.home) + (a if self.count else 0) for t, a in ((p_s, self.p), (h_s, self.h)))
         self.count += 1
         self.dtype = torch.promote_types(output.dtype, torch.float32)
@@ -381,9 +381,20 @@ def _classification(parts: list[_Classes], samples: int) -> ClassPrediction:
     probs = torch.cat([part.p / part.count for part in parts])
     expected_entropy = torch.cat([part.h / part.count for part in parts])
     _check_finite(probs)
-    entropy = torch.special.entr(probs).sum(-1)
-    information = (entropy - expected_entropy).clamp_min(0)  # ≥ 0 by Jensen; rounding may disagree
-    return ClassPrediction(probs.to(dtype), entropy.to(dtype), information.to(dtype), samples)
+    p = prediction_of(probs, expected_entropy, samples)
+    return ClassPrediction(p.probs.to(dtype), p.entropy.to(dtype), p.mutual_information.to(dtype), samples)
+
+
+def prediction_of(probs: Tensor, expected_entropy: Tensor, samples: int) -> ClassPrediction:
+    """The prediction of p̄ = mean_s p_s and mean_s H[p_s], with its entropies in double."""
+    total = entropy(probs)
+    information = (total - expected_entropy).clamp_min(0)  # ≥ 0 by Jensen; rounding may disagree
+    return ClassPrediction(probs, total, information, samples)
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """H[p] of each row in nats, in double: the mutual information is a small difference of two."""
+    return torch.special.entr(_wide(probs)).sum(-1)
 
 
 def _regression(parts: list[_Gaussian]) -> RegressionPrediction:

@@ -12,7 +12,7 @@ from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
 from dpivon.study.beyond import Condition, beyond_rows
-from dpivon.study.evaluation import Evaluation
+from dpivon.study.plan import Evaluation
 
 RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
 

@@ -17,11 +17,11 @@ from dpivon.models import MLP, CompactCNN, SmallCNN, WideResNet
 from dpivon.privacy.kernels.forward import MEMORY, Blocks, Forward
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.evaluate import drawn, label_scores, predicted
 from dpivon.study.passes.choice import chosen
 from dpivon.study.passes.compiled import CompiledPasses
 from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
+from dpivon.study.predict import draw_rows, predict_row
 from dpivon.study.table import COVERAGES
 
 DEVICE = torch.device("cuda")
@@ -167,16 +167,16 @@ def test_a_run_is_scored_as_the_eager_way_scores_it(build):
     grey = torch.randint(0, 256, (777, 3, 32, 32), dtype=torch.uint8, device=DEVICE, generator=generator)
     labels = torch.randint(0, 10, (2001,), device=DEVICE, generator=generator)
     sets, said = [x[:2001], grey, x[2001:]], []
-    way = chosen(network, drawn(mean, std, samples=32, seed=0), x, said.append)
+    way = chosen(network, draw_rows(mean, std, samples=32, seed=0), x, said.append)
     assert said == []
-    fast, plain = (predicted(network, mean, std, sets, samples=32, seed=4, passes=p) for p in (way, None))
+    fast, plain = (predict_row(network, mean, std, sets, samples=32, seed=4, passes=p) for p in (way, None))
     for kind in ("mean", "average"):
         for a, b in zip(fast[kind], plain[kind], strict=True):
             assert float((a.probs - b.probs).abs().sum(-1).mean()) / 2 < MEAN
             assert float((a.probs - b.probs).abs().max()) < MOST
             if kind == "average":
-                assert float((a.information - b.information).abs().mean()) < MEAN
-                assert float(b.information.mean()) > 5 * MEAN
-        ours, theirs = (label_scores(found[kind][0].probs, labels) for found in (fast, plain))
+                assert float((a.mutual_information - b.mutual_information).abs().mean()) < MEAN
+                assert float(b.mutual_information.mean()) > 5 * MEAN
+        ours, theirs = (batch_scores(found[kind][0].probs[None], labels)[0] for found in (fast, plain))
         for score, tolerance in (("accuracy", 2e-3), ("nll", 2e-3), ("ece", 2e-3), ("brier", 1e-3)):
             assert ours[score] == pytest.approx(theirs[score], abs=tolerance)

@@ -17,17 +17,17 @@ from torch import nn
 from dpivon import metrics
 from dpivon.data import Images
 from dpivon.errors import ArgumentError
+from dpivon.predict import ClassPrediction
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study import beyond, grouped, runner, table
+from dpivon.study import beyond, evaluation, runner, table
 from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores
 from dpivon.study.datasets import load_data
-from dpivon.study.evaluate import Predicted, predicted
-from dpivon.study.evaluation import Evaluation
 from dpivon.study.merge import merge
 from dpivon.study.passes.choice import first_that_agrees
 from dpivon.study.passes.compiled import CompiledPasses
 from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import Evaluation, Plan, PlannedRun
+from dpivon.study.predict import predict_row
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings
 from dpivon.study.work import Work
@@ -112,7 +112,7 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
     assert found == rows_of(whole)
     assert len(found) == 7 * (1 + 2 + 1)
     for stack, (run,) in kept:
-        answers = predicted(
+        answers = predict_row(
             stack.network, stack.mean[0], stack.std[0], [c.pictures for c in made], samples=3, seed=0 * 1_000_003
         )
         assert set(answers) == ({"mean", "average"} if run.method == "dp-ivon-gradsq" else {"mean"})
@@ -145,8 +145,8 @@ def test_a_study_takes_the_way_that_was_tried_on_a_run_of_its_own(whole, tmp_pat
         ways = iter([lambda: CompiledPasses(network, CPU, channels_last=True, pictures=64)])
         return first_that_agrees(ways, EagerPasses(network, CPU), rows, pictures, pytest.fail)
 
-    monkeypatch.setattr(grouped, "eager_will_do", lambda device, passes: False)
-    monkeypatch.setattr(grouped, "chosen", chosen)
+    monkeypatch.setattr(evaluation, "eager_will_do", lambda device, passes: False)
+    monkeypatch.setattr(evaluation, "chosen", chosen)
     train = Work.train
     monkeypatch.setattr(Work, "train", lambda self, stop: train(self, stop) and lost(self))
 
@@ -212,8 +212,9 @@ def test_a_stack_is_evaluated_like_each_run_alone():
 
 
 def test_what_diverged_has_no_scores():
-    bad = Predicted(torch.full((4, 3), math.nan), torch.full((4,), math.nan))
-    good = Predicted(torch.full((4, 3), 1 / 3), torch.zeros(4))
+    nan, none = torch.full((4,), math.nan), torch.zeros(4)
+    bad = ClassPrediction(torch.full((4, 3), math.nan), nan, nan, 5)
+    good = ClassPrediction(torch.full((4, 3), 1 / 3), none, none, 5)
     assert all(math.isnan(v) for v in ood_scores(bad, good).values())
     assert len(ood_scores(good, bad)) == 6
     assert ood_scores(good, good)["auroc_information"] == 0.5

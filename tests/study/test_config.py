@@ -19,8 +19,7 @@ from dpivon.stacked.rules import RULES, PointRows
 from dpivon.study import table
 from dpivon.study import tuning as tuned
 from dpivon.study.config import resolve, rounded_up
-from dpivon.study.evaluation import Evaluation
-from dpivon.study.plan import PlannedRun, changed, first_seed, noise_seed, read_plan, sample_seed, steps_of
+from dpivon.study.plan import Evaluation, PlannedRun, changed, first_seed, noise_seed, read_plan, sample_seed, steps_of
 
 DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as results/ have it
 STUDIES = Path(__file__).parents[2] / "studies"

@@ -20,17 +20,17 @@ from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.privacy.temperature import HALVINGS, temperature_releases, temperature_spec
 from dpivon.stacked import Stack
-from dpivon.study import grouped, runner, table
-from dpivon.study.asked import ASKED, Asked
+from dpivon.study import evaluation, runner, table
 from dpivon.study.cluster.desk import Desk, Superseded
 from dpivon.study.datasets import load_data
+from dpivon.study.evaluation import StackEvaluation
 from dpivon.study.folder import under_way
-from dpivon.study.grouped import Grouped
 from dpivon.study.plan import PlannedRun, noise_seed
 from dpivon.study.progress import Progress
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings
 from dpivon.study.status import status_lines
+from dpivon.study.temperature_queries import ASKED, TemperatureQueries
 from dpivon.study.work import Custody, Work
 
 # Since Python 3.12 a fork beside other threads is warned of; here nobody else computes.
@@ -51,7 +51,7 @@ def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Grouped, "evaluate", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(StackEvaluation, "evaluate", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_study(TEMPERED, out, ONE_BY_ONE)
     return out
@@ -119,9 +119,9 @@ def killed(out, *moment, settings=ONE_BY_ONE, **options):
 
 
 MOMENTS = {
-    "before anything": ((grouped, "predicted", 1), {}, 0),
-    "in the second run": ((grouped, "predicted", 2), {}, 1),
-    "before the file of questions": ((Asked, "_write", 1), {}, 0),
+    "before anything": ((evaluation, "predict_row", 1), {}, 0),
+    "in the second run": ((evaluation, "predict_row", 2), {}, 1),
+    "before the file of questions": ((TemperatureQueries, "_write", 1), {}, 0),
     "between the file and the charge": ((StackedMechanism, "charge_beside", 1), {}, 0),
     "after the charge": ((StackedMechanism, "charge_beside", 1), {"after": True}, 0),
     "asked, before the first answer": ((TorchNoise, "normal", 1), {}, 0),
@@ -164,7 +164,7 @@ def test_groups_change_nothing(trained, whole, tmp_path, monkeypatch):
     out, other = (copied(trained, tmp_path / name) for name in ("a", "b"))
     finish(out, monkeypatch, replace(ONE_BY_ONE, checkpoint_seconds=60.0))
     assert rows_of(out) == whole
-    killed(other, grouped, "predicted", 2)
+    killed(other, evaluation, "predict_row", 2)
     finish(other, monkeypatch, replace(ONE_BY_ONE, checkpoint_seconds=60.0))
     assert rows_of(other) == whole
 
@@ -194,7 +194,7 @@ def test_other_sums_get_other_noise_and_are_charged_again(trained, whole, tmp_pa
         return noise
 
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "predicted", rounded(grouped.predicted))
+        patch.setattr(evaluation, "predict_row", rounded(evaluation.predict_row))
         patch.setattr(TorchNoise, "normal", noted)
         record = finish(out, patch)
     assert (record.releases, temperature_releases(record)) == (STEPS + 2 * HALVINGS, 2 * HALVINGS)
@@ -234,7 +234,7 @@ def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained,
     out, cpu = copied(trained, tmp_path / "out"), torch.device("cpu")
     ((folder, ids),) = under_way(TEMPERED, out)
     runs = [next(run for run in RUNS if run.id == i) for i in ids]
-    data, desk, predicted, calls = load_data(TEMPERED, tmp_path, cpu), Desk(out / "stacks"), grouped.predicted, []
+    data, desk, predicted, calls = load_data(TEMPERED, tmp_path, cpu), Desk(out / "stacks"), evaluation.predict_row, []
 
     def evaluate(attempt):
         with Progress(1.0, 0.0, quiet=True) as progress:
@@ -251,7 +251,7 @@ def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained,
         return predicted(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "predicted", taken_over_in)
+        patch.setattr(evaluation, "predict_row", taken_over_in)
         with pytest.raises(Superseded):
             evaluate(attempt=1)
     (newer,) = (call for call in calls if call != 1)
@@ -259,7 +259,7 @@ def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained,
     assert (folder / ASKED).read_bytes() == newer
     assert temperature_releases(read(folder / "ledger.jsonl")) == HALVINGS
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "predicted", rounded(predicted))
+        patch.setattr(evaluation, "predict_row", rounded(predicted))
         assert temperature_releases(finish(out, patch)) == 2 * HALVINGS
 
 
@@ -281,7 +281,7 @@ def test_questions_that_nobody_remembers_are_charged_again(trained, whole, tmp_p
 def test_a_row_of_an_earlier_training_is_made_again(trained, whole, tmp_path, monkeypatch):
     """Its stack made more releases since, for all its runs: what the row says it cost is too little."""
     out = copied(trained, tmp_path / "out")
-    killed(out, grouped, "predicted", 2)
+    killed(out, evaluation, "predict_row", 2)
     (row,) = table.read(out / "runs.csv")
     table.write(out / "runs.csv", [row | {"releases": row["releases"] - 1, "epsilon": row["epsilon"] / 2}])
     finish(out, monkeypatch)
@@ -299,7 +299,7 @@ def test_status_says_what_is_being_done_and_how_long_it_will_take(trained, tmp_p
     out = copied(trained, tmp_path / "out")
     assert "6 releases charged to each; " in status_lines(out)[-1]
     assert "training, 6 of 6 steps are saved" in status_lines(out)[-1]
-    killed(out, grouped, "predicted", 2)
+    killed(out, evaluation, "predict_row", 2)
     words = status_lines(out)[-1]
     assert "3 runs, 12 releases charged to each, 1 have their rows; " in words
     assert "s ago: evaluating run 1 of 3" in words

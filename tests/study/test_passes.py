@@ -8,14 +8,15 @@ from torch import nn
 
 from dpivon.errors import ArgumentError
 from dpivon.models import MLP, CompactCNN
+from dpivon.predict import entropy
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.evaluate import drawn, entropy, predicted, seen
 from dpivon.study.passes import compiled
 from dpivon.study.passes.choice import SWITCH, apart, eager_will_do, fast_ways, first_that_agrees
 from dpivon.study.passes.compiled import CompiledPasses
 from dpivon.study.passes.eager import EagerPasses
 from dpivon.study.passes.kernels import KernelPasses
+from dpivon.study.predict import draw_rows, normalised, predict_row
 
 CPU = torch.device("cpu")
 SMALL = Layout(image=16, widths=(16, 32), hidden=32, classes=8)
@@ -30,7 +31,7 @@ def case(name, pictures=37, draws=4):
     build, shape = NETWORKS[name]
     network, generator = build(), torch.Generator().manual_seed(0)
     mean = network.initial(1)
-    rows = drawn(mean, torch.full_like(mean, 0.03), samples=draws, seed=2)
+    rows = draw_rows(mean, torch.full_like(mean, 0.03), samples=draws, seed=2)
     return network, rows, torch.randn(pictures, *shape, generator=generator)
 
 
@@ -47,14 +48,14 @@ def test_on_a_cpu_every_bit_is_that_of_the_plain_loop():
     sets.append(torch.randn(70, 3, 16, 16, generator=generator))
     mean = network.initial(1)
     std = torch.full_like(mean, 0.03)
-    found = predicted(network, mean, std, sets, samples=5, seed=4)
+    found = predict_row(network, mean, std, sets, samples=5, seed=4)
     generator = torch.Generator().manual_seed(4)
     rows = [mean] + [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(5)]
     model = network.model(mean).eval()
     for j, pictures in enumerate(sets):
         firsts, averages, gains = [], [], []
         for part in pictures.split(64):
-            x = seen(part).contiguous(memory_format=torch.channels_last)
+            x = normalised(part).contiguous(memory_format=torch.channels_last)
             first, *others = (network.load(row, model)(x).softmax(-1) for row in rows)
             average, entropies = torch.zeros_like(first), torch.zeros(len(first), dtype=torch.float64)
             for probs in others:
@@ -64,7 +65,7 @@ def test_on_a_cpu_every_bit_is_that_of_the_plain_loop():
             gains.append((entropy(average / 5) - entropies / 5).clamp_min(0))
         assert torch.equal(found["mean"][j].probs, torch.cat(firsts))
         assert torch.equal(found["average"][j].probs, torch.cat(averages))
-        assert torch.equal(found["average"][j].information, torch.cat(gains))
+        assert torch.equal(found["average"][j].mutual_information, torch.cat(gains))
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -110,12 +111,12 @@ def test_sets_that_are_joined_come_apart_again():
     joined.at_once = 32  # two calls, with sets over their border
     options = {"samples": 3, "seed": 5}
     mean, std = rows[0], torch.full_like(rows[0], 0.03)
-    apart_, together = (predicted(network, mean, std, sets, passes=way, **options) for way in (None, joined))
+    apart_, together = (predict_row(network, mean, std, sets, passes=way, **options) for way in (None, joined))
     for way in ("mean", "average"):
         for a, b in zip(apart_[way], together[way], strict=True):
             torch.testing.assert_close(a.probs, b.probs, rtol=1e-4, atol=1e-6)
             if way == "average":
-                torch.testing.assert_close(a.information, b.information, rtol=1e-3, atol=1e-6)
+                torch.testing.assert_close(a.mutual_information, b.mutual_information, rtol=1e-3, atol=1e-6)
 
 
 class Changed:

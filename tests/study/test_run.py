@@ -20,11 +20,11 @@ from dpivon import budget, temperature_cost
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
-from dpivon.study import grouped, runner, table
+from dpivon.study import evaluation, runner, table
 from dpivon.study.__main__ import main
-from dpivon.study.evaluate import predicted
 from dpivon.study.folder import group
 from dpivon.study.plan import Plan, PlannedRun, noise_seed
+from dpivon.study.predict import predict_row
 from dpivon.study.progress import Progress
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Outcome, Settings
@@ -192,10 +192,10 @@ def test_an_evaluation_that_is_stopped_goes_on_and_the_training_is_not_repeated(
     def disturbed(*args, **kwargs):
         calls.append(1)
         happens()
-        return predicted(*args, **kwargs)
+        return predict_row(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "predicted", disturbed)
+        patch.setattr(evaluation, "predict_row", disturbed)
         if raised is None:
             assert run_study(PLAN, tmp_path, PAIR) == Outcome(
                 1, 3, signal.SIGINT, left=1
@@ -215,7 +215,7 @@ def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(grouped, "predicted", full)
+        patch.setattr(evaluation, "predict_row", full)
         with pytest.raises(
             DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"
         ):
@@ -246,9 +246,9 @@ def test_time_may_run_out_in_an_evaluation_but_every_call_gets_on(pair, tmp_path
     def slow(*args, **kwargs):
         calls.append(1)
         passed[0] += 3600
-        return predicted(*args, **kwargs)
+        return predict_row(*args, **kwargs)
 
-    monkeypatch.setattr(grouped, "predicted", slow)
+    monkeypatch.setattr(evaluation, "predict_row", slow)
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
     hasty = replace(PAIR, minutes=30)
     assert run_study(PLAN, tmp_path, hasty).finished == 1

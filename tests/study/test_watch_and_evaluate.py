@@ -12,9 +12,8 @@ from dpivon import metrics, predict
 from dpivon.models import CompactCNN
 from dpivon.posterior import Posterior
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
-from dpivon.study import evaluate
-from dpivon.study.evaluate import predicted, scores
 from dpivon.study.passes import eager
+from dpivon.study.predict import normalised, posterior_row, predict_row, scores
 from dpivon.study.watch import Watch, points
 
 RUNS = [
@@ -104,12 +103,16 @@ def test_points_are_spread_over_the_logarithm():
     assert max(ratios) / min(ratios) < 1.1
 
 
+def score(stack, i, x, y, *, samples, seed):
+    return scores(predict_row(stack.network, *posterior_row(stack, i), [x], samples=samples, seed=seed), y)
+
+
 def test_scores_are_those_of_the_library(stack):
     go(stack, 6)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(40, 3, 4, 4, generator=generator), torch.randint(0, 10, (40,), generator=generator)
     for i in (0, 1):
-        found = scores(stack, i, x, y, samples=400, seed=3)
+        found = score(stack, i, x, y, samples=400, seed=3)
         mean = predict(stack.model(i), Posterior.point(stack.model(i)), x, samples=1).probs
         for name in ("accuracy", "nll", "ece", "brier"):
             assert found[name] == pytest.approx(getattr(metrics, name)(mean, y), rel=1e-5)
@@ -120,7 +123,7 @@ def test_scores_are_those_of_the_library(stack):
         assert found["mc_nll"] == pytest.approx(metrics.nll(average, y), rel=0.02)
         assert found["mc_brier"] == pytest.approx(metrics.brier(average, y), abs=0.01)
         assert found["mc_samples"] == 400
-        assert found == scores(stack, i, x, y, samples=400, seed=3)
+        assert found == score(stack, i, x, y, samples=400, seed=3)
 
 
 def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
@@ -129,7 +132,7 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
     x, grey = torch.randn(11, 3, 4, 4), torch.randint(0, 256, (7, 3, 4, 4), dtype=torch.uint8)
     mean, std = stack.mean[-1], stack.std[-1]
     assert (std > 0).all()
-    whole = predicted(stack.network, mean, std, [x, grey], samples=5, seed=3)
+    whole = predict_row(stack.network, mean, std, [x, grey], samples=5, seed=3)
     generator = torch.Generator().manual_seed(3)
     rows = [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(5)]
     for j, pictures in enumerate((x, (grey / 255 - 0.5) / 0.25)):
@@ -137,9 +140,9 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
         each = torch.stack([stack.network.model(row)(pictures).softmax(-1) for row in rows])
         torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
         gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
-        torch.testing.assert_close(whole["average"][j].information.float(), gain, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(whole["average"][j].mutual_information.float(), gain, rtol=1e-3, atol=1e-6)
     monkeypatch.setattr(eager, "AT_ONCE", 4)
-    pieces = predicted(stack.network, mean, std, [x], samples=5, seed=3)
+    pieces = predict_row(stack.network, mean, std, [x], samples=5, seed=3)
     torch.testing.assert_close(pieces["average"][0].probs, whole["average"][0].probs)
 
 
@@ -147,7 +150,7 @@ def simply(network, mean, std, images, *, samples, seed):
     """The obvious way: a model of its own for every draw, all pictures at once, as they come."""
     generator = torch.Generator().manual_seed(seed)
     rows = [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(samples)]
-    return torch.stack([network.model(row).eval()(evaluate.seen(images)).softmax(-1) for row in rows]).mean(0)
+    return torch.stack([network.model(row).eval()(normalised(images)).softmax(-1) for row in rows]).mean(0)
 
 
 @pytest.mark.parametrize("build", [PaperNetwork, lambda: AnyNetwork(CompactCNN)])
@@ -158,12 +161,12 @@ def test_the_fast_way_to_score_is_the_obvious_one_to_rounding(build):
     mean = network.initial(1)
     std = torch.full_like(mean, 0.02)
     before = mean.clone()
-    found = predicted(network, mean, std, [grey, evaluate.seen(grey)[:5]], samples=3, seed=4)
+    found = predict_row(network, mean, std, [grey, normalised(grey)[:5]], samples=3, seed=4)
     with torch.no_grad():
         expected = simply(network, mean, std, grey, samples=3, seed=4)
         torch.testing.assert_close(found["average"][0].probs, expected, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found["average"][1].probs, expected[:5], rtol=1e-4, atol=1e-6)
-        at_mean = network.model(mean).eval()(evaluate.seen(grey)).softmax(-1)
+        at_mean = network.model(mean).eval()(normalised(grey)).softmax(-1)
     torch.testing.assert_close(found["mean"][0].probs, at_mean, rtol=1e-4, atol=1e-6)
     assert torch.equal(mean, before)
     assert not torch.allclose(expected, at_mean, rtol=1e-2)
@@ -172,6 +175,6 @@ def test_the_fast_way_to_score_is_the_obvious_one_to_rounding(build):
 def test_a_run_that_diverged_has_no_scores(stack):
     stack.parts[-1].state["mean"].fill_(math.nan)
     i = stack.order[-1]
-    found = scores(stack, i, torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64), samples=2, seed=0)
+    found = score(stack, i, torch.randn(5, 3, 4, 4), torch.zeros(5, dtype=torch.int64), samples=2, seed=0)
     assert all(math.isnan(found[k]) for k in ("accuracy", "nll", "ece", "brier"))
     assert math.isnan(found["mc_accuracy"])

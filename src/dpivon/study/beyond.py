@@ -17,12 +17,12 @@ from torch import Tensor
 from dpivon.data import MEAN, STD, load_fashion_mnist_test
 from dpivon.data.corruptions import as_bytes, corrupt
 from dpivon.metrics import batch_ood_scores, batch_scores
+from dpivon.predict import ClassPrediction
 from dpivon.stacked import Stack
 from dpivon.study.datasets import StudyData
-from dpivon.study.evaluate import Predicted, entropy, gaussian, predicted
-from dpivon.study.evaluation import HELD_OUT, Evaluation
 from dpivon.study.passes.way import Passes
-from dpivon.study.plan import Plan
+from dpivon.study.plan import HELD_OUT, Evaluation, Plan
+from dpivon.study.predict import posterior_row, predict_row
 from dpivon.study.table import COVERAGES, OOD_SCORES, Row
 
 BEYOND = "beyond.csv"
@@ -84,9 +84,9 @@ def beyond_rows(
     seed: int,
     passes: Passes | None = None,
 ) -> list[Row]:
-    """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.evaluate.predicted`."""
+    """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.predict.predict_row`."""
     pictures = [condition.pictures for condition in made]
-    found = predicted(stack.network, *gaussian(stack, i), pictures, samples=samples, seed=seed, passes=passes)
+    found = predict_row(stack.network, *posterior_row(stack, i), pictures, samples=samples, seed=seed, passes=passes)
     out: list[Row] = []
     for way, answers in found.items():
         scores = labelled_scores(made, answers, selective=wanted.selective)
@@ -98,7 +98,7 @@ def beyond_rows(
 
 
 def labelled_scores(
-    made: Sequence[Condition], answers: Sequence[Predicted], *, selective: bool
+    made: Sequence[Condition], answers: Sequence[ClassPrediction], *, selective: bool
 ) -> dict[int, dict[str, float]]:
     """Scores of the conditions that have labels, by their places; those of one size at once."""
     by_size: dict[int, list[tuple[int, Tensor]]] = {}
@@ -113,7 +113,7 @@ def labelled_scores(
     return out
 
 
-def ood_scores(ordinary: Predicted, other: Predicted) -> dict[str, float]:
+def ood_scores(ordinary: ClassPrediction, other: ClassPrediction) -> dict[str, float]:
     """AUROC and FPR95 by low confidence, by entropy, and by mutual information where there is one."""
     a, b = (torch.stack(_suspicions(p)) for p in (ordinary, other))
     out: dict[str, float] = {}
@@ -122,7 +122,7 @@ def ood_scores(ordinary: Predicted, other: Predicted) -> dict[str, float]:
     return out
 
 
-def _suspicions(p: Predicted) -> list[Tensor]:
+def _suspicions(p: ClassPrediction) -> list[Tensor]:
     """Scores that are high where a picture looks foreign, in the order of their names."""
-    found = [-p.probs.amax(-1).double(), entropy(p.probs)]
-    return found if p.information is None else [*found, p.information.double()]
+    found = [-p.confidence.double(), p.entropy]
+    return [*found, p.mutual_information] if p.samples else found

@@ -13,8 +13,7 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting import budget
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.study.datasets import train_size
-from dpivon.study.evaluation import Evaluation
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import Evaluation, Plan, PlannedRun
 from dpivon.study.tuning import Rates, read_rates
 from dpivon.yaml_files import read_yaml, validated
 
@@ -65,7 +64,7 @@ class Shift(_Strict):
 
 
 class Evaluate(_Strict):
-    """What to look at beyond the test set: see :class:`dpivon.study.evaluation.Evaluation`."""
+    """What to look at beyond the test set: see :class:`dpivon.study.plan.Evaluation`."""
 
     shift: Shift | None = None
     ood: list[str] = []

@@ -20,9 +20,9 @@ from dpivon.privacy import PrivacyEngine
 from dpivon.stacked import AnyNetwork
 from dpivon.study import table
 from dpivon.study.datasets import StudyData, build_network, load_data
-from dpivon.study.evaluate import row_scores
 from dpivon.study.folder import alone, claim
 from dpivon.study.plan import Plan, PlannedRun, first_seed, noise_seed, sample_seed, steps_of
+from dpivon.study.predict import predict_row, scores
 from dpivon.study.settings import Outcome, Settings
 from dpivon.study.work import facts
 
@@ -84,9 +84,9 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
         torch.cuda.synchronize()
     seconds = time.monotonic() - began
     mean, std = _rows(network, learner.posterior(), device)
-    found = row_scores(
-        network, mean, std, data.eval_images, data.eval_labels, samples=plan.mc_samples, seed=sample_seed(plan, run)
-    )
+    seed = sample_seed(plan, run)
+    said = predict_row(network, mean, std, [data.eval_images], samples=plan.mc_samples, seed=seed)
+    found = scores(said, data.eval_labels)
     spent = {"epsilon": engine.get_epsilon(plan.delta), "steps": total, "releases": len(engine.accountant)}
     made = {"seconds": seconds, "stack_size": 1, "stack_methods": 1, "precision": "float32"}
     return facts(plan, run, data.size, device) | spent | made | found

@@ -10,14 +10,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES
 from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
 from dpivon.stacked.rules import RULES, estimator_of
-from dpivon.study.evaluation import HELD_OUT, Evaluation
 
 FORMAT = "dpivon-study-1"
+HELD_OUT = "held-out"
+OOD = ("fashion-mnist", HELD_OUT)
 DATASETS = ("cifar10", "fashion-mnist", "digits")
 NETWORKS = ("paper", "small", "compact")
 SPLITS = ("final", "tuning")
@@ -32,6 +34,41 @@ _FIRST = {
     "dp-ivon-gradsq-plain": "gradsq",
     "dp-ivon-reparam": "reparam",
 }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a study predicts beyond its test set: corrupted and OOD images, and selective prediction if ``selective``.
+
+    Every corruption is applied at every severity. ``pictures`` is the number of images of the test set, and of each OOD set;
+    None means all. Corrupted images are those that are scored clean too, so that nothing but the corruption differs.
+    """
+
+    corruptions: tuple[str, ...] = ()
+    severities: tuple[int, ...] = ()
+    ood: tuple[str, ...] = ()
+    selective: bool = False
+    pictures: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.corruptions:
+            check_choice("corruptions", name, tuple(CORRUPTIONS), "Name corruptions that dpivon.data.corruptions has")
+        for name in self.ood:
+            check_choice("ood", name, OOD, "Name sets of pictures that dpivon has")
+        for severity in self.severities:
+            if severity not in SEVERITIES:
+                raise bad("severities", severity, "is not from 1 to 5", "Give some of 1, 2, 3, 4 and 5")
+        for what in ("corruptions", "severities", "ood"):
+            found = getattr(self, what)
+            if len(set(found)) < len(found):
+                raise bad(what, list(found), "names something twice", "Name each once")
+        if bool(self.corruptions) != bool(self.severities):
+            fix = "Give both or neither"
+            raise bad("corruptions", list(self.corruptions), f"does not go with severities={self.severities}", fix)
+        if not isinstance(self.selective, bool):
+            raise bad("selective", self.selective, "is neither true nor false", "Say whether answers may be withheld")
+        if self.pictures is not None:
+            check_whole("pictures", self.pictures, "Give how many test pictures to look at", at_least=20)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study import table
 from dpivon.study.beyond import Condition
 from dpivon.study.datasets import StudyData, build_network
+from dpivon.study.evaluation import Keep, StackEvaluation
 from dpivon.study.folder import open_stack
-from dpivon.study.grouped import Grouped, Keep
 from dpivon.study.note import Note
 from dpivon.study.pace import Left
 from dpivon.study.passes.choice import SWITCH
@@ -155,7 +155,7 @@ class Work:
         so between two runs. Nothing is lost but a group: the stack was saved when it was trained."""
         with evaluating(self.folder):
             left = [i for i, run in enumerate(self.runs) if self.known.get(run.id) != self.releases]
-            return not left or Grouped(self, left).evaluate(keep, stop)
+            return not left or StackEvaluation(self, left).evaluate(keep, stop)
 
     @property
     def releases(self) -> int:
