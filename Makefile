@@ -18,10 +18,10 @@ help:
 	@echo "make browser     Debian's chromium, with which the tests of reports look at them (needs root; they are skipped without)"
 	@echo "make test-all    the same, with the slow tests"
 	@echo "make conformance Opacus's own tests against our engine"
-	@echo "make faults      kills, full disks and damaged files, counted into results/reliability/faults.json (about ten minutes)"
+	@echo "make faults      kills, full disks and damaged files, counted into tests/reliability/faults.json (about ten minutes)"
 	@echo "make fuzz        damaged files and random configurations, by coverage too (about fifteen minutes)"
-	@echo "make bad-input   every bad argument that must be refused, counted into results/reliability/"
-	@echo "make audit       the privacy audit, and every seeded bug on every path, in results/reliability/ (about ten minutes)"
+	@echo "make bad-input   every bad argument that must be refused, counted into tests/reliability/"
+	@echo "make audit       the privacy audit, and every seeded bug on every path, in tests/reliability/ (about ten minutes)"
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV) (once)"
@@ -36,7 +36,7 @@ demo: $(READY)
 
 study: $(READY)
 	@echo "== dpivon study: 72 private runs on scikit-learn's digits; stop it as you like, the same command goes on"
-	OMP_NUM_THREADS=1 $(BIN)/dpivon study run studies/quick.yaml --out study-output
+	OMP_NUM_THREADS=1 $(BIN)/dpivon study run examples/study.yaml --out study-output
 	$(BIN)/dpivon study report study-output
 
 docs: $(READY)
@@ -74,21 +74,21 @@ conformance: $(READY)
 
 faults: $(READY)
 	@echo "== Faults: real processes killed at random and in every write, a full disk, damaged files"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --out results/reliability/faults.json
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_tests.py --out results/reliability/fault-tests.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --out tests/reliability/faults.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_tests.py --out tests/reliability/fault-tests.json
 
 fuzz: $(READY)
 	@echo "== Damaged files and random configurations: success or one of our errors"
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[fuzz]'
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz --examples 3000 --seconds 30 --out results/reliability/fuzz.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz --examples 3000 --seconds 30 --out tests/reliability/fuzz.json
 
 bad-input: $(READY)
 	@echo "== Bad arguments, refused"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/count_bad_input.py --out results/reliability/bad-input.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/count_bad_input.py --out tests/reliability/bad-input.json
 
 audit: $(READY)
 	@echo "== The audit of the library as it is, and with every bug sown into it"
-	OMP_NUM_THREADS=1 $(BIN)/python tests/audit/make_matrix.py --out results/reliability
+	OMP_NUM_THREADS=1 $(BIN)/python tests/audit/make_matrix.py --out tests/reliability
 
 newcomer: $(READY)
 	PYTHON=$(PYTHON) bash tests/newcomer.sh

@@ -1,6 +1,6 @@
 """What σ, C, b, the learning rate, N_ess and h₀ do to DP-IVON: the figures of docs/choosing.md, on the digits.
 
-    python -m benchmarks.choosing       # one thread; docs/images/choosing-*.png and results/choosing/choosing.json
+    python -m benchmarks.choosing       # one thread; docs/images/choosing-*.png and benchmarks/results/choosing.json
 
 An MLP of 2,410 weights (64–32–10), 20 epochs of 1,297 digits, δ = 1e-4, three seeds a cell (0, 1, 2 for the first weights;
 noise and batches have seeds of their own, counted from 1), scores on the 200 validation digits; no test digit is read. Where
@@ -214,11 +214,11 @@ def draw(result, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--draw", action="store_true", help="draw the figures again from results/choosing/choosing.json"
+        "--draw", action="store_true", help="draw the figures again from benchmarks/results/choosing.json"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    path = ROOT / "results" / "choosing" / "choosing.json"
+    path = ROOT / "benchmarks" / "results" / "choosing.json"
     if not args.draw:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(everything(), indent=1, ensure_ascii=False) + "\n")

@@ -1,6 +1,6 @@
 """Constants of the cost model that a machine with a few CPU cores can measure.
 
-    python -m benchmarks.cost_measure --json results/benchmarks/cost-cpu.json
+    python -m benchmarks.cost_measure --json benchmarks/results/cost-cpu.json
 
 communication  reduction to the first rank and broadcast of P doubles over gloo on loopback, by the number of ranks
 noise          seconds to make a release of P numbers from their sums, by PyTorch's generator and by the operating system's

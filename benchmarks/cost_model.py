@@ -1,8 +1,8 @@
 """The cost model of docs/scaling.md: constants from committed measurements, and what they say of larger models and more GPUs.
 
-    python -m benchmarks.cost_model        # prints the tables of the page, writes results/benchmarks/cost-model.png
+    python -m benchmarks.cost_model        # prints the tables of the page, writes benchmarks/results/cost-model.png
 
-Every constant is fitted to a file of results/benchmarks or stands in ``ASSUMED``, and nothing here is measured. Where a fit has
+Every constant is fitted to a file of benchmarks/results or stands in ``ASSUMED``, and nothing here is measured. Where a fit has
 points to spare it is held against them.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import poisson
 
-FOLDER = Path(__file__).parents[1] / "results" / "benchmarks"
+FOLDER = Path(__file__).parent / "results"
 CNN = 357_258  # parameters of the paper's CNN
 
 #: Nobody has measured these here: large products on one GPU, and two kinds of network between GPUs.
 ASSUMED = {"flops": 400e12, "fast_bytes": 300e9, "slow_bytes": 40e9}
-#: Whole private steps of traced networks against plain ones on an H200: "Any network, captured" in results/benchmarks.
+#: Whole private steps of traced networks against plain ones on an H200: "Any network, captured" in benchmarks/results.
 PRIVATE_OVER_PLAIN_H200 = 2.5
 
 

@@ -1,9 +1,9 @@
 """The recipe with few steps, on CPU: where its large first steps break a network, and what a ramp or a cap does about it.
 
-    python -m benchmarks.few_steps TASK      # one thread, minutes; results/strong-privacy/few-steps-TASK.json; the tasks:
+    python -m benchmarks.few_steps TASK      # one thread, minutes; few-steps-TASK.json; the tasks:
                                              # digits-mlp, digits-relu, digits-cnn, fashion-mlp
     python -m benchmarks.few_steps units     # half a minute: how many hidden units are dead, step by step
-    python -m benchmarks.few_steps report    # tables and figure from them: results/strong-privacy/few-steps.{md,png}
+    python -m benchmarks.few_steps report    # tables and figure from them: few-steps.{md,png}
 
 Fashion-MNIST is read from --data, /usr/share/datasets/fashion-mnist where Debian has it.
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every table of results/benchmarks that needs a GPU, with nothing else running on it: about ten minutes on an H200, an estimate.
+# Every table of benchmarks/results that needs a GPU, with nothing else running on it: about ten minutes on an H200, an estimate.
 #   sh benchmarks/gpu.sh [FOLDER]         PYTHON=python3 by default; what is already in FOLDER is not measured again
 set -u
 folder=${1:-results/benchmarks}

@@ -1,6 +1,6 @@
 """A million releases in a ledger: how large the file is, how long ε takes, and what a charge costs a step.
 
-    python -m benchmarks.ledger --json results/reliability/load.json
+    python -m benchmarks.ledger --json tests/reliability/load.json
 
 One by one as the engine charges them (with evidence), and in blocks of 32 as a captured loop does. The million is written to
 memory (/dev/shm) where there is one, since a disk's sync is what a charge costs and would be timed a million times;

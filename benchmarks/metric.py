@@ -1,6 +1,6 @@
 """Does clipping in a metric that is learned from past releases help? On the digits, on CPU, everything else equal.
 
-    python -m benchmarks.metric      # one thread, about two minutes: results/strong-privacy/metric.{json,md}
+    python -m benchmarks.metric      # one thread, about two minutes: experiments/strong_privacy/results/metric.{json,md}
 
 Four methods at the learning rates that ``benchmarks/strong.py`` chose for them without a metric, at each ε; all of ε goes to
 training. Seed i has the same first weights, the same batches and the same noise with and without a metric, so differences are

@@ -1,6 +1,6 @@
 """Plots of committed benchmark results.
 
-python -m benchmarks.plot      # reads results/benchmarks/*.json, writes PNGs beside them
+python -m benchmarks.plot      # reads benchmarks/results/*.json, writes PNGs beside them
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-FOLDER = Path(__file__).parents[1] / "results" / "benchmarks"
+FOLDER = Path(__file__).parent / "results"
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
 
 

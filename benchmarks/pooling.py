@@ -1,6 +1,6 @@
 """One second moment for all weights or one a tensor, for another network than the comparison's: a small vision transformer.
 
-    python -m benchmarks.pooling      # ten minutes of one thread; results/strong-privacy/pooling.json
+    python -m benchmarks.pooling      # ten minutes of one thread; experiments/strong_privacy/results/pooling.json
 
 10,000 pictures of Fashion-MNIST, 16 patches of 7×7, width 32, two layers; b = 512, C = 1, 120 steps, ε of training. DP-
 Steady is at r = 3.5, its averaged iterate without width; DP-SGD and DP-Adam are at the rate of least NLL on 5,000 other

@@ -1,6 +1,6 @@
 """What Ray costs a study: stacks scheduled through it against the same stacks trained directly, in turn, on one machine.
 
-    python -m benchmarks.ray_overhead --json results/benchmarks/ray-overhead-cpu.json
+    python -m benchmarks.ray_overhead --json benchmarks/results/ray-overhead-cpu.json
 
 Equal stacks, one at a time, by the local engine in this process and by one Ray worker, from the first stack's row to the last
 stack's: whole cycles of handing out, training, evaluating, bringing back and writing, without the start of either. Ratios,

@@ -1,6 +1,6 @@
 """How wide the recipe's posterior is: the widest whose held-out NLL, after the temperature, cannot be told from the lowest.
 
-    python -m benchmarks.spread     # from results/strong-spread-tuning and -small-tuning: results/strong-privacy/spread.md
+    python -m benchmarks.spread     # from strong-spread-tuning and -small-tuning: spread.md
 
 A score is a mean over cells of means over seeds, its standard error that of the seeds within cells. What is within
 one standard error of the difference cannot be told apart. Of those the widest is taken: width is what a prediction has beyond
@@ -22,7 +22,7 @@ from typing import Any
 from dpivon.study import table
 from dpivon.study.compare.statistics import interval
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "experiments" / "strong_privacy" / "results"
 FOLDERS = ("strong-spread-tuning", "strong-spread-small-tuning")
 FINAL = ("strong-epsilon", "strong-paper", "strong-fashion")
 MEASURES = ("tempered_nll", "tempered_ece", "tempered_accuracy")
@@ -107,7 +107,7 @@ def main() -> None:
         "",
         "    python -m benchmarks.spread",
         "",
-        f"From {' and '.join(f'`results/{f}`' for f in FOLDERS)}: {counted(tuned)}.",
+        f"From {' and '.join(f'`{f}`' for f in FOLDERS)}: {counted(tuned)}.",
         "",
         *lines,
         "",
@@ -115,12 +115,12 @@ def main() -> None:
         "",
         "## On the test sets, which chose nothing",
         "",
-        f"From {', '.join(f'`results/{f}`' for f in FINAL)}: {counted(final)}, each with noise of its own.",
+        f"From {', '.join(f'`{f}`' for f in FINAL)}: {counted(final)}, each with noise of its own.",
         "",
         *on_the_test_set(final),
         "",
     ]
-    (RESULTS / "strong-privacy" / "spread.md").write_text("\n".join(text), encoding="utf-8")
+    (RESULTS / "spread.md").write_text("\n".join(text), encoding="utf-8")
     print("\n".join(text))
 
 

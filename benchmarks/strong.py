@@ -1,9 +1,9 @@
 """The recipe for strong privacy against DP-SGD, DP-Adam and the paper's method, on CPU; every part taken away in turn.
 
-    python -m benchmarks.strong digits        # one thread: about five minutes; results/strong-privacy/digits.json
+    python -m benchmarks.strong digits        # one thread: about five minutes; digits.json
     python -m benchmarks.strong fashion       # about ten; --data /usr/share/datasets/fashion-mnist, where Debian has it
     python -m benchmarks.strong temperature   # a minute: three private ways to choose a temperature
-    python -m benchmarks.strong report        # tables and figure from the three: results/strong-privacy/recipe.{md,png}
+    python -m benchmarks.strong report        # tables and figure from the three: recipe.{md,png}
 
 Every method has the same number of learning rates (five on digits, three on Fashion-MNIST), about √10 apart, the recipe's 2
 apart; all average their iterates over a tenth of the training. The rate of least mean NLL on validation data is reported on
@@ -36,7 +36,7 @@ from dpivon.stacked import Run, Stack
 from dpivon.stacked.temperature import calibrate_stack
 from dpivon.temperature import log_probabilities, temper
 
-OUT = Path(__file__).parents[1] / "results" / "strong-privacy"
+OUT = Path(__file__).parents[1] / "experiments" / "strong_privacy" / "results"
 EPSILONS = (0.3, 1.0, 3.0, 8.0)
 BOUND, SHARE = 1.0, 0.1
 

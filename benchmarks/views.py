@@ -1,6 +1,6 @@
 """What views of pictures and studies' scores cost, and CompactCNN against the paper's CNN.
 
-    python -m benchmarks.views --device cuda      # views a second of captured stacks; run it before studies/leaderboard.yaml
+    python -m benchmarks.views --device cuda      # views a second of captured stacks
     python -m benchmarks.views                    # on one CPU thread: µs of its time a picture, forward, backward, clipped sums
 
 A step of a stack is everything: sampling, views, forward, backward, clipping, noise, update.

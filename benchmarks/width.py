@@ -1,9 +1,9 @@
 """What the width of a kept posterior, and the number of draws that are averaged, do to its scores on held-out pictures.
 
-    dpivon study run studies/width.yaml --keep --out OUT --data DATA
-    python -m benchmarks.width OUT --data DATA --json results/strong-privacy/width.json     # seven minutes of two cores
+    dpivon study run experiments/strong_privacy/studies/width.yaml --keep --out OUT --data DATA
+    python -m benchmarks.width OUT --data DATA --json width.json     # seven minutes of two cores
 
-    python -m benchmarks.width OUT --data DATA --tempered --json results/strong-privacy/width-tempered.json     # as long again
+    python -m benchmarks.width OUT --data DATA --tempered --json width-tempered.json     # as long again
 
 The variance of every weight is multiplied by each trace in turn. Nothing is trained, and only the study's own validation or
 test pictures are looked at: with `split: tuning` these are training pictures that were held out. With `--tempered` a
@@ -129,7 +129,10 @@ def main():
         print(shown(rows[0]).replace("trace   0,  0 draws", "the mean"))
     if args.json:
         facts = {"hardware": f"{platform.machine()}, 2 threads", "torch": torch.__version__, "pictures": pictures}
-        args.json.write_text(json.dumps(facts | {"study": "studies/width.yaml", "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(facts | {"study": "experiments/strong_privacy/studies/width.yaml", "rows": rows}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

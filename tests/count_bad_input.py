@@ -1,4 +1,4 @@
-"""How many bad inputs were tried and refused: ``python tests/count_bad_input.py --out results/reliability/bad-input.json``.
+"""How many bad inputs were tried and refused: ``python tests/count_bad_input.py --out tests/reliability/bad-input.json``.
 
 ``ROWS`` is the list of what must be refused, each row with the tests that show it; a row without a test that ran is an error.
 """

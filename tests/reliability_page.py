@@ -1,4 +1,4 @@
-"""``results/reliability/README.md`` from the counts beside it: ``python tests/reliability_page.py``.
+"""``tests/reliability/README.md`` from the counts beside it: ``python tests/reliability_page.py``.
 
 Row by row: what must hold, which tests show it, what was seen. The rows of faults are those of the fault table, and each
 names the entries of ``faults.json`` and ``fault-tests.json`` that belong to it.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FOLDER = HERE.parent / "results" / "reliability"
+FOLDER = HERE / "reliability"
 CAMPAIGN = "tests/faults/fault_campaign.py"
 
 #: The fault table: fault, what must happen, the entries of faults.json.
@@ -260,7 +260,7 @@ def _load(report: dict[str, Any]) -> list[str]:
         "## A million releases",
         "",
         *_said(
-            "`python -m benchmarks.ledger --json results/reliability/load.json` · same machine, under other work ·",
+            "`python -m benchmarks.ledger --json tests/reliability/load.json` · same machine, under other work ·",
             "σ = 1, q = 512/50,000, δ = 1e-5",
         ),
         "| ledger | bytes at the end | at its longest | read, s | RDP, s | PLD, s |",

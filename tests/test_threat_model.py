@@ -35,7 +35,7 @@ def test_its_make_targets_exist():
 
 
 def test_the_page_of_results_is_that_of_its_counts():
-    assert (ROOT / "results" / "reliability" / "README.md").read_text(encoding="utf-8") == build()
+    assert (ROOT / "tests" / "reliability" / "README.md").read_text(encoding="utf-8") == build()
 
 
 def test_every_row_of_both_lists_names_what_exists():

@@ -1,6 +1,6 @@
 """Which curvature can be estimated under privacy, and what it is worth: a simulation on the digits, on one CPU thread.
 
-    python -m benchmarks.estimators                # both parts, about six minutes; results/strong-privacy/simulation.*
+    python -m benchmarks.estimators                # both parts, about six minutes; simulation.*
     python -m benchmarks.estimators --part truth   # the estimators against the truth alone
 
 Truth: softmax regression (650 weights) held where some epochs of training left it, so that every example's clipped gradient is
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import dpivon
 
-OUT = Path(__file__).parents[2] / "results" / "strong-privacy"
+OUT = Path(__file__).parents[2] / "experiments" / "strong_privacy" / "results"
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 DELTA, EPOCHS, BATCH, BOUND, EMA, SEEDS, DRAWS = 1e-4, 20, 256, 1.0, 0.95, 3, 16
 RHO = 0.99

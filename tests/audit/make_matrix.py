@@ -180,7 +180,7 @@ A careless program that the library refuses, or runs right, and what it does wit
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/reliability"))
+    parser.add_argument("--out", type=Path, default=Path("tests/reliability"))
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     options = parser.parse_args()
     begun, rows = time.perf_counter(), mutants()

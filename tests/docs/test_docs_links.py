@@ -13,7 +13,7 @@ from docs_pages import DOCS, PAGES, ROOT, inline_code, without_fences
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = (ROOT, ROOT / "src" / "dpivon", DOCS, ROOT / "tests")
-MADE_BY_RUNNING = ("run/", "demo-output/", "study-output/", "audit-output/", "results/quick", "site/")
+MADE_BY_RUNNING = ("run/", "demo-output/", "study-output/", "audit-output/", "site/")
 
 
 def anchors(page: Path) -> set[str]:

@@ -16,7 +16,7 @@ from dpivon.methods import METHODS
 
 METHODS_PAGE = (DOCS / "methods.md").read_text()
 CHOOSING = (DOCS / "choosing.md").read_text()
-RUNS = json.loads((ROOT / "results" / "choosing" / "choosing.json").read_text())
+RUNS = json.loads((ROOT / "benchmarks" / "results" / "choosing.json").read_text())
 
 
 def test_the_tables_say_what_the_registry_says() -> None:
@@ -28,7 +28,7 @@ def test_the_tables_say_what_the_registry_says() -> None:
 
 def test_the_costs_are_those_that_were_measured() -> None:
     together, later = (
-        json.loads((ROOT / "results" / "benchmarks" / f"methods-cpu{part}.json").read_text())["rows"]
+        json.loads((ROOT / "benchmarks" / "results" / f"methods-cpu{part}.json").read_text())["rows"]
         for part in ("", "-calm")
     )
     for name, row in {**later, **together}.items():

@@ -1,6 +1,6 @@
 """The fault table with real processes: killed, stopped, out of disk, two at once, with damaged files. Counts to JSON.
 
-    python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --out results/reliability/faults.json
+    python tests/faults/fault_campaign.py --kills 50 --aimed 2 --flips 200 --out tests/reliability/faults.json
 
 Children are forked from this process, which has the libraries loaded: the kill then falls into training and not into
 imports. Every child is a process of its own and is killed as such (children.py); moments.py says when.

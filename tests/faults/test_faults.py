@@ -1,4 +1,4 @@
-"""The fault table with real processes, a few of each; fifty kills in the slow suite and in results/reliability."""
+"""The fault table with real processes, a few of each; fifty kills in the slow suite and in tests/reliability."""
 
 from __future__ import annotations
 

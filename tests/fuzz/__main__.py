@@ -1,4 +1,4 @@
-"""Count what fuzzing did: ``python tests/fuzz --examples 2000 --out results/reliability/fuzz.json``.
+"""Count what fuzzing did: ``python tests/fuzz --examples 2000 --out tests/reliability/fuzz.json``.
 
 Files and configurations by random mutation; with ``--seconds`` and atheris installed, every reader by coverage as well.
 """

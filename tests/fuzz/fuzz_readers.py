@@ -36,8 +36,8 @@ from dpivon.study.plan import read_plan
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from archives import batch_pickle, binary, idx, pictures, tar
 
-QUICK = Path(__file__).parents[2] / "studies" / "quick.yaml"
-RESULTS = Path(__file__).parents[2] / "results" / "quick"
+QUICK = Path(__file__).parents[2] / "examples" / "study.yaml"
+RESULTS = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 CELL_RATES = b'{"cells": [{"method": "a", "batch_size": 8, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "lr": 0.5}]}'
 
 

@@ -1,6 +1,6 @@
 """The pictures of docs/reports.md: `PYTHONPATH=tests/report python tests/report/screenshots.py docs/images`.
 
-A run trained on scikit-learn's digits and the study in results/quick, in Debian's chromium.
+A run trained on scikit-learn's digits and the study in experiments/paper/results/quick, in Debian's chromium.
 """
 
 from __future__ import annotations

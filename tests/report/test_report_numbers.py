@@ -22,7 +22,7 @@ from dpivon.report.run_folder import read as read_run
 from dpivon.report.study_folder import read as read_study
 from dpivon.study import table
 
-QUICK = Path(__file__).parents[2] / "results" / "quick"
+QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 BUDGETS = [(0.1, 0.0), (0.5, 1e-3), (1.0, 1e-5), (3.0, 1e-2), (8.0, 1e-5)]
 
 

@@ -23,7 +23,7 @@ from dpivon.report.figures import draw
 from dpivon.report.page import embedded
 from dpivon.report.run_folder import read as read_run
 
-QUICK = Path(__file__).parents[2] / "results" / "quick"
+QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 HOSTILE = [
     "</script><script>window.pwned=1</script>",
     "<img src=x onerror=window.pwned=2>",

@@ -18,7 +18,7 @@ from dpivon.errors import PrivacyError
 from dpivon.report import build, run_folder, study_folder
 from dpivon.report.run_folder import WITHHELD, without_seeds
 
-QUICK = Path(__file__).parents[2] / "results" / "quick"
+QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 CANARY = "CANARY-4b1d"
 _OPENS = """
 import json, os, sys

@@ -19,8 +19,9 @@ from dpivon.study import table
 from dpivon.study.folder import run_names
 from dpivon.study.plan import read_plan
 
-RESULTS = Path(__file__).parents[2] / "results"
-STUDIES = sorted(path.parent.name for path in RESULTS.glob("*/study.json"))
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+RESULTS = {path.parent.name: path.parent for path in EXPERIMENTS.glob("*/results/*/study.json")}
+STUDIES = sorted(RESULTS)
 #: Studies whose ledgers were not kept, and their rows. ε then follows from what a row says of its own releases.
 WITHOUT_LEDGERS = {
     "quick": 72,  # made before studies had ledgers
@@ -31,12 +32,12 @@ WITHOUT_LEDGERS = {
 
 
 def rows_of(study: str) -> tuple[float, dict[str, Any]]:
-    plan = read_plan(RESULTS / study / "study.json")
-    return plan.delta, {row["id"]: row for row in table.read(RESULTS / study / plan.table)}
+    plan = read_plan(RESULTS[study] / "study.json")
+    return plan.delta, {row["id"]: row for row in table.read(RESULTS[study] / plan.table)}
 
 
 def ledgers_of(study: str) -> list[Path]:
-    return sorted((RESULTS / study / "ledgers").glob("*/ledger.jsonl"))
+    return sorted((RESULTS[study] / "ledgers").glob("*/ledger.jsonl"))
 
 
 def accounts(study: str) -> Iterator[tuple[str, History, History]]:

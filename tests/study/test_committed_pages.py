@@ -1,4 +1,4 @@
-"""What is committed under results/ follows from the tables there: pages and summaries to the letter, figures by their names."""
+"""What is committed as results follows from the tables there: pages and summaries to the letter, figures by their names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from dpivon.study.report import write_report
 
-RESULTS = Path(__file__).parents[2] / "results"
-STUDIES = sorted(p.parent.name for p in RESULTS.glob("*/runs.csv"))
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+RESULTS = {p.parent.name: p.parent for p in EXPERIMENTS.glob("*/results/*/runs.csv")}
+STUDIES = sorted(RESULTS)
 
 
 def test_the_papers_experiment_is_whole():
@@ -19,7 +20,7 @@ def test_the_papers_experiment_is_whole():
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_pages_follow_from_their_tables(name, tmp_path):
-    for folder in RESULTS.glob(f"{name}*"):
+    for folder in RESULTS[name].parent.glob(f"{name}*"):
         if folder.name in (name, f"{name}-tuning", f"{name}-check"):
             shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("ledgers"))
     made = {p: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.suffix in (".md", ".csv")}
@@ -29,4 +30,4 @@ def test_pages_follow_from_their_tables(name, tmp_path):
     )
     assert set((tmp_path / name / "figures").glob("*.png")) == {p for p in written if p.suffix == ".png"}
     for path, before in made.items():
-        assert path.read_bytes() == before, f"{path.name} is not what `dpivon study report results/{name}` makes"
+        assert path.read_bytes() == before, f"{path.name} is not what its report makes"

@@ -14,7 +14,7 @@ from dpivon.cli import app
 from dpivon.study import table
 from dpivon.study.compare.scopes import TITLES
 
-QUICK = Path(__file__).parents[2] / "results" / "quick"
+QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 
 
 def invoke(*args):

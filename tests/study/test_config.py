@@ -21,8 +21,10 @@ from dpivon.study import tuning as tuned
 from dpivon.study.config import resolve, rounded_up
 from dpivon.study.plan import Evaluation, PlannedRun, changed, first_seed, noise_seed, read_plan, sample_seed, steps_of
 
-DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as results/ have it
-STUDIES = Path(__file__).parents[2] / "studies"
+DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as its results have it
+ROOT = Path(__file__).parents[2]
+STUDIES = {p.name: p for p in ROOT.glob("experiments/*/studies/*")} | {"quick.yaml": ROOT / "examples" / "study.yaml"}
+RESULTS = {p.name: p for p in ROOT.glob("experiments/*/results/*/")}
 GOOD = """
 name: a
 dataset: digits
@@ -46,7 +48,7 @@ def resolved(tmp_path):
 
 
 def test_the_papers_grid_is_270_runs():
-    plan = resolve(STUDIES / "paper.yaml")
+    plan = resolve(STUDIES["paper.yaml"])
     assert len(plan.runs) == 270
     assert (plan.epochs, plan.delta, plan.split, plan.dataset) == (150, 1e-5, "final", "cifar10")
     assert Counter(r.method for r in plan.runs) == {"dp-sgd": 90, "dp-adam": 90, "dp-ivon-gradsq": 90}
@@ -60,17 +62,17 @@ def test_the_papers_grid_is_270_runs():
 
 
 def test_the_other_studies():
-    tuning = resolve(STUDIES / "paper-tuning.yaml")
+    tuning = resolve(STUDIES["paper-tuning.yaml"])
     assert (len(tuning.runs), tuning.split, tuning.table) == (45, "tuning", "tuning.csv")
     for method in ("dp-sgd", "dp-adam", "dp-ivon-gradsq"):
         assert len({r.lr for r in tuning.runs if r.method == method}) == 3
-    paper = {(r.method, r.lr) for r in resolve(STUDIES / "paper.yaml").runs}
+    paper = {(r.method, r.lr) for r in resolve(STUDIES["paper.yaml"]).runs}
     assert paper <= {(r.method, r.lr) for r in tuning.runs}  # the paper's rates are among the candidates
-    ablations = resolve(STUDIES / "paper-ablations.yaml")
+    ablations = resolve(STUDIES["paper-ablations.yaml"])
     assert {r.method for r in ablations.runs} == {"dp-ivon-gradsq", "dp-ivon-gradsq-plain", "dp-ivon-reparam"}
     assert {k for r in ablations.runs for k in r.options} == {"ess", "hess_init", "beta2"}
     assert all(len(r.options) <= 1 for r in ablations.runs)  # one thing at a time
-    assert resolve(STUDIES / "quick.yaml").dataset == "digits"
+    assert resolve(STUDIES["quick.yaml"]).dataset == "digits"
 
 
 BEYOND = (
@@ -121,7 +123,7 @@ def test_a_plan_that_looks_beyond_comes_back_and_others_stay_as_they_were(resolv
 
 @pytest.mark.parametrize("name", ["beyond", "beyond-classes", "beyond-tuning", "beyond-quick", "beyond-quick-tuning"])
 def test_studies_beyond_the_paper_hold_every_method_at_matched_epsilon(name):
-    plan = resolve(STUDIES / f"{name}.yaml")
+    plan = resolve(STUDIES[f"{name}.yaml"])
     methods = set(RULES) - ({"dp-steady"} if "quick" in name else set())  # which came after those had run
     assert {r.method for r in plan.runs} == methods
     cells = {
@@ -218,7 +220,7 @@ STRONG = {"strong-paper": (75, 150), "strong-epsilon": (45, 90), "strong-fashion
 
 @pytest.mark.parametrize("name", STRONG)
 def test_strong_studies_tune_alike_and_then_run_what_was_chosen(name, tmp_path):
-    tuning, final = (resolve(STUDIES / f"{name}{end}.yaml") for end in ("-tuning", ""))
+    tuning, final = (resolve(STUDIES[f"{name}{end}.yaml"]) for end in ("-tuning", ""))
     assert (tuning.split, final.split) == ("tuning", "final")
     assert (len(tuning.runs), len(final.runs)) == STRONG[name]
     assert tuning.temperature_noise == final.temperature_noise > 0
@@ -234,7 +236,7 @@ def test_strong_studies_tune_alike_and_then_run_what_was_chosen(name, tmp_path):
     rows = [{"method": r.method, "lr": r.lr, "accuracy": r.lr, "nll": 1.0, "id": r.id} | vars(r) for r in tuning.runs]
     table.write(tmp_path / "tuning.csv", [row | {"options": ""} for row in rows])
     tuned.pick(tmp_path, tmp_path / "lr.json", by_cell=True)
-    plan = resolve(STUDIES / f"{name}.yaml", tmp_path / "lr.json")
+    plan = resolve(STUDIES[f"{name}.yaml"], tmp_path / "lr.json")
     largest = {r.method: max(o.lr for o in others if o.method == r.method) for r in others}
     for method, lr in largest.items():
         assert {r.lr for r in plan.runs if r.method == method} == {lr}
@@ -246,18 +248,18 @@ def test_the_recipe_on_the_papers_grid_has_the_papers_cells():
     def cells(plan):
         return {(r.batch_size, r.noise_multiplier, r.max_grad_norm, r.seed) for r in plan.runs}
 
-    grid, paper = resolve(STUDIES / "strong-grid.yaml"), resolve(STUDIES / "paper.yaml")
+    grid, paper = resolve(STUDIES["strong-grid.yaml"]), resolve(STUDIES["paper.yaml"])
     assert cells(grid) == {cell for cell in cells(paper) if cell[0] == 512}
     assert (grid.epochs, grid.delta, grid.network, grid.seed) == (paper.epochs, paper.delta, paper.network, paper.seed)
     assert {(r.method, r.lr) for r in grid.runs} == {("dp-steady", METHODS["dp-steady"].lr)} == {("dp-steady", RATE)}
-    assert len(resolve(STUDIES / "strong-ablation.yaml").runs) == 108
+    assert len(resolve(STUDIES["strong-ablation.yaml"]).runs) == 108
 
 
 @pytest.mark.parametrize(
     ("name", "examples", "b"), [("strong-epsilon", 50_000, 4096), ("strong-fashion", 60_000, 1024)]
 )
 def test_strong_studies_spend_what_they_say(name, examples, b):
-    final = resolve(STUDIES / f"{name}.yaml")
+    final = resolve(STUDIES[f"{name}.yaml"])
     assert {(r.batch_size, r.max_grad_norm) for r in final.runs} == {(b, 1)}
     spent = [
         budget(
@@ -299,12 +301,12 @@ def test_rates_by_cell(resolved, tmp_path):
 
 def test_the_leaderboards_study():
     """The rates that equal tuning chose, the recipe as it is shipped, views and averaged iterates for all, ε as it says."""
-    final = resolve(STUDIES / "leaderboard.yaml")
+    final = resolve(STUDIES["leaderboard.yaml"])
     assert len(final.runs) == 8
     assert final.network == "compact"
     assert final.augment == Augmentation(2, flip=True, crop=4)
     assert all("ema" in r.options or r.method == "dp-steady" for r in final.runs)
-    rates = tuned.read_rates(STUDIES / "strong-epsilon-lr.json")
+    rates = tuned.read_rates(STUDIES["strong-epsilon-lr.json"])
     for r in final.runs:
         if r.method == "dp-steady":
             assert (r.lr, changed(r.options)) == (RATE, recipe(WIDTH))
@@ -330,7 +332,7 @@ def test_a_plan_with_views_comes_back_and_one_without_says_nothing_of_them(resol
     assert plain.digest != plan.digest
     assert noise_seed(plain, plain.runs[0]) != noise_seed(plan, plan.runs[0])
     # as they were before there were views
-    paper = resolve(STUDIES / "paper.yaml")
+    paper = resolve(STUDIES["paper.yaml"])
     assert (paper.digest, noise_seed(paper, paper.runs[0])) == (DIGEST_OF_THE_PAPER, 5592308393345167930)
     nothing = resolved(GOOD + "augment: {views: 1}\n")
     assert nothing.augment is None
@@ -338,7 +340,7 @@ def test_a_plan_with_views_comes_back_and_one_without_says_nothing_of_them(resol
 
 
 def test_plans_of_one_name_and_seed_share_noise_only_where_their_runs_are_the_same():
-    paper = resolve(STUDIES / "paper.yaml")
+    paper = resolve(STUDIES["paper.yaml"])
     run, views = paper.runs[0], Augmentation(4, flip=True)
     others = [
         paper,
@@ -370,13 +372,13 @@ def test_plans_of_one_name_and_seed_share_noise_only_where_their_runs_are_the_sa
     ],
 )
 def test_results_of_the_papers_experiment_keep_their_noise(folder, seed):
-    plan = read_plan(STUDIES.parent / "results" / folder / "study.json")
+    plan = read_plan(RESULTS[folder] / "study.json")
     assert noise_seed(plan, plan.runs[0]) == seed
 
 
 def test_a_repetition_begins_and_predicts_alike_in_every_plan_of_one_seed():
     """It is the unit of a comparison, also over several studies."""
-    paper = resolve(STUDIES / "paper.yaml")
+    paper = resolve(STUDIES["paper.yaml"])
     other = replace(paper, name="b", split="tuning", epochs=3, runs=paper.runs[::-1])
     for seed_of in (first_seed, sample_seed):
         known = {r.seed: seed_of(paper, r) for r in paper.runs}
@@ -411,7 +413,7 @@ def test_a_plan_whose_views_are_damaged_is_refused(resolved, tmp_path):
 
 def test_a_plan_without_a_temperature_keeps_its_digest(resolved):
     """Results of plans from before there was one still belong to them."""
-    plan = resolve(STUDIES / "paper.yaml")
+    plan = resolve(STUDIES["paper.yaml"])
     assert plan.digest == DIGEST_OF_THE_PAPER
     assert replace(plan, temperature_noise=20.0).digest != plan.digest
     with pytest.raises(ArgumentError, match=r"temperature_noise=-1\.0"):
@@ -420,7 +422,7 @@ def test_a_plan_without_a_temperature_keeps_its_digest(resolved):
 
 def test_a_run_whose_default_estimator_is_another_one_by_now_has_noise_of_its_own(monkeypatch):
     """Sums that differ under the same noise could be subtracted. What ran before keeps the noise that its results have."""
-    plan = resolve(STUDIES / "beyond.yaml")
+    plan = resolve(STUDIES["beyond.yaml"])
     run = next(r for r in plan.runs if r.method == "dp-steady")
     named = replace(run, options={"curvature": "whole-fisher"})
     seeds, names = [], ("empirical-bayes-fisher", METHODS["dp-steady"].defaults["curvature"], "averaged-fisher")

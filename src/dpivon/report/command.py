@@ -24,7 +24,7 @@ def report(
     It works offline, and holds no training example and no seed. Results on test and held-out data are in it; they are not
     private.
 
-    Example: dpivon report results/quick --out quick.html
+    Example: dpivon report study-output/quick --out quick.html
     """
     from dpivon.report.writer import write
 

@@ -19,13 +19,13 @@ _Data = Annotated[Path, typer.Option("--data", envvar="DPIVON_DATA", help="Folde
 
 @study.command()
 def resolve(
-    study: Annotated[Path, typer.Argument(help="A study, such as studies/paper.yaml.")],
+    study: Annotated[Path, typer.Argument(help="A study, such as examples/study.yaml.")],
     to: Annotated[Path, typer.Argument(help="Where to write the plan (.json).")],
     lr: _Lr = None,
 ) -> None:
     """Write a study as a plan: every run by its numbers, readable on a machine without YAML.
 
-    Example: dpivon study resolve studies/paper.yaml plan.json
+    Example: dpivon study resolve examples/study.yaml plan.json
     """
     from dpivon.study import config
 
@@ -70,7 +70,7 @@ def run(
 ) -> None:
     """Run what is not finished yet. Stop it at any time; the same command goes on.
 
-    Example: dpivon study run --engine ray studies/quick.yaml --out results/quick
+    Example: dpivon study run --engine ray examples/study.yaml --out study-output/quick
     """
     from dpivon.study import config
     from dpivon.study.engines import run_with
@@ -97,7 +97,7 @@ def hooks(
 ) -> None:
     """Run a plan one by one in the ordinary loop on Opacus's hooks, to hold the stacks to it.
 
-    Example: dpivon study hooks studies/paper-check.yaml --out results/paper-check
+    Example: dpivon study hooks experiments/paper/studies/paper-check.yaml --out experiments/paper/results/paper-check
     """
     from dpivon.study import config
     from dpivon.study.hooks import HOOKS, run_hooks
@@ -115,7 +115,7 @@ def hooks(
 def status(out: _Out) -> None:
     """What is finished and what is under way.
 
-    Example: dpivon study status results/paper
+    Example: dpivon study status study-output/quick
     """
     from dpivon.study.status import status_lines
 
@@ -130,7 +130,7 @@ def merge(
 ) -> None:
     """Bring the finished runs of other machines together in one folder.
 
-    Example: dpivon study merge results/paper from-machine-1 from-machine-2
+    Example: dpivon study merge study-output/quick from-machine-1 from-machine-2
     """
     from dpivon.study.merge import merge as together
 
@@ -142,7 +142,7 @@ def merge(
 def figures(out: _Out) -> None:
     """Draw the figures from the tables.
 
-    Example: dpivon study figures results/paper
+    Example: dpivon study figures study-output/quick
     """
     from dpivon.errors import bad
     from dpivon.study.ablations import is_ablation
@@ -170,7 +170,7 @@ def report(
 ) -> None:
     """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the claims or beyond.md.
 
-    Example: dpivon study report results/paper
+    Example: dpivon study report study-output/quick
     """
     from dpivon.study.report import write_report
 
@@ -190,7 +190,7 @@ def compare(
 ) -> None:
     """Hold one method against others, in pairs: rates and the best baseline by validation data, every bar with a verdict.
 
-    Example: dpivon study compare results/strong-epsilon --tuning results/strong-epsilon-tuning --to results/strong-privacy
+    Example: dpivon study compare study-output/quick --to study-output/compared
     """
     from dpivon.study.compare.command import compare as judged
 
@@ -202,12 +202,12 @@ def compare(
 @study.command()
 def pick(
     out: Annotated[Path, typer.Argument(help="Results of a tuning study.")],
-    to: Annotated[Path, typer.Option(help="Where to write the chosen learning rates.")] = Path("studies/paper-lr.json"),
+    to: Annotated[Path, typer.Option(help="Where to write the chosen learning rates.")] = Path("lr.json"),
     by_cell: Annotated[bool, typer.Option("--by-cell", help="A rate for each b, σ and C, not one for all.")] = False,
 ) -> None:
     """Choose each method's learning rate by its validation accuracy.
 
-    Example: dpivon study pick results/paper-tuning
+    Example: dpivon study pick study-output/tuning
     """
     from dpivon.study.tuning import pick as choose
 

@@ -21,7 +21,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=10**9)]
 Name = Annotated[str, Field(pattern=r"^[a-z]+(-[a-z]+)*$")]
 MOST_RUNS = 10**6
-_FIX = "Compare it with studies/paper.yaml"
+_FIX = "Compare it with examples/study.yaml"
 
 
 class _Strict(BaseModel):
@@ -143,7 +143,7 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
 
 
 def _parsed(path: Path) -> Study:
-    raw = read_yaml("study", path, missing="Give one of studies/*.yaml", fix=_FIX)
+    raw = read_yaml("study", path, missing="Give one of examples/study.yaml", fix=_FIX)
     return validated(Study, raw, "study", fix=_FIX, place=str(path))
 
 

@@ -51,7 +51,7 @@ def pick(out: Path, target: Path, *, by_cell: bool = False) -> dict[str, list[Ca
     """
     rows = table.read(out / "tuning.csv")
     if not rows:
-        raise bad("out", str(out), "holds no tuning.csv", "Run `dpivon study run studies/paper-tuning.yaml` first")
+        raise bad("out", str(out), "holds no tuning.csv", "Run a study with `split: tuning` first")
     counts = {(r["method"], r["lr"]): 0 for r in rows}
     for r in rows:
         counts[r["method"], r["lr"]] += 1

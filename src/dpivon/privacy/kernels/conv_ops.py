@@ -5,7 +5,7 @@ CUDA graph captures.
     torch.ops.dpivon.conv_sums         the weighted sum, in chunks to be added up in double, [chunks, taps · in, out]
 
 On an H200 they take half off the private step of a wide residual network, a seventh off a text encoder's and little off a
-vision transformer's, against the best plain step (results/benchmarks). They are off until every test of a GPU has passed with
+vision transformer's, against the best plain step (benchmarks/results). They are off until every test of a GPU has passed with
 them at one commit: ``DPIVON_CONV_KERNELS=1`` in the environment turns them on, and so does :func:`kernels`. Without them every
 convolution is unfolded.
 """
