@@ -12,7 +12,7 @@ from experiments.leaderboard.priors.processes import MIXTURES, images
 from experiments.leaderboard.priors.starts import Starts, hidden_units
 from torch import nn
 
-from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.privacy.accounting import epsilon
 
 
 def made(name: str, seed: int, n: int = 6, size: int = 20, channels: int = 3) -> torch.Tensor:

@@ -11,8 +11,10 @@ import typer
 
 from dpivon.errors import bad, check_whole
 from dpivon.methods import METHODS
+from dpivon.privacy.accounting import ACCOUNTANTS
 from dpivon.terminal import say, warnings_as_lines
 
+_ACCOUNTANTS = ", ".join(ACCOUNTANTS)
 _DATA, _PUBLIC, _MODEL, _RUN = "Data", "What is public", "Model and training", "Running"
 
 
@@ -126,7 +128,9 @@ def train(
     samples: Annotated[
         int | None, typer.Option(help="Posterior draws that a prediction averages.", rich_help_panel=_MODEL)
     ] = None,
-    accountant: Annotated[str | None, typer.Option(help="rdp (default), prv or pld.", rich_help_panel=_MODEL)] = None,
+    accountant: Annotated[
+        str | None, typer.Option(help=f"One of {_ACCOUNTANTS}; rdp by default.", rich_help_panel=_MODEL)
+    ] = None,
     task: Annotated[str | None, typer.Option(help="classification.", rich_help_panel=_MODEL)] = None,
     out: Annotated[
         str | None, typer.Option(help="The RUN folder; dpivon-run by default.", rich_help_panel=_RUN)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dpivon.cli import app
 from dpivon.errors import ArgumentError
-from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.privacy.accounting import epsilon
 from dpivon.study import table
 from dpivon.study.ablations import ablations_page, changes, draw_ablations, is_ablation, variants
 from dpivon.study.plan import Plan, PlannedRun

@@ -48,7 +48,7 @@ class StackedMechanism:
 
     def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
         self._specs, self.streams = list(specs), streams
-        self.accountants = [Accountant("rdp") for _ in specs]
+        self.accountants = [Accountant() for _ in specs]
         column: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.noise_std = torch.tensor([[s.noise_std] for s in specs], **column)
         self.divisor = torch.tensor([[s.divisor] for s in specs], **column)
@@ -101,7 +101,7 @@ class StackedMechanism:
                 "first step."
             )
         self.ledger, self.key = ledger, key
-        self.accountants = [Accountant("rdp") for _ in self.specs]
+        self.accountants = [Accountant() for _ in self.specs]
         for run, accountant in enumerate(self.accountants):
             replay(ledger.record, run, accountant)
 

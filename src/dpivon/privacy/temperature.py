@@ -39,8 +39,9 @@ from torch import Tensor
 from dpivon.durable.checkpoint import bytes_of
 from dpivon.durable.ledger import Record, Terms
 from dpivon.errors import ArgumentError, PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.accounting.accountant import Accountant, check_delta
-from dpivon.privacy.accounting.calibrate import noise_multiplier as calibrate
+from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.accounting import noise_multiplier as calibrate
+from dpivon.privacy.accounting.accountants import check_delta
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.mechanism import release

@@ -7,16 +7,12 @@ import warnings
 from dataclasses import dataclass
 
 from dpivon.errors import DpivonError
+from dpivon.privacy.accounting import ACCOUNTANTS
 from dpivon.privacy.accounting.recorded import epsilons, history
 from dpivon.report.page import Section
 from dpivon.report.run_folder import LedgerFile, RunFolder
 from dpivon.report.statement import Reading, shown
 
-NAMES = {
-    "rdp": "RDP (Rényi differential privacy)",
-    "prv": "PRV (privacy random variables)",
-    "pld": "PLD (privacy loss distributions)",
-}
 _SLACK = 1e-6  # relative: accountants on two machines differ in the last digits
 
 
@@ -69,10 +65,14 @@ def _counted(ledger: LedgerFile, delta: float) -> dict[str, float]:
         return epsilons(history(ledger.record, 0), delta)
 
 
+def _title(accountant: str) -> str:
+    return ACCOUNTANTS[accountant].title if accountant in ACCOUNTANTS else accountant
+
+
 def section(run: RunFolder, checked: Checked) -> Section:
     summary = run.summary
     accountants = [
-        (NAMES.get(name, name), Reading(value, summary.delta), name == summary.accountant)
+        (_title(name), Reading(value, summary.delta), name == summary.accountant)
         for name, value in sorted(checked.by_accountant.items(), key=lambda item: item[1])
     ]
     return Section(
@@ -82,7 +82,7 @@ def section(run: RunFolder, checked: Checked) -> Section:
         {
             "reading": Reading(checked.epsilon, summary.delta),
             "summary": summary,
-            "accountant": NAMES.get(summary.accountant, summary.accountant),
+            "accountant": _title(summary.accountant),
             "accountants": accountants,
             "checked": checked,
             "has_ledger": run.ledger is not None,

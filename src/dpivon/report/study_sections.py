@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
 from dpivon.report.curves import privacy_curves, width_curves
 from dpivon.report.page import Section

@@ -25,7 +25,7 @@ from dpivon.stacked.stack import Stack
 
 def joint_epsilon(stack: Stack, delta: float) -> float:
     """ε of everything that all runs of the stack have released together."""
-    joint = Accountant("rdp")
+    joint = Accountant()
     for accountant in stack.mechanism.accountants:
         for sigma, rate, steps in accountant.history:
             joint.charge(noise_multiplier=sigma, sample_rate=rate, steps=steps)

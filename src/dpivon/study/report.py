@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpivon.errors import bad
-from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.privacy.accounting import epsilon
 from dpivon.study import table
 from dpivon.study.ablations import ablations_page, draw_ablations, is_ablation
 from dpivon.study.beyond import BEYOND

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.errors import bad
-from dpivon.privacy.accounting.accountant import epsilon
+from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
 from dpivon.study import table
 from dpivon.study.cells import value

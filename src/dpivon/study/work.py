@@ -164,7 +164,7 @@ class Work:
 
     def epsilon(self, i: int) -> float:
         """What training run i cost."""
-        record, account = self.kept.ledger.record, Accountant("rdp")
+        record, account = self.kept.ledger.record, Accountant()
         training = Record(record.id, [row for row in record.rows if not for_temperature(row[0])])
         replay(training, self.stack._row(i), account)
         return account.get_epsilon(self.plan.delta)

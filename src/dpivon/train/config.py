@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import bad
 from dpivon.methods import METHODS
+from dpivon.privacy.accounting import ACCOUNTANTS
 from dpivon.train.columns import Column, Labels, Numeric
 from dpivon.train.defaults import METHOD, defaults
 from dpivon.train.networks import KINDS, Width
@@ -26,6 +27,12 @@ PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
 FREE = frozenset({"data", "out", "test", "heldout", "device", "physical_batch_size", "checkpoint_seconds", "source"})
 
 
+def _check_accountant(name: str) -> str:
+    if name not in ACCOUNTANTS:
+        raise ValueError(f"is not one of {', '.join(ACCOUNTANTS)}")
+    return name
+
+
 class Config(BaseModel):
     """One run. All of it is public, except a seed."""
 
@@ -39,7 +46,7 @@ class Config(BaseModel):
     epsilon: Positive
     delta: Annotated[float, Field(gt=0, lt=1)]
     dataset_size: Whole
-    accountant: Literal["rdp", "prv", "pld"] = "rdp"
+    accountant: Annotated[str, AfterValidator(_check_accountant)] = "rdp"
 
     classes: Annotated[Labels, Field(min_length=2)]
     target: str | None = None

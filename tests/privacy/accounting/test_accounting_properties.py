@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpivon.privacy.accounting import epsilon
-from dpivon.privacy.accounting.accountant import ACCOUNTANTS
+from dpivon.privacy.accounting import ACCOUNTANTS, epsilon
 
 sigmas = st.floats(0.4, 30.0)
 rates = st.floats(1e-4, 1.0)

@@ -1,4 +1,4 @@
-"""From a history of releases to (ε, δ), and the ledger that keeps that history."""
+"""The account of one training run: what it has released so far, and what that costs."""
 
 from __future__ import annotations
 
@@ -10,49 +10,12 @@ from typing import Any
 
 from opacus.accountants import IAccountant
 
-from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_choice, check_number, check_whole
-from dpivon.privacy.accounting import rdp
+from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
+from dpivon.privacy.accounting.accountants import check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import History, append, check_entry, check_history, merged
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
-ACCOUNTANTS = ("rdp", "prv", "pld")
 NO_NOISE = "noise_multiplier=0"
-
-
-def check_accountant(accountant: Any) -> str:
-    """The name of an accountant whose ε is a guarantee."""
-    fix = 'Use "rdp", "prv" or "pld"'
-    if accountant == "gdp":
-        raise bad("accountant", accountant, "the GDP limit under-estimates ε and guarantees nothing", fix)
-    return check_choice("accountant", accountant, ACCOUNTANTS, fix)
-
-
-def check_delta(delta: Any) -> float:
-    """δ strictly between 0 and 1."""
-    fix = "Give a probability well below 1 / dataset_size"
-    return check_number("delta", delta, fix, above=0.0, below=1.0)
-
-
-def epsilon(history: History, delta: float, accountant: str = "rdp", orders: Orders = "wide") -> float:
-    """An ε such that the whole history is (ε, δ)-differentially private: always an upper bound.
-
-    Args:
-        history: rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian mechanism, under adding or
-            removing one record.
-        delta: δ.
-        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
-        orders: Rényi orders of ``"rdp"``.
-    """
-    name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
-    if name == "pld":
-        from dpivon.privacy.accounting import pld  # here, since training itself needs no dp-accounting
-
-        return pld.epsilon(history, probability)
-    if name == "prv":
-        from dpivon.privacy.accounting import prv
-
-        return prv.epsilon(history, probability)
-    return rdp.epsilon(history, probability, alphas)
 
 
 class Accountant(IAccountant):  # type: ignore[misc]

@@ -1,16 +1,94 @@
-"""What a run will cost, or how much noise it needs, before it starts."""
+"""What a run will cost or how much noise it needs before it starts, and a limit that holds while it runs."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from dpivon.errors import ArgumentError, PrivacyWarning, bad, check_whole
-from dpivon.privacy.accounting.accountant import check_accountant, check_delta, epsilon
-from dpivon.privacy.accounting.calibrate import noise_multiplier as calibrate
-from dpivon.privacy.accounting.history import History, check_entry, check_history
-from dpivon.privacy.accounting.rdp import Orders
+from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning, bad, check_number, check_whole
+from dpivon.privacy.accounting.accountant import Accountant
+from dpivon.privacy.accounting.accountants import check_accountant, check_delta, epsilon
+from dpivon.privacy.accounting.history import History, append, check_entry, check_history
+from dpivon.privacy.accounting.rdp import Orders, check_orders
+
+SMALLEST, LARGEST = 5e-4, 1e8
+TOLERANCE = 1e-3
+
+
+def _least(fits: Callable[[float], bool], high: float, shrink: float) -> float:
+    """Bisection between a σ that fits and one that does not, down to a relative gap of ``TOLERANCE``."""
+    if fits(SMALLEST):
+        return SMALLEST  # where δ covers ever being sampled, every σ fits
+    low = max(high * shrink, SMALLEST)
+    while fits(low):
+        low, high = max(low * shrink, SMALLEST), low
+    while high > low * (1 + TOLERANCE):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def calibrated(target: float, spent: Callable[[float], float]) -> float:
+    """The smallest σ, to ``TOLERANCE``, at which ``spent(σ)``, which falls in σ, is at most ``target``."""
+    least = spent(LARGEST)
+    if least > target:
+        raise bad(
+            "target_epsilon",
+            target,
+            f"no noise reaches it, the smallest ε that can be shown being {least:.6g}",
+            "Raise target_epsilon or delta, or use wider orders",
+        )
+    high = 1.0
+    while spent(high) > target:
+        high = min(2 * high, LARGEST)
+    return _least(lambda value: spent(value) <= target, high, 0.5)
+
+
+def noise_multiplier(
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "rdp",
+    orders: Orders = "wide",
+    also: History | None = None,
+) -> float:
+    """The smallest σ, to one part in a thousand, whose ε after ``steps`` steps, and ``also``, is at most ``target_epsilon``.
+
+    ε(σ*) ≤ target < ε(0.99 σ*): the side that is returned was itself accounted, never interpolated.
+
+    Args:
+        target_epsilon: ε to stay within.
+        delta: δ.
+        sample_rate: q.
+        steps: T.
+        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
+        orders: Rényi orders of ``"rdp"``.
+        also: releases to be made besides, as rows (σ, q, steps).
+    """
+    target = check_number("target_epsilon", target_epsilon, "Give a target ε greater than 0", above=0.0)
+    name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
+    _, rate, _ = check_entry(1.0, sample_rate, steps)
+    number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
+    beside = check_history(also or [])
+
+    def spent(sigma: float, by: str) -> float:
+        return epsilon([(sigma, rate, number), *beside], probability, by, alphas if by == "rdp" == name else "wide")
+
+    with warnings.catch_warnings():
+        # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.
+        warnings.simplefilter("ignore", PrivacyWarning)
+        sigma = calibrated(target, lambda value: spent(value, "rdp"))
+        if name != "rdp":
+            sigma = _least(lambda value: spent(value, name) <= target, sigma, 0.85)
+    if name != "rdp":
+        spent(sigma, name)
+    return sigma
+
+
+_calibrate = noise_multiplier  # `budget` has an argument of that name
 
 
 @dataclass(frozen=True)
@@ -104,6 +182,36 @@ def budget(
         sigma = check_entry(noise_multiplier, rate, number)[0]
     else:
         assert target_epsilon is not None
-        sigma = calibrate(target_epsilon, probability, rate, number, name, orders, also)
+        sigma = _calibrate(target_epsilon, probability, rate, number, name, orders, also)
     spent = epsilon([(sigma, rate, number), *check_history(also or [])], probability, name, orders)
     return Budget(spent, probability, sigma, rate, number, size, batch, name)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """(ε, δ) for a plan of ``steps`` releases with noise σ at rate q, calibrated beforehand.
+
+    It stops the step that would exceed ε, not the one after. Inside the plan nothing need be computed; outside it (more
+    steps, another σ) ε is computed before every release.
+    """
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+    def check(self, accountant: Accountant, noise_multiplier: float, sample_rate: float) -> None:
+        """Raise :class:`BudgetSpent` if one more release would spend more than ε."""
+        planned = noise_multiplier == self.noise_multiplier and sample_rate == self.sample_rate
+        uniform = all(row[:2] == (self.noise_multiplier, self.sample_rate) for row in accountant.history)
+        if planned and uniform and len(accountant) < self.steps:
+            return
+        history = list(accountant.history)
+        append(history, (noise_multiplier, sample_rate, 1))
+        after = epsilon(history, self.delta, accountant.mechanism(), accountant.orders)
+        if after > self.epsilon:
+            raise BudgetSpent(
+                f"target_epsilon={self.epsilon!r}: this step would spend ε = {after:.4g} at δ = {self.delta:g}, so nothing was "
+                "released. Stop here, or plan more epochs or more noise from the start."
+            )

@@ -8,13 +8,9 @@ gives a larger ε, never a smaller one, and adding and removing a record are bot
 from __future__ import annotations
 
 import math
-import warnings
-
-import dp_accounting
-import numpy as np
-from dp_accounting.pld import PLDAccountant
 
 from dpivon.privacy.accounting import rdp
+from dpivon.privacy.accounting.accountants import NoBound
 from dpivon.privacy.accounting.history import History, merged
 
 FINEST, COARSEST = 1e-7, 1e-4
@@ -43,29 +39,18 @@ def interval(history: History) -> float:
     return max(min(max(fine, FINEST), COARSEST), extent / MAX_POINTS)
 
 
-def _compose(history: History, delta: float) -> float:
+def epsilon(history: History, delta: float) -> float:
+    """The PLD bound of ε, for a history that releases something and has noise in every row."""
+    import dp_accounting  # here, since training itself needs no dp-accounting
+    from dp_accounting.pld import PLDAccountant
+
     accountant = PLDAccountant(value_discretization_interval=interval(history))
     for (sigma, q), steps in merged(history).items():
         event: object = dp_accounting.GaussianDpEvent(sigma)
         if q < 1:  # without sampling, T steps are one Gaussian of σ/√T and need no transform
             event = dp_accounting.PoissonSampledDpEvent(q, event)
         accountant.compose(event, steps)
-    return float(accountant.get_epsilon(delta))
-
-
-def epsilon(history: History, delta: float) -> float:
-    """The PLD bound, or the RDP bound where that is smaller: both hold."""
-    bound = rdp.epsilon(history, delta)
-    if bound == 0 or math.isinf(bound):
-        return bound
-    try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
-            value = _compose(history, delta)
-    except (ArithmeticError, ValueError, RuntimeError, MemoryError, IndexError) as error:
-        rdp.warn_fallback("pld", f"{type(error).__name__}: {error}", bound)
-        return bound
-    if not value >= 0 or math.isinf(value):
-        rdp.warn_fallback("pld", f"it returned {value}", bound)
-        return bound
-    return min(value, bound)
+    value = float(accountant.get_epsilon(delta))
+    if value < 0:
+        raise NoBound(f"it returned {value}")
+    return value

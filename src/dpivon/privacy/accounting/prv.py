@@ -8,7 +8,6 @@ Opacus composes the loss of removing a record only; PLD composes adding one too.
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 from opacus.accountants.analysis.prv import (
@@ -20,15 +19,12 @@ from opacus.accountants.analysis.prv import (
 )
 
 from dpivon.privacy.accounting import rdp
+from dpivon.privacy.accounting.accountants import NoBound
 from dpivon.privacy.accounting.history import History, merged
 
 EPSILON_ERROR = 0.01
 MAX_POINTS = 2**23
 """Points on the grid: about a gigabyte of working memory."""
-
-
-class _NoBound(Exception):
-    """The grid that the error bound asks for cannot be used."""
 
 
 def _grid(history: History, delta: float, delta_error: float) -> Domain:
@@ -45,46 +41,30 @@ def _grid(history: History, delta: float, delta_error: float) -> Domain:
     spacing = EPSILON_ERROR / math.sqrt(total * math.log(12 / delta_error) / 2)
     points = 2 * extent / spacing
     if points > MAX_POINTS:
-        raise _NoBound(f"it would need {points:.2g} grid points, more than {MAX_POINTS:.2g}")
+        raise NoBound(f"it would need {points:.2g} grid points, more than {MAX_POINTS:.2g}")
     # Opacus compares δ to the precision of long doubles, but its sums are of doubles.
     if points * np.finfo(np.float64).eps > delta / 10:
-        raise _NoBound(f"rounding over {points:.2g} grid points is not small beside delta={delta:g}")
+        raise NoBound(f"rounding over {points:.2g} grid points is not small beside delta={delta:g}")
     return Domain.create_aligned(-extent, extent, spacing)
 
 
+@np.errstate(all="ignore")
 def bounds(history: History, delta: float) -> tuple[float, float, float]:
     """(lower bound, estimate, upper bound) of ε; raises where the grid cannot be used."""
     delta_error = delta / 1000
     steps_of = merged(history)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        domain = _grid(history, delta, delta_error)
-        losses = [
-            discretize(
-                TruncatedPrivacyRandomVariable(PoissonSubsampledGaussianPRV(q, sigma), domain.t_min, domain.t_max),
-                domain,
-            )
-            for sigma, q in steps_of
-        ]
-        total = compose_heterogeneous(losses, list(steps_of.values()))
-        low, estimate, high = total.compute_epsilon(delta, delta_error, EPSILON_ERROR)
+    domain = _grid(history, delta, delta_error)
+    losses = [
+        discretize(
+            TruncatedPrivacyRandomVariable(PoissonSubsampledGaussianPRV(q, sigma), domain.t_min, domain.t_max), domain
+        )
+        for sigma, q in steps_of
+    ]
+    total = compose_heterogeneous(losses, list(steps_of.values()))
+    low, estimate, high = total.compute_epsilon(delta, delta_error, EPSILON_ERROR)
     return float(low), float(estimate), float(high)
 
 
 def epsilon(history: History, delta: float) -> float:
-    """The PRV upper bound, or the RDP bound where that is smaller: both hold."""
-    bound = rdp.epsilon(history, delta)
-    if bound == 0 or math.isinf(bound):
-        return bound
-    try:
-        value = bounds(history, delta)[2]
-    except _NoBound as refusal:
-        rdp.warn_fallback("prv", str(refusal), bound)
-        return bound
-    except (ArithmeticError, ValueError, RuntimeError, MemoryError, IndexError) as error:
-        rdp.warn_fallback("prv", f"{type(error).__name__}: {error}", bound)
-        return bound
-    if not math.isfinite(value):
-        rdp.warn_fallback("prv", f"it returned {value}", bound)
-        return bound
-    return max(0.0, min(value, bound))
+    """The PRV upper bound of ε, for a history that releases something and has noise in every row."""
+    return bounds(history, delta)[2]

@@ -23,7 +23,7 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from scipy.special import gammaln, logsumexp
 
-from dpivon.errors import PrivacyWarning, bad, check_number
+from dpivon.errors import bad, check_number
 from dpivon.privacy.accounting.history import History, merged
 
 Orders = str | Sequence[float]
@@ -123,40 +123,15 @@ def curve(history: History, orders: tuple[float, ...]) -> Array | None:
     return total
 
 
-def _smallest(candidates: Array) -> float:
-    epsilon = float(np.min(np.where(np.isnan(candidates), math.inf, candidates)))
-    return max(epsilon, 0.0)
-
-
 def epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
     """The smallest ε over the orders, by the conversion that Opacus uses (theorem 21 above)."""
     alphas = check_orders(orders)
     rho = curve(history, alphas)
-    if rho is None:
-        return 0.0
-    return convert(rho, alphas, delta)
+    return 0.0 if rho is None else convert(rho, alphas, delta)
 
 
 def convert(rho: Array, alphas: tuple[float, ...], delta: float) -> float:
     """(α, ρ(α))-RDP at every order given to the smallest ε at δ."""
     alpha = np.array(alphas)
-    return _smallest(rho + np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
-
-
-def classic_epsilon(history: History, delta: float, orders: Orders = "wide") -> float:
-    """ε = min_α ρ(α) + log(1/δ)/(α − 1) (Mironov 2017, proposition 3): looser, as older papers report it."""
-    alphas = check_orders(orders)
-    rho = curve(history, alphas)
-    if rho is None:
-        return 0.0
-    return _smallest(rho - math.log(delta) / (np.array(alphas) - 1))
-
-
-def warn_fallback(accountant: str, reason: str, bound: float) -> None:
-    """Where a numerical accountant gives up, the Rényi bound stands in for it, and the caller is told."""
-    warnings.warn(
-        f"The {accountant.upper()} accountant found no bound ({reason}); ε={bound:.6g} is the RDP bound, "
-        'looser but valid: use accountant="rdp" to ask for it directly.',
-        PrivacyWarning,
-        stacklevel=4,
-    )
+    candidates = rho + np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1)
+    return max(float(np.min(np.where(np.isnan(candidates), math.inf, candidates))), 0.0)

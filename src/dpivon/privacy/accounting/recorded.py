@@ -9,7 +9,8 @@ from typing import Any
 
 from dpivon.durable.ledger import Record
 from dpivon.errors import DpivonError, PrivacyError, bad
-from dpivon.privacy.accounting.accountant import ACCOUNTANTS, Accountant, check_delta, epsilon
+from dpivon.privacy.accounting.accountant import Accountant
+from dpivon.privacy.accounting.accountants import ACCOUNTANTS, check_delta, epsilon
 from dpivon.privacy.accounting.history import History, append, check_entry
 
 LEDGER = "ledger.jsonl"
@@ -21,11 +22,10 @@ STACKS = ("stacks", "ledgers")  # of those under way, and of those that are fini
 def replay(record: Record, run: int, accountant: Accountant) -> None:
     """Charge an account with all that a ledger holds of one of its runs."""
     for terms, n in record.rows:
-        _, _, reason = _row(terms[run])
+        sigma, rate, reason = _row(terms[run])
         if reason is not None:
             accountant.record_unaccounted(reason, n)
         else:
-            sigma, rate, _ = _row(terms[run])
             accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=n)
 
 

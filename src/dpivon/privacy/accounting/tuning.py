@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,9 +35,8 @@ import numpy as np
 
 from dpivon.errors import bad, check_choice, check_number, check_whole
 from dpivon.privacy.accounting import rdp
-from dpivon.privacy.accounting.accountant import check_delta, epsilon
-from dpivon.privacy.accounting.budget import Budget
-from dpivon.privacy.accounting.calibrate import calibrated
+from dpivon.privacy.accounting.accountants import check_delta, epsilon
+from dpivon.privacy.accounting.budget import Budget, calibrated
 from dpivon.privacy.accounting.history import History, check_entry
 from dpivon.privacy.accounting.rdp import Array, Orders, check_orders
 
@@ -139,9 +137,7 @@ def tuned_epsilon(history: History, delta: float, runs: RandomRuns, orders: Orde
     """
     probability, alphas = check_delta(delta), check_orders(orders)
     rho = rdp.curve(history, alphas)
-    if rho is None:
-        return 0.0
-    return rdp.convert(tuned_curve(rho, np.array(alphas), runs), alphas, probability)
+    return 0.0 if rho is None else rdp.convert(tuned_curve(rho, np.array(alphas), runs), alphas, probability)
 
 
 def tuned_curve(rho: Array, alphas: Array, runs: RandomRuns) -> Array:
@@ -229,22 +225,15 @@ def tuning_costs(
     laws: tuple[str, ...] = ("geometric", "logarithmic", "poisson")
     if law is not None:
         laws = (check_choice("law", law, laws, "Name the law of the number of runs"),)
-    searches = [RandomRuns(mean, name) for name in laws]
-    sigma, q, steps, delta = plan.noise_multiplier, plan.sample_rate, plan.steps, plan.delta
-    number = math.ceil(mean)
+    searches: list[RandomRuns | int] = [math.ceil(mean), *(RandomRuns(mean, name) for name in laws)]
 
-    def needed(spent: Callable[[float], float]) -> float | None:
-        return None if target_epsilon is None else calibrated(float(target_epsilon), spent)
+    def spent(runs: RandomRuns | int, sigma: float) -> float:
+        if isinstance(runs, int):
+            return epsilon([(sigma, plan.sample_rate, runs * plan.steps)], plan.delta)
+        return tuned_epsilon([(sigma, plan.sample_rate, plan.steps)], plan.delta, runs)
 
-    def fixed(s: float) -> float:
-        return epsilon([(s, q, number * steps)], delta)
+    def cost(runs: RandomRuns | int) -> TuningCost:
+        needed = None if target_epsilon is None else calibrated(float(target_epsilon), partial(spent, runs))
+        return TuningCost(runs, spent(runs, plan.noise_multiplier), needed)
 
-    costs = [TuningCost(number, fixed(sigma), needed(fixed))]
-    for runs in searches:
-        tuned = partial(_search, q=q, steps=steps, delta=delta, runs=runs)
-        costs.append(TuningCost(runs, tuned(sigma), needed(tuned)))
-    return costs
-
-
-def _search(sigma: float, *, q: float, steps: int, delta: float, runs: RandomRuns) -> float:
-    return tuned_epsilon([(sigma, q, steps)], delta, runs)
+    return [cost(runs) for runs in searches]
