@@ -225,7 +225,7 @@ def tuning_costs(
     laws: tuple[str, ...] = ("geometric", "logarithmic", "poisson")
     if law is not None:
         laws = (check_choice("law", law, laws, "Name the law of the number of runs"),)
-    searches: list[RandomRuns | int] = [math.ceil(mean), *(RandomRuns(mean, name) for name in laws)]
+    random = [RandomRuns(mean, name) for name in laws]
 
     def spent(runs: RandomRuns | int, sigma: float) -> float:
         if isinstance(runs, int):
@@ -236,4 +236,4 @@ def tuning_costs(
         needed = None if target_epsilon is None else calibrated(float(target_epsilon), partial(spent, runs))
         return TuningCost(runs, spent(runs, plan.noise_multiplier), needed)
 
-    return [cost(runs) for runs in searches]
+    return [cost(math.ceil(mean)), *map(cost, random)]
