@@ -8,7 +8,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from docs_pages import DOCS, PAGES, ROOT
+from docs_pages import DOCS, ROOT
 
 from dpivon import budget
 from dpivon.integrations.need import pip_line
@@ -38,9 +38,9 @@ def test_the_costs_are_those_that_were_measured() -> None:
     assert f"DP-Adam came out at {later['dp-adam']['time']:.2f} there" in " ".join(METHODS_PAGE.split())
 
 
-def test_the_readme_has_the_epsilon_of_the_demo() -> None:
+def test_the_quickstart_has_the_epsilon_of_the_demo() -> None:
     plan = budget(dataset_size=1297, batch_size=256, epochs=40, delta=1e-4, target_epsilon=4.0)
-    assert f"{plan.epsilon:.3f}" in PAGES["README.md"].read_text()
+    assert f"{plan.epsilon:.3f}" in (DOCS / "quickstart.md").read_text()
 
 
 def test_every_extra_of_an_integration_is_named() -> None:

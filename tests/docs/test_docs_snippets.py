@@ -24,12 +24,13 @@ def accuracy(names: Names, labels: str = "test_y") -> float:
 
 
 def readme(names: Names, folder: Path, said: str) -> None:
-    spent = re.search(r"spent epsilon = ([\d.]+)", said)
-    assert spent is not None
-    assert 7.9 < float(spent[1]) <= 8.0
-    assert accuracy(names) > 0.5
-    assert names["plan"].epsilon == pytest.approx(8.594, abs=0.01)
-    assert (folder / "posterior.safetensors").exists()
+    printed = re.fullmatch(
+        r"epsilon 4\.00, accuracy (0\.\d+)\nsure of \d+% of them, accuracy there ([01]\.\d+)\n", said
+    )
+    assert printed is not None
+    assert 3.9 < names["trained"].predictor.epsilon <= 4.0
+    assert float(printed[1]) > 0.7
+    assert float(printed[2]) > float(printed[1])
 
 
 def index(names: Names, folder: Path, said: str) -> None:
@@ -40,6 +41,7 @@ def index(names: Names, folder: Path, said: str) -> None:
 def quickstart(names: Names, folder: Path, said: str) -> None:
     assert names["engine"].get_epsilon(1e-4) == pytest.approx(names["plan"].epsilon)
     assert accuracy(names) > 0.6
+    assert (folder / "posterior.safetensors").exists()
 
 
 def from_opacus(names: Names, folder: Path, said: str) -> None:
