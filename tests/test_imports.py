@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -25,9 +26,32 @@ def imported() -> list[set[str]]:
     return [set(names) for names in json.loads(done.stdout)]
 
 
-def test_importing_metrics_does_not_import_torchmetrics(imported: list[set[str]]) -> None:
+def test_importing_dpivon_is_hardly_more_than_importing_torch(imported: list[set[str]]) -> None:
     assert "torch" in imported[0]
-    assert not {"torchmetrics", "sklearn"} & imported[0]
+    heavy = {
+        "opacus",
+        "scipy",
+        "sklearn",
+        "matplotlib",
+        "typer",
+        "rich",
+        "pydantic",
+        "yaml",
+        "dp_accounting",
+        "torchmetrics",
+    }
+    assert not heavy & imported[0]
+
+
+def test_names_of_functions_win_over_modules_of_the_same_name() -> None:
+    import dpivon.audit
+    import dpivon.fit
+    import dpivon.predict
+
+    for name in dpivon.__all__:
+        assert not isinstance(getattr(dpivon, name), ModuleType), name
+    with pytest.raises(AttributeError, match="nothing"):
+        dpivon.nothing  # noqa: B018
 
 
 def test_importing_dpivon_imports_none_of_its_integrations(imported: list[set[str]]) -> None:
