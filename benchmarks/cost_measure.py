@@ -29,9 +29,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon import IVON, PrivacyEngine
-from dpivon.privacy.mechanism import release
+from dpivon.privacy.mechanism import NoiseSpec, release
 from dpivon.privacy.noise import SecureNoise, TorchNoise
-from dpivon.privacy.spec import NoiseSpec
 
 RANKS, SIZES = (2, 4), (10**5, 10**6, 10**7)
 LENGTH, WIDTH, DEPTH, RANK = 128, 256, 4, 8  # of the small GPT-2 and its adapters

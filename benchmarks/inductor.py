@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.traffic import _cleaned, part, private_program
-from dpivon.privacy import compiling
+from dpivon.privacy import precision
 
 GPU = torch.device("cuda:0")
 H200 = SimpleNamespace(
@@ -189,7 +189,7 @@ def main() -> None:
     program = private_program(args.model, args.batch, args.kernels)
     print(f"trace: {time.process_time() - began:.1f} s, {len(program.graph.nodes)} nodes", flush=True)
     with pretend():
-        code = source(*functional(program), compiling.options(again=args.kernels))
+        code = source(*functional(program), precision.options(again=args.kernels))
         each = configurations(code)
     print(f"{len(each)} kernels, {sum(each)} configurations")
     if args.save:

@@ -20,7 +20,7 @@ from pathlib import Path
 from dpivon.durable.ledger import Ledger, read
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.recorded import history
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 SPEC = NoiseSpec(1.0, 1.0, 512.0, 512 / 50_000)
 DELTA = 1e-5

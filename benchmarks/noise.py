@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from dpivon.privacy.compiling import compiled
+from dpivon.privacy.precision import compiled
 from dpivon.privacy.stack import _combine
 from dpivon.privacy.streams import PRIVACY, Streams
 from dpivon.stacked import PaperNetwork, Run, Stack

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.inductor import functional, pretend, source
 from benchmarks.traffic import EXTERN, FP32_PRODUCTS, PRODUCTS, _flops, _name, _rate, plain_program, private_program
-from dpivon.privacy.compiling import options as told
+from dpivon.privacy.precision import options as told
 
 BANDWIDTH, BF16 = 4.3e12, 700e12
 LIBRARY = {"conv_statistics": "conv statistics", "conv_sums": "conv sums", "position_sums": "position sums"}

@@ -14,11 +14,11 @@ from torch import nn
 from torch.fx import Interpreter
 
 from dpivon import Augmentation
-from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels import padded
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.precision import compiled
 from dpivon.privacy.stack import StackedSampler
 from dpivon.privacy.streams import Streams
 from dpivon.stacked import AnyNetwork, Run, Stack

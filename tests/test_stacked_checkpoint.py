@@ -20,7 +20,7 @@ from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarni
 from dpivon.optim.curvature import resolve
 from dpivon.optim.steady_rule import Steady
 from dpivon.privacy.accounting.recorded import history
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints

@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmarks.traffic import private_program
 
-from dpivon.privacy.compiling import options
+from dpivon.privacy.precision import options
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         budget,
     )
     from dpivon.privacy.augmentation import Augmentation
-    from dpivon.privacy.preflight import preflight
+    from dpivon.privacy.guards import preflight
     from dpivon.privacy.temperature import (
         CalibratedTemperature,
         calibrate_temperature,

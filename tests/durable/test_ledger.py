@@ -21,7 +21,7 @@ from dpivon.errors import DpivonError, PrivacyError
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import merged
 from dpivon.privacy.accounting.recorded import history
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 SPEC = NoiseSpec(1.0, 1.0, 10.0, 0.01)
 TERMS = (SPEC.terms,)

@@ -16,7 +16,7 @@ from dpivon.durable.checkpoint import Rotation, bytes_of
 from dpivon.durable.ledger import Ledger, read
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.export import export
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 
 def command(*arguments):

@@ -28,7 +28,7 @@ from dpivon.durable.ledger import read as read_record
 from dpivon.errors import DpivonError
 from dpivon.posterior import Posterior
 from dpivon.privacy.accounting.recorded import history
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.sampled_posterior import SampledPosterior
 from dpivon.study import config, table, tuning
 from dpivon.study.plan import read_plan

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from dpivon.privacy import compiling
+from dpivon.privacy import precision
 
 
 def test_the_compiler_knows_what_it_is_told():
     """An option that a version of torch lacks is refused when a program is compiled, which happens on a GPU only."""
     for again in (False, True):
-        told = compiling.options(again=again)
+        told = precision.options(again=again)
         assert told["emulate_precision_casts"] is True
         torch.compile(lambda x: x, options=told)
 
@@ -20,11 +20,11 @@ def test_what_is_computed_a_second_time_is_torchs_own_choice_unless_it_was_count
     kernels, whose layers are counted, is compiled for that."""
     told = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: told.append(how["options"]) or function)
-    compiling.compiled(torch.add, torch.device("cuda"))
-    compiling.compiled(torch.add, torch.device("cuda"), again=True)
+    precision.compiled(torch.add, torch.device("cuda"))
+    precision.compiled(torch.add, torch.device("cuda"), again=True)
     assert [any("realize" in name for name in each) for each in told] == [False, True]
 
 
 def test_on_a_cpu_a_function_stays_as_it_is():
     function = torch.add
-    assert compiling.compiled(function, torch.device("cpu")) is function
+    assert precision.compiled(function, torch.device("cpu")) is function

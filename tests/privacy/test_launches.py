@@ -24,7 +24,7 @@ from dpivon.models import PaperCNN, SmallCNN
 from dpivon.privacy import clipping, mechanism
 from dpivon.privacy.gradients import side_by_side
 from dpivon.privacy.layers.uses import Dense
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:poisson_sampling=False"),  # one fixed batch, to count

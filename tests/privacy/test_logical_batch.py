@@ -6,7 +6,7 @@ import pytest
 
 from dpivon import PrivacyError
 from dpivon.privacy.logical_batch import LogicalBatch
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 SPEC = NoiseSpec(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8.0, sample_rate=0.1)
 

@@ -27,7 +27,7 @@ from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 RANKS = 2
 PATIENCE = 60.0  # seconds until a rank that does not answer is given up

@@ -21,7 +21,7 @@ from dpivon.optim.releases import one_variance
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.losses import PerExampleLoss
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 
 def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:

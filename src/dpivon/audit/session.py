@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpivon.audit.subject import Setting, Subject
 from dpivon.optim.curvature import matrix
 from dpivon.privacy.accounting import Accountant
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 #: Stands in for the noise: (shape and dtype to fill, σC) → noise. None leaves the path's own noise in place.
 Answer = Callable[[Tensor, float], Tensor]

@@ -14,7 +14,7 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.kernels.padded import PaddedGradients
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.stack import StackedGradients
 from dpivon.privacy.streams import PRIVACY
 from dpivon.stacked import rules

@@ -3,11 +3,11 @@
 from dpivon.privacy.accounting import Accountant, Budget, budget
 from dpivon.privacy.checkpoints import Checkpoints, Resumed
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.guards import preflight
 from dpivon.privacy.losses import PerExampleLoss
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.memory import BatchMemoryManager
 from dpivon.privacy.optimizer import DPOptimizer
-from dpivon.privacy.preflight import preflight
-from dpivon.privacy.spec import NoiseSpec
 
 __all__ = [
     "Accountant",

@@ -28,6 +28,7 @@ from dpivon.privacy.guards import check_model, check_optimizer
 from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterion, try_loss
 from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.metric import make_scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_verbs import OpacusVerbs
@@ -39,7 +40,6 @@ from dpivon.privacy.ranks.start import Start, choose_team
 from dpivon.privacy.ranks.wrappers import unwrap_parallel
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.twins import check_noise_alone
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer as OpacusDPOptimizer
 from opacus.validators.errors import UnsupportedModuleError
 from opacus.validators.module_validator import ModuleValidator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpivon.errors import ArgumentError, bad
+from dpivon.errors import ArgumentError, bad, check_whole
 from dpivon.optim.ivon import IVON
+
+_SAMPLES_AT_ONCE = 4096
+
+
+class UnsupportedModelError(ArgumentError, UnsupportedModuleError):  # type: ignore[misc]
+    """A model that cannot be trained privately; also Opacus's error of that meaning."""
 
 
 def check_model(module: nn.Module) -> None:
@@ -101,5 +108,59 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-class UnsupportedModelError(ArgumentError, UnsupportedModuleError):  # type: ignore[misc]
-    """A model that cannot be trained privately; also Opacus's error of that meaning."""
+def preflight(dataset: Any, classes: int | None = None) -> int:
+    """Refuse data that training would silently lose examples of; otherwise the number of examples. **Not private.**
+
+    >>> dpivon.preflight(train_set, classes=10)
+
+    Once training has begun no error depends on data: a record that is not finite contributes zero, and nobody learns of it.
+    So its owner looks before step 0. The answer is about single records: keep it with the data, and publish neither it nor
+    the fact that a record was removed because of it.
+
+    Inputs have to be finite. A label of −100, which torch's losses leave out, is among those refused: their mean would then
+    divide by fewer rows than the engine multiplies by.
+
+    Args:
+        dataset: a dataset of (input, label) pairs, or the pair of tensors (inputs, labels).
+        classes: if given, labels have to be whole numbers in 0 … classes − 1.
+    """
+    if classes is not None:
+        classes = check_whole("classes", classes, "Use the number of classes", at_least=2)
+    if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(isinstance(t, Tensor) for t in dataset):
+        inputs, labels = dataset
+        if len(inputs) != len(labels):
+            raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
+        for begin in range(0, len(inputs), _SAMPLES_AT_ONCE):
+            rows = slice(begin, begin + _SAMPLES_AT_ONCE)
+            _check_records(inputs[rows], labels[rows], begin, classes)
+        number = len(inputs)
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        number = len(dataset)
+        for i in range(number):
+            record = dataset[i]
+            if not isinstance(record, tuple | list) or len(record) != 2:
+                raise bad("dataset", type(record).__name__, f"record {i} is no pair", "Let it be (input, label)")
+            _check_records(torch.as_tensor(record[0])[None], torch.as_tensor(record[1])[None], i, classes)
+    else:
+        raise bad("dataset", type(dataset).__name__, "has no length and items", "Pass a dataset or (inputs, labels)")
+    if number == 0:
+        raise bad("dataset", "an empty dataset", "there is nothing to train on", "Check the path or the filter")
+    return number
+
+
+def _check_records(inputs: Tensor, labels: Tensor, first: int, classes: int | None) -> None:
+    finite = torch.isfinite(inputs).flatten(1).all(1) if inputs.dim() > 1 else torch.isfinite(inputs)
+    if not bool(finite.all()):
+        where = first + int((~finite).nonzero()[0])
+        raise bad("inputs", f"record {where}", "is not finite", "Remove or repair it; it would contribute nothing")
+    if classes is None:
+        return
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise bad("labels", labels.dtype, "are not whole numbers", "Convert them with labels.long()")
+    outside = (labels < 0) | (labels >= classes)
+    outside = outside.flatten(1).any(1) if outside.dim() > 1 else outside
+    if bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        value = labels[at].tolist()
+        fix = "Remove or relabel it; for labels to be left out use dpivon.PerExampleLoss"
+        raise bad("labels", value, f"of record {first + at} is not in 0 … {classes - 1}", fix)

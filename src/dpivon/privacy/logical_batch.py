@@ -7,7 +7,7 @@ Opacus's queues a flag for every step to come. If nobody says anything, every st
 from __future__ import annotations
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
 
 
 class LogicalBatch:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import NoiseSource, SecureNoise
-from dpivon.privacy.spec import NoiseSpec
 
 
 class OpacusNames(OpacusDPOptimizer):  # type: ignore[misc]

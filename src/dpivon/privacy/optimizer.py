@@ -23,13 +23,12 @@ from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.forward_watch import IGNORED_LABELS, ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.logical_batch import LogicalBatch
+from dpivon.privacy.mechanism import Alone, Journal, NoiseSpec, Together
 from dpivon.privacy.metric import Scaling
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
 from dpivon.privacy.precision import full_precision, without_autocast
-from dpivon.privacy.ranks.together import Alone, Journal, Together
 from dpivon.privacy.sampling import Draws
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.theta_passes import ThetaPasses, variational
 from dpivon.release import Release
 

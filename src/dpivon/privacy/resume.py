@@ -27,12 +27,11 @@ from torch import Tensor
 from dpivon.durable.checkpoint import bytes_of
 from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyWarning
+from dpivon.privacy.mechanism import AGAIN, DROP, NEW, Decision, NoiseSpec
 from dpivon.privacy.noise import NoiseSource, TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.ledger import FollowedLedger
-from dpivon.privacy.ranks.together import AGAIN, DROP, NEW, Decision
 from dpivon.privacy.sampling import PoissonSampler
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
 
 

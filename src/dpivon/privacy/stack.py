@@ -18,9 +18,9 @@ from dpivon.durable.ledger import Ledger, Terms
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import replay
-from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch, Metrics
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.precision import compiled
 from dpivon.privacy.streams import PRIVACY, Streams
 
 

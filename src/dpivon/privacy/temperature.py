@@ -44,9 +44,8 @@ from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.accountants import check_delta
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.engine import PrivacyEngine
-from dpivon.privacy.mechanism import release
+from dpivon.privacy.mechanism import NoiseSpec, release
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.temperature import Predictor, Tempered, log_probabilities, surprise_less_entropy
 
 HALVINGS = 6

@@ -22,10 +22,9 @@ from dpivon.optim.jitter import jitter_std
 from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
-from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels.batch import Batch, Metrics
-from dpivon.privacy.precision import without_autocast
-from dpivon.privacy.spec import NoiseSpec
+from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
 from dpivon.stacked.networks import AnyNetwork, Network

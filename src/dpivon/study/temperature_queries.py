@@ -21,8 +21,8 @@ from dpivon.durable.files import replace
 from dpivon.durable.ledger import Terms
 from dpivon.errors import PrivacyError
 from dpivon.metrics import batch_scores
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import SEEDED, TorchNoise
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.privacy.temperature import BOUND, HALVINGS, choose, temperature_releases, temperature_spec
 from dpivon.study.datasets import StudyData

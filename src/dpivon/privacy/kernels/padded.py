@@ -25,13 +25,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dpivon.optim.metric import Factors
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FlatClipping
-from dpivon.privacy.compiling import compiled
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.kernels.reference import RowModel, autocast, seen
 from dpivon.privacy.kernels.room import examples_at_once
-from dpivon.privacy.precision import full_precision
+from dpivon.privacy.precision import compiled, full_precision
 
 #: Of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise; compiled, of the row's
 #: parameters in place of the row.

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EPS_NUM
-from dpivon.privacy.compiling import compiled
 from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
 from dpivon.privacy.kernels.batch import Batch, Metrics
 from dpivon.privacy.kernels.forward import Blocks, head_logits, parameters, tuned
 from dpivon.privacy.kernels.layout import Layout
-from dpivon.privacy.precision import product
+from dpivon.privacy.precision import compiled, product
 
 #: Block sizes, taps at a time and warps of each kernel of the backward pass by block of the network, tuned on an H200. Norms
 #: and sums take equally many positions at a time: where a gradient cancels over them, one order of adding gives one gradient.

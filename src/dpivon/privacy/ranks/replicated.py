@@ -20,9 +20,9 @@ from dpivon.durable.checkpoint import bytes_of
 from dpivon.errors import DpivonError
 from dpivon.optim.precision import full_dtype
 from dpivon.privacy import mechanism
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.team import Team
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
 
 if TYPE_CHECKING:

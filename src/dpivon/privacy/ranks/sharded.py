@@ -19,11 +19,11 @@ from dpivon.optim.releases import LearnsFromReleases
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy import mechanism
 from dpivon.privacy.layers.registry import plain_type
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import TorchNoise, expanded
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.team import Team
 from dpivon.privacy.ranks.wrappers import fsdp_modules
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
 from dpivon.shards import is_sharded, part_of
 

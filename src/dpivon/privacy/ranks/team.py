@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
+from dpivon.privacy.mechanism import DROP, Decision, NoiseSpec, charge_for, decide
 from dpivon.privacy.ranks.group import Group, failure
-from dpivon.privacy.ranks.together import DROP, Decision, charge_for, decide
-from dpivon.privacy.spec import NoiseSpec
 from dpivon.release import Release
 
 if TYPE_CHECKING:

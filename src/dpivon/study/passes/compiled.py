@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpivon.privacy.compiling import compiled
+from dpivon.privacy.precision import compiled
 from dpivon.stacked import Network
 
 PICTURES = 2048  # a call: the compiled program has this one shape
