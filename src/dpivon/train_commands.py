@@ -103,7 +103,7 @@ def train(
         list[str] | None, typer.Option(help="NAME=VALUE of the method; repeat it.", rich_help_panel=_MODEL)
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="auto, mlp, small-cnn, paper-cnn or wrn-16-4.", rich_help_panel=_MODEL)
+        str | None, typer.Option(help="auto, mlp, small, paper or wrn-16-4.", rich_help_panel=_MODEL)
     ] = None,
     hidden: Annotated[
         str | None,

@@ -133,9 +133,9 @@ def test_a_draft_from_a_public_sample_has_its_ranges_and_texts(tmp_path: Path) -
     ("shape", "kind"),
     [
         ((30,), "mlp"),
-        ((1, 8, 8), "small-cnn"),
-        ((3, 32, 32), "paper-cnn"),
-        ((1, 28, 28), "paper-cnn"),
+        ((1, 8, 8), "small"),
+        ((3, 32, 32), "paper"),
+        ((1, 28, 28), "paper"),
         ((3, 64, 64), "wrn-16-4"),
         ((1, 8, 9), "mlp"),
     ],
@@ -149,5 +149,5 @@ def test_the_network_follows_from_the_shape_and_takes_it(shape: tuple[int, ...],
 
 
 def test_a_network_that_cannot_take_the_shape_is_refused() -> None:
-    with pytest.raises(DpivonError, match="network='paper-cnn': cannot take an example of shape 30"):
-        choose("paper-cnn", (30,), 2, (8,))
+    with pytest.raises(DpivonError, match="network='paper': cannot take an example of shape 30"):
+        choose("paper", (30,), 2, (8,))

@@ -443,7 +443,7 @@ def test_images_end_to_end(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     assert summary["metrics"]["mc_accuracy"] > 0.9
-    assert summary["task"]["network"] == "small-cnn"
+    assert summary["task"]["network"] == "small"
     with np.load(tmp_path / "run" / "test.npz", allow_pickle=False) as test:
         assert test["images"].shape == (32, 8, 8, 3)
         assert test["images"].dtype == np.uint8

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from dpivon.audit.page import write
 from dpivon.audit.run import Audit, audit
 from dpivon.audit.subject import PATHS, STACK_PATHS, VARIED_PATHS, check_path, probe
 from dpivon.errors import bad
+from dpivon.import_paths import imported
 from dpivon.stacked.rules import RULES
 
 
@@ -42,17 +41,8 @@ def load(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     """One of ours, or what a function of the user's own returns: (model, inputs, labels)."""
     if name in MODELS:
         return MODELS[name]()
-    module, _, function = name.partition(":")
     fix = f"Use one of {', '.join(MODELS)}, or package.module:function that returns (model, inputs, labels)"
-    if not function:
-        raise bad("model", name, "is not known", fix)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        made: Any = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
-        raise bad("model", name, f"could not be loaded ({error})", fix) from error
-    finally:
-        sys.path.pop(0)
+    made: Any = imported("model", name, fix)()
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
         raise bad("model", name, "did not return (model, inputs, labels)", fix)
     return made

@@ -1,13 +1,14 @@
 """Small networks that are ready for private training: no layer mixes examples."""
 
-from dpivon.models.cnn import MLP, PaperCNN, SmallCNN
-from dpivon.models.compact import CompactCNN
+from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN
+from dpivon.models.networks import NETWORKS, check_network, network
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.models.transformer import TextEncoder, VisionTransformer
 from dpivon.models.wrn import WideResNet
 
 __all__ = [
     "MLP",
+    "NETWORKS",
     "CompactCNN",
     "PaperCNN",
     "SmallCNN",
@@ -15,4 +16,6 @@ __all__ = [
     "TextEncoder",
     "VisionTransformer",
     "WideResNet",
+    "check_network",
+    "network",
 ]

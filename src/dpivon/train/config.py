@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import bad
@@ -14,7 +14,7 @@ from dpivon.methods import METHODS
 from dpivon.privacy.accounting import ACCOUNTANTS
 from dpivon.train.columns import Column, Labels, Numeric
 from dpivon.train.defaults import METHOD, defaults
-from dpivon.train.networks import KINDS, Width
+from dpivon.train.networks import KINDS, Width, current_name
 from dpivon.train.schema import read_schema
 from dpivon.yaml_files import read_yaml, validated
 
@@ -60,7 +60,7 @@ class Config(BaseModel):
 
     method: str = METHOD
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    network: str = "auto"
+    network: Annotated[str, BeforeValidator(current_name)] = "auto"
     hidden: tuple[Width, ...] = (64,)
     batch_size: Whole
     epochs: Whole

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import nn
 
 from dpivon.errors import bad
-from dpivon.models import MLP, PaperCNN, SmallCNN, WideResNet
+from dpivon.models import network
 from dpivon.train.columns import Strict
 
-Kind = Literal["mlp", "small-cnn", "paper-cnn", "wrn-16-4"]
-KINDS: tuple[str, ...] = ("auto", "mlp", "small-cnn", "paper-cnn", "wrn-16-4")
+Kind = Literal["mlp", "small", "paper", "wrn-16-4"]
+KINDS: tuple[str, ...] = ("auto", "mlp", "small", "paper", "wrn-16-4")
+_BEFORE_0_2 = {"small-cnn": "small", "paper-cnn": "paper"}  # names in files of earlier versions
 Width = Annotated[int, Field(ge=1, le=65536)]
 
 SMALL, PAPER = 16, 48  # sides of an image: below the first the small CNN, up to the second the paper's, then the WRN
 
 
+def current_name(name: Any) -> Any:
+    """The name that a network has now."""
+    return _BEFORE_0_2.get(name, name) if isinstance(name, str) else name
+
+
 class Network(Strict):
     """A network as plain numbers: nothing in it can be code."""
 
-    kind: Kind
+    kind: Annotated[Kind, BeforeValidator(current_name)]
     shape: Annotated[tuple[Width, ...], Field(min_length=1, max_length=3)]
     classes: Annotated[int, Field(ge=2, le=65536)]
     hidden: tuple[Width, ...] = (64,)
 
     def build(self) -> nn.Module:
-        make: dict[str, Callable[[], nn.Module]] = {
-            "mlp": lambda: MLP(math.prod(self.shape), self.classes, self.hidden),
-            "small-cnn": lambda: SmallCNN(self.shape[0], self.classes, image_size=self.shape[-1]),
-            "paper-cnn": lambda: PaperCNN(self.shape[0], self.classes, image_size=self.shape[-1]),
-            "wrn-16-4": lambda: WideResNet(16, 4, self.classes, self.shape[0]),
-        }
-        return make[self.kind]()
+        own: dict[str, Any] = {"hidden": self.hidden} if self.kind == "mlp" else {}
+        return network(self.kind, shape=self.shape, classes=self.classes, **own)
 
     def told(self) -> str:
         if self.kind != "mlp":
@@ -53,9 +52,9 @@ def choose(wanted: str, shape: tuple[int, ...], classes: int, hidden: tuple[int,
     kind = wanted
     if wanted == "auto":
         side = shape[-1]
-        by_side = "small-cnn" if side < SMALL else "paper-cnn" if side <= PAPER else "wrn-16-4"
+        by_side = "small" if side < SMALL else "paper" if side <= PAPER else "wrn-16-4"
         kind = by_side if square and side >= 4 else "mlp"
-    if kind != "mlp" and (not square or shape[-1] < (8 if kind == "paper-cnn" else 4)):
+    if kind != "mlp" and (not square or shape[-1] < (8 if kind == "paper" else 4)):
         fix = "Use mlp, or square images of at least 8 × 8"
         raise bad("network", wanted, f"cannot take an example of shape {' × '.join(map(str, shape))}", fix)
     return Network.model_validate({"kind": kind, "shape": shape, "classes": classes, "hidden": hidden})
