@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation, bytes_of
 from dpivon.durable.ledger import Record
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
-from dpivon.privacy import inner
+from dpivon.optim.ivon import IVON
+from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.optimizer import DPOptimizer
@@ -316,7 +318,7 @@ class Checkpoints:
         return {
             "module": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
             "optimizer": type(optimizer.original_optimizer).__name__,
-            **inner.described(optimizer.original_optimizer),
+            **_described(optimizer.original_optimizer),
             "noise_multiplier": spec.noise_multiplier,
             "clipping": clipping.name,
             "max_grad_norm": clipping.given,
@@ -392,3 +394,17 @@ def _names(optimizer: DPOptimizer) -> list[str]:
     """The model's name of every parameter, in the optimizer's order."""
     known: dict[Any, str] = {p: name for name, p in optimizer.module.named_parameters()}
     return [known.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+
+
+#: What a rule may be made of, and what that is called here.
+_PARTS = {"estimator": "curvature", "phi": "phi", "psi": "psi"}
+
+
+def _described(inner: Optimizer) -> dict[str, Any]:
+    """What an optimizer does that neither its class nor its state tells: its groups are in the state, these are not."""
+    if isinstance(inner, IVON):
+        return {"mc_samples": inner.mc_samples, "curvature": inner.curvature.name}
+    if not isinstance(inner, RuleOptimizer):
+        return {}
+    parts = {told: getattr(inner.rule, part, None) for part, told in _PARTS.items()}
+    return {"rule": inner.rule.name, **{told: part.name for told, part in parts.items() if part is not None}}

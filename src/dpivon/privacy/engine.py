@@ -31,7 +31,7 @@ from dpivon.privacy.losses import PerExampleLoss, check_criterion
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.metric import make_scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
-from dpivon.privacy.opacus_verbs import OpacusVerbs
+from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group, current
 from dpivon.privacy.ranks.ledger import FollowedLedger, open_ledger

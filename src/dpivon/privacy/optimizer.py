@@ -16,20 +16,26 @@ from torch.optim import Optimizer
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.metric import FactoredMetric
-from dpivon.optim.releases import HasPosterior
+from dpivon.optim.releases import HasPosterior, LearnsFromReleases
 from dpivon.posterior import Posterior
-from dpivon.privacy import inner, sums
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.forward_watch import IGNORED_LABELS, ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.logical_batch import LogicalBatch
+from dpivon.privacy.logical_batch import (
+    LogicalBatch,
+    ThetaPasses,
+    add_sums,
+    drop_sums,
+    hand_over,
+    unreleased_sums,
+    variational,
+)
 from dpivon.privacy.mechanism import Alone, Journal, NoiseSpec, Together
 from dpivon.privacy.metric import Scaling
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
 from dpivon.privacy.precision import full_precision, without_autocast
 from dpivon.privacy.sampling import Draws
-from dpivon.privacy.theta_passes import ThetaPasses, variational
 from dpivon.release import Release
 
 _METRIC = "dpivon_metric"
@@ -77,12 +83,12 @@ class DPOptimizer(OpacusNames):
         self._passes = ThetaPasses(source, watch)
         self._in_closure = False
         self._known_spec: tuple[tuple[NoiseSpec, int, tuple[str, str]], NoiseSpec] | None = None
-        sums.drop(self.original_optimizer)
+        drop_sums(self.original_optimizer)
         self._connect()
 
     def _connect(self) -> None:
         """The inner optimizer learns from here only, and the sampler says when a batch is drawn."""
-        inner.bind(self.original_optimizer)
+        _bind(self.original_optimizer)
         if self.draws is not None:
             self.draws.listeners.append(weakref.ref(self))
 
@@ -148,7 +154,7 @@ class DPOptimizer(OpacusNames):
             )
         loss = None if closure is None else self._run(closure)
         if self.pre_step():
-            inner.step_on(self.original_optimizer, self.last_release)
+            _step_on(self.original_optimizer, self.last_release)
             self.together.stepped(self)
         return loss
 
@@ -208,11 +214,11 @@ class DPOptimizer(OpacusNames):
         with full_precision(), without_autocast(self.params[0].device.type):
             metric = () if self._scaling is None else (self._scaling.factors(self.params),)
             clipped = self.source.clipped_sums(self.params, self._clipping, *metric)
-        sums.add(self.params, clipped)
+        add_sums(self.params, clipped)
 
     def _release(self, spec: NoiseSpec) -> bool:
         """Charge and noise the sum, once; False if it was dropped instead."""
-        total = sums.unreleased(self.params)
+        total = unreleased_sums(self.params)
         if self.draws is not None:
             self.draws.redeem()
         made = self.together.release(self, total, spec)
@@ -224,7 +230,7 @@ class DPOptimizer(OpacusNames):
             self._scaling.learn(made)
         self.last_release = made
         self._batch.end()
-        sums.hand_over(made, self.params, self.original_optimizer)
+        hand_over(made, self.params, self.original_optimizer)
         for hook in self.step_hooks:
             hook(self)
         return True
@@ -234,7 +240,7 @@ class DPOptimizer(OpacusNames):
         self._passes.clear(self.original_optimizer, keep_theta=self._batch.goes_on)
         if not self._batch.goes_on:
             self._batch.spec = None
-            sums.drop(self.original_optimizer)
+            drop_sums(self.original_optimizer)
         self.original_optimizer.zero_grad(set_to_none)
 
     # ---- logical batches made of micro-batches
@@ -314,3 +320,31 @@ class DPOptimizer(OpacusNames):
             p.grad_sample, p.summed_grad, p._forward_counter = None, None, 0
         new._connect()
         return new
+
+
+def _bind(inner: Optimizer) -> None:
+    """From now on a step that is not :func:`_step_on`'s is an error."""
+    if isinstance(inner, LearnsFromReleases):
+        inner.bind_to_releases()
+    elif hasattr(inner, "_optimizer_step_pre_hooks"):
+        inner.register_step_pre_hook(_refuse_unreleased_step)
+
+
+def _step_on(inner: Optimizer, release: Release | None) -> None:
+    """Let it learn from the release, or from ``p.grad``, which holds it."""
+    if isinstance(inner, LearnsFromReleases):
+        inner.step(release=release)
+        return
+    inner._stepping_on_release = True  # type: ignore[attr-defined]
+    try:
+        inner.step()
+    finally:
+        inner._stepping_on_release = False  # type: ignore[attr-defined]
+
+
+def _refuse_unreleased_step(inner: Optimizer, args: Any, kwargs: Any) -> None:
+    if not getattr(inner, "_stepping_on_release", False):
+        raise PrivacyError(
+            f"step() on the inner {type(inner).__name__}: p.grad holds raw gradients. Call step() on the optimizer that "
+            "make_private returned."
+        )
