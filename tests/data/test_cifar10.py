@@ -110,7 +110,7 @@ def test_words_when_it_is_missing_cut_or_short(small, tmp_path):
     with pytest.raises(ArgumentError, match=r"lacks data_batch_4.bin"):
         load_cifar10(tmp_path / "short")
     put(tmp_path / "fewer", contents | {"data_batch_1.bin": contents["data_batch_1.bin"][:3073]})
-    with pytest.raises(ArgumentError, match="9 training pictures instead of 10"):
+    with pytest.raises(ArgumentError, match="9 training images instead of 10"):
         load_cifar10(tmp_path / "fewer")
 
 

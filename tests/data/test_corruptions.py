@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, as_bytes, blur, corrupt, noise, shape, tone
+from dpivon.data import corruptions
+from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, as_bytes, corrupt
 from dpivon.errors import ArgumentError
 
 Image = pytest.importorskip("PIL.Image")
@@ -64,15 +65,15 @@ def test_noise_has_the_variance_that_its_constant_says():
     x = grey()
     n = x.numel()
     for s in SEVERITIES:
-        std = noise.STD[s - 1]
+        std = corruptions.NOISE_STD[s - 1]
         y = corrupt(x, "gaussian_noise", s).double() / 255
         expected = math.sqrt(std**2 + (1 / 255) ** 2 / 12)  # of the noise and of rounding to bytes
         assert float(y.std()) == pytest.approx(expected, abs=5 * expected / math.sqrt(2 * n))
-        y = noise.shot_noise(x, s - 1, torch.Generator().manual_seed(0)).double()
-        expected = math.sqrt(0.5 / noise.PHOTONS[s - 1])  # Var[Poisson(cx)/c] = x/c
+        y = corruptions.shot_noise(x, s - 1, torch.Generator().manual_seed(0)).double()
+        expected = math.sqrt(0.5 / corruptions.PHOTONS[s - 1])  # Var[Poisson(cx)/c] = x/c
         assert float(y.std()) == pytest.approx(expected, abs=5 * expected / math.sqrt(2 * n))
         assert float(y.mean()) == pytest.approx(0.5, abs=5 * expected / math.sqrt(n))
-        share = noise.SHARE[s - 1]
+        share = corruptions.IMPULSES[s - 1]
         y = corrupt(x, "impulse_noise", s)
         error = 5 * math.sqrt(share / n)
         assert float((y == 0).double().mean()) == pytest.approx(share / 2, abs=error)
@@ -84,27 +85,30 @@ def test_blurs_keep_the_sum_and_spread_a_point_as_far_as_their_kernel():
     point[0, 0, 16, 16] = 1
     ticks = torch.arange(33) - 16.0
     for s in range(5):
-        y = blur.gaussian_blur(point, s, torch.Generator())
+        y = corruptions.gaussian_blur(point, s, torch.Generator())
         assert float(y.sum()) == pytest.approx(1, abs=1e-5)
-        weights = blur.bell(blur.SIGMA[s], 8)
-        radius = int(4 * blur.SIGMA[s] + 0.5)
+        weights = corruptions.bell(corruptions.BLUR_STD[s], 8)
+        radius = int(4 * corruptions.BLUR_STD[s] + 0.5)
         inside = weights[8 - radius : 9 + radius] / weights[8 - radius : 9 + radius].sum()
         torch.testing.assert_close(y[0, 0, 16, 16 - radius : 17 + radius].double(), inside * inside[radius])
-        kernel = blur.disk(*blur.DISK[s])
+        kernel = corruptions.disk(*corruptions.DISK[s])
         assert float(kernel.sum()) == pytest.approx(1)
-        y = blur.defocus_blur(point, s, torch.Generator())
-        soft = blur.bell(blur.DISK[s][1], 1)
-        across = {0.3: 0.0, 0.4: 0.0, 0.5: 0.0, 1.0: 0.4, 1.5: 6 / 9}[blur.DISK[s][0]]  # Var of x on the disk's points
+        y = corruptions.defocus_blur(point, s, torch.Generator())
+        soft = corruptions.bell(corruptions.DISK[s][1], 1)
+        across = {0.3: 0.0, 0.4: 0.0, 0.5: 0.0, 1.0: 0.4, 1.5: 6 / 9}[
+            corruptions.DISK[s][0]
+        ]  # Var of x on the disk's points
         assert float((y[0, 0].sum(0) * ticks**2).sum()) == pytest.approx(across + 2 * float(soft[0]), abs=1e-4)
-        assert torch.allclose(blur.defocus_blur(grey(0.3, 1), s, torch.Generator()), grey(0.3, 1), atol=1e-6)
+        assert torch.allclose(corruptions.defocus_blur(grey(0.3, 1), s, torch.Generator()), grey(0.3, 1), atol=1e-6)
 
 
 def test_gaussian_blur_is_scipys():
     ndimage = pytest.importorskip("scipy.ndimage")
     x = smooth(2)
     for s in range(5):
-        expected = ndimage.gaussian_filter(x.numpy(), (0, 0, blur.SIGMA[s], blur.SIGMA[s]), mode="nearest", truncate=4)
-        torch.testing.assert_close(blur.gaussian_blur(x, s, torch.Generator()), torch.from_numpy(expected))
+        std = corruptions.BLUR_STD[s]
+        expected = ndimage.gaussian_filter(x.numpy(), (0, 0, std, std), mode="nearest", truncate=4)
+        torch.testing.assert_close(corruptions.gaussian_blur(x, s, torch.Generator()), torch.from_numpy(expected))
 
 
 def test_brightness_moves_value_and_nothing_else_and_contrast_scales_deviations():
@@ -112,33 +116,35 @@ def test_brightness_moves_value_and_nothing_else_and_contrast_scales_deviations(
 
     x = smooth(2, side=8)
     for s in range(5):
-        y = tone.brightness(x, s, torch.Generator())
+        y = corruptions.brightness(x, s, torch.Generator())
         for before, after in zip(
             x.permute(0, 2, 3, 1).reshape(-1, 3), y.permute(0, 2, 3, 1).reshape(-1, 3), strict=True
         ):
             h, saturation, v = colorsys.rgb_to_hsv(*before.tolist())
-            expected = colorsys.hsv_to_rgb(h, saturation, min(1, v + tone.BRIGHTER[s]))
+            expected = colorsys.hsv_to_rgb(h, saturation, min(1, v + corruptions.BRIGHTER[s]))
             assert after.tolist() == pytest.approx(expected, abs=1e-5)
-        y = tone.contrast(x, s, torch.Generator())
-        torch.testing.assert_close(y.std((2, 3)), tone.CONTRAST[s] * x.std((2, 3)))
+        y = corruptions.contrast(x, s, torch.Generator())
+        torch.testing.assert_close(y.std((2, 3)), corruptions.CONTRAST[s] * x.std((2, 3)))
         torch.testing.assert_close(y.mean((2, 3)), x.mean((2, 3)))
-    assert torch.equal(tone.brightness(torch.zeros(1, 3, 2, 2), 4, torch.Generator()), torch.full((1, 3, 2, 2), 0.3))
+    assert torch.equal(
+        corruptions.brightness(torch.zeros(1, 3, 2, 2), 4, torch.Generator()), torch.full((1, 3, 2, 2), 0.3)
+    )
 
 
 def test_fog_is_a_cloud_in_front_of_the_picture():
     generator = torch.Generator().manual_seed(0)
-    clouds = tone.plasma(200, 32, 2.0, generator)
+    clouds = corruptions.plasma(200, 32, 2.0, generator)
     low, high = clouds.amin((1, 2)), clouds.amax((1, 2))
     assert torch.equal(low, torch.zeros(200))
     assert torch.equal(high, torch.ones(200))
     step = (clouds - clouds.roll(1, 2)).square().mean()
     far = (clouds - clouds.roll(16, 2)).square().mean()
     assert step < far / 5  # neighbours are alike, and so are the two edges of the torus
-    rough = tone.plasma(200, 32, 1.2, torch.Generator().manual_seed(0))
+    rough = corruptions.plasma(200, 32, 1.2, torch.Generator().manual_seed(0))
     assert (rough - rough.roll(1, 2)).square().mean() > 2 * step  # detail that fades slowly is rougher
     x = smooth(5)
-    y = tone.fog(x, 4, torch.Generator().manual_seed(3))
-    cloud = tone.plasma(5, 32, 1.75, torch.Generator().manual_seed(3))[:, None]
+    y = corruptions.fog(x, 4, torch.Generator().manual_seed(3))
+    cloud = corruptions.plasma(5, 32, 1.75, torch.Generator().manual_seed(3))[:, None]
     top = x.amax((1, 2, 3), keepdim=True)
     torch.testing.assert_close(y, (x + 1.5 * cloud) * top / (top + 1.5))
 
@@ -148,19 +154,19 @@ def test_pixelate_and_jpeg_are_pillows():
     for s in SEVERITIES:
         boxed, packed = corrupt(x, "pixelate", s), corrupt(x, "jpeg_compression", s)
         for i, picture in enumerate(as_bytes(x).permute(0, 2, 3, 1).numpy()):
-            small = int(32 * shape.SMALLER[s - 1])
+            small = int(32 * corruptions.SMALLER[s - 1])
             pil = Image.fromarray(picture).resize((small, small), Image.Resampling.BOX)
             expected = np.asarray(pil.resize((32, 32), Image.Resampling.BOX)).astype(int)
             assert np.abs(boxed[i].permute(1, 2, 0).numpy() - expected).max() <= 1  # Pillow rounds on the way
             file = io.BytesIO()
-            Image.fromarray(picture).save(file, "JPEG", quality=shape.QUALITY[s - 1])
+            Image.fromarray(picture).save(file, "JPEG", quality=corruptions.QUALITY[s - 1])
             assert np.array_equal(packed[i].permute(1, 2, 0).numpy(), np.asarray(Image.open(file)))
 
 
 def test_elastic_moves_pixels_and_leaves_colours():
     """A ramp shows where each pixel came from; the middle moves by as much as its three corners allow."""
     ramp = (torch.arange(32.0) / 31).expand(400, 1, 32, 32).contiguous()
-    y = shape.elastic_transform(ramp, 0, torch.Generator().manual_seed(0))
+    y = corruptions.elastic_transform(ramp, 0, torch.Generator().manual_seed(0))
     moved = (y - ramp)[:, 0, 12:20, 12:20] * 31
     # An affine map through three corners: at the centre x moves by half of two corners, 2.56·U(−1, 1) each.
     centre = moved[:, 4, 4]
@@ -168,10 +174,10 @@ def test_elastic_moves_pixels_and_leaves_colours():
     assert float(centre.mean()) == pytest.approx(0, abs=5 * 2.56 / math.sqrt(3 * 400))
     second = moved[:, :, 2:] - 2 * moved[:, :, 1:-1] + moved[:, :, :-2]
     assert float(second.abs().max()) < 1e-3  # straight lines stay straight …
-    bent = (shape.elastic_transform(ramp, 4, torch.Generator().manual_seed(0)) - ramp)[:, 0, 12:20, 12:20] * 31
+    bent = (corruptions.elastic_transform(ramp, 4, torch.Generator().manual_seed(0)) - ramp)[:, 0, 12:20, 12:20] * 31
     curved = bent[:, :, 2:] - 2 * bent[:, :, 1:-1] + bent[:, :, :-2]
     assert float(curved.abs().mean()) > 0.1  # … until pixels move each its own way
-    assert torch.allclose(shape.elastic_transform(grey(0.3, 3), 4, torch.Generator()), grey(0.3, 3))
+    assert torch.allclose(corruptions.elastic_transform(grey(0.3, 3), 4, torch.Generator()), grey(0.3, 3))
 
 
 def test_what_is_wrong_is_named(monkeypatch):
@@ -180,8 +186,8 @@ def test_what_is_wrong_is_named(monkeypatch):
         ((x, "snow", 1), "name='snow'"),
         ((x, "fog", 6), "severity=6"),
         ((x, "fog", 0), "severity=0"),
-        ((x[0], "fog", 1), r"pictures\.shape"),
-        ((x.repeat(1, 1, 2, 1), "fog", 1), r"pictures\.shape"),
+        ((x[0], "fog", 1), r"images\.shape"),
+        ((x.repeat(1, 1, 2, 1), "fog", 1), r"images\.shape"),
         ((x * 2, "fog", 1), "before any normalisation"),
         ((x * math.nan, "fog", 1), "before any normalisation"),
         ((as_bytes(x), "fog", 1), "uint8"),

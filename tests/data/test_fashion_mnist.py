@@ -67,7 +67,7 @@ def test_damage_is_refused_with_words(folder):
     images.write_bytes(whole)
     labels = folder / "train-labels-idx1-ubyte"
     labels.write_bytes(idx(np.zeros(20, np.uint8)))
-    with pytest.raises(ArgumentError, match="pictures a class"):
+    with pytest.raises(ArgumentError, match="images per class"):
         load_fashion_mnist(folder)
     labels.unlink()
     with pytest.raises(ArgumentError, match=r"lacks train-labels.*dataset-fashion-mnist"):

@@ -9,7 +9,7 @@ import pytest
 
 from dpivon.data import fetch as module
 from dpivon.data.fetch import Source, fetch
-from dpivon.data.records import DataSet, Images
+from dpivon.data.images import DataSet, Images
 from dpivon.errors import ArgumentError, DpivonError
 
 

@@ -2,9 +2,7 @@
 
 from dpivon.data.cifar10 import load_cifar10
 from dpivon.data.fashion_mnist import load_fashion_mnist, load_fashion_mnist_test
-from dpivon.data.normalise import MEAN, STD, normalised
-from dpivon.data.records import DataSet, Images, digest
-from dpivon.data.split import tuning_split
+from dpivon.data.images import MEAN, STD, DataSet, Images, digest, normalised, tuning_split
 
 __all__ = [
     "MEAN",

@@ -1,29 +1,32 @@
-"""CIFAR-10 (Krizhevsky, 2009): 50,000 + 10,000 colour pictures of 32×32, ten classes."""
+"""CIFAR-10 (Krizhevsky, 2009): 50,000 + 10,000 colour images of 32×32, ten classes."""
 
 from __future__ import annotations
 
+import io
 import tarfile
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from dpivon.data.parts import read_parts
+from dpivon.data.images import DataSet, Images, canonical
 from dpivon.data.pickles import read_pickle
-from dpivon.data.records import DataSet, Images, canonical
 from dpivon.errors import bad
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE, TRAIN, TEST = 32, 50_000, 10_000
 _RECORD = 1 + 3 * SIDE * SIDE
-# Digests (records.py) of the published training and test sets.
+_MOST = 10_000 * (_RECORD + 200)  # bytes of a file in an archive
+# Digests (images.py) of the published training and test sets.
 TRAIN_DIGEST = "d59acf989e068e709ce686cda292672c7b212c08d29d3d3e6d8c3aa99eba6a85"
 TEST_DIGEST = "899683d46c3a8c66fd56e1af12202e69fe5a4517be10b0f68e04c78fe585c57c"
 
 _FETCH = (
     "Run `dpivon data fetch cifar10`, or give the folder that holds cifar-10-binary.tar.gz or cifar-10-python.tar.gz"
 )
+PARTS = ("train-0.npz", "train-1.npz", "test.npz")
 _Open = Callable[[str], bytes]
 
 
@@ -43,17 +46,17 @@ def load_cifar10(root: str | Path) -> DataSet:
         ("test", raw[1], TEST, TEST_DIGEST),
     ):
         if len(images) != size:
-            raise bad("data", str(root), f"has {len(images)} {name} pictures instead of {size}", _FETCH)
+            raise bad("data", str(root), f"has {len(images)} {name} images instead of {size}", _FETCH)
         images, found = canonical(images)
         if found != expected:
-            problem = f"its {name} pictures are not those of CIFAR-10 (digest {found[:12]}…): the copy is damaged"
+            problem = f"its {name} images are not those of CIFAR-10 (digest {found[:12]}…): the copy is damaged"
             raise bad("data", str(root), problem, _FETCH)
         parts.append(images)
     return DataSet("cifar10", parts[0], parts[1], verified=True)
 
 
 def _read(root: Path) -> tuple[Images, Images] | None:
-    """Training and test pictures as they stand, unchecked; None if nothing here looks like CIFAR-10."""
+    """Training and test images as they stand, unchecked; None if nothing here looks like CIFAR-10."""
     for base in (root, root / "cifar-10-batches-bin", root / "cifar-10-batches-py"):
         for probe, read in (("data_batch_1.bin", _binary), ("data_batch_1", _python)):
             if (base / probe).is_file():
@@ -80,7 +83,8 @@ def _from_archive(path: Path) -> tuple[Images, Images]:
     """Members are read in memory: nothing is unpacked, so no path in the archive can lead anywhere."""
     try:
         with tarfile.open(path, "r:*") as archive:
-            files = {Path(m.name).name: _member(archive, m) for m in archive if m.isfile() and _wanted(m)}
+            found = [m for m in archive if m.isfile() and "_batch" in Path(m.name).name and m.size < _MOST]
+            files = {Path(m.name).name: (archive.extractfile(m) or io.BytesIO()).read() for m in found}
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise bad("data", str(path), f"is not a whole archive ({error})", _FETCH) from None
 
@@ -90,15 +94,6 @@ def _from_archive(path: Path) -> tuple[Images, Images]:
         return files[name]
 
     return _binary(open_) if "data_batch_1.bin" in files else _python(open_)
-
-
-def _wanted(member: tarfile.TarInfo) -> bool:
-    return "_batch" in Path(member.name).name and member.size < 10_000 * (_RECORD + 200)
-
-
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    return file.read() if file else b""
 
 
 def _binary(open_: _Open) -> tuple[Images, Images]:
@@ -117,10 +112,10 @@ def _python(open_: _Open) -> tuple[Images, Images]:
         batch = read_pickle(open_(name), name)
         pixels, labels = batch.get("data"), batch.get("labels")
         if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 1:
-            raise bad("data", name, "holds no array of pictures", _FETCH)
+            raise bad("data", name, "holds no array of images", _FETCH)
         whole = isinstance(labels, list) and all(isinstance(y, int) and 0 <= y < 10 for y in labels)
         if not whole or len(labels) != len(pixels):  # type: ignore[arg-type]
-            raise bad("data", name, "does not hold one label from 0 to 9 a picture", _FETCH)
+            raise bad("data", name, "does not hold one label from 0 to 9 per image", _FETCH)
         return Images(_rows(pixels), np.array(labels, np.uint8))
 
     return _joined([images(f"data_batch_{i}") for i in range(1, 6)]), images("test_batch")
@@ -133,3 +128,33 @@ def _rows(pixels: np.ndarray) -> np.ndarray:
 
 def _joined(parts: list[Images]) -> Images:
     return Images(np.concatenate([p.pixels for p in parts]), np.concatenate([p.labels for p in parts]))
+
+
+def read_parts(folder: Path) -> tuple[Images, Images]:
+    """Training and test images, unchecked, from files of lossless WebP: half the size of the official archive. Needs Pillow."""
+    for name in PARTS:
+        if not (folder / name).is_file():
+            raise bad("data", str(folder), f"lacks {name}", f"Copy all of {', '.join(PARTS)}")
+    first, second, test = (_read_part(folder / name) for name in PARTS)
+    pixels, labels = (np.concatenate(pair) for pair in zip(first, second, strict=True))
+    return Images(pixels, labels), Images(*test)
+
+
+def _read_part(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise bad(
+            "data", str(path), "is WebP, which needs Pillow", "Install pillow, or use the official layout"
+        ) from None
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as part:
+            blob, offsets, labels = part["webp"], part["offsets"], part["labels"]
+
+        def decode(i: int) -> np.ndarray:
+            return np.asarray(Image.open(io.BytesIO(blob[offsets[i] : offsets[i + 1]].tobytes())).convert("RGB"))
+
+        with ThreadPoolExecutor() as pool:
+            return np.stack(list(pool.map(decode, range(len(labels))))), labels.astype(np.uint8)
+    except Exception as error:  # zip, npy and WebP each fail in their own ways
+        raise bad("data", str(path), f"is damaged ({type(error).__name__}: {error})", "Copy it again") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpivon.data.cifar10 import load_cifar10
 from dpivon.data.fashion_mnist import MD5, load_fashion_mnist
-from dpivon.data.records import DataSet
+from dpivon.data.images import DataSet
 from dpivon.errors import DpivonError, bad, check_choice
 
 
@@ -23,17 +23,16 @@ class Source:
     load: Callable[[Path], DataSet]
 
 
-_CIFAR = "https://www.cs.toronto.edu/~kriz/"
 _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"  # http alone; the MD5 sums are what protects
+
+
+def _cifar(file: str, md5: str) -> Source:
+    return Source({file: (f"https://www.cs.toronto.edu/~kriz/{file}", md5)}, load_cifar10)
+
+
 SOURCES = {
-    "cifar10": Source(
-        {"cifar-10-binary.tar.gz": (_CIFAR + "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530")},
-        load_cifar10,
-    ),
-    "cifar10-python": Source(
-        {"cifar-10-python.tar.gz": (_CIFAR + "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a")},
-        load_cifar10,
-    ),
+    "cifar10": _cifar("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
+    "cifar10-python": _cifar("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
     "fashion-mnist": Source({name: (_FASHION + name, md5) for name, md5 in MD5.items()}, load_fashion_mnist),
 }
 

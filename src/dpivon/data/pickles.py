@@ -6,8 +6,10 @@ files use and the three names of numpy they mention, builds arrays from their by
 
 from __future__ import annotations
 
+import math
 import pickletools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ _NAMES = {
     "numpy dtype": _DTYPE,
 }
 _MARK = object()
+_PUSHED: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "MARK": lambda: _MARK,
+    "EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple,
+}  # fmt: skip
 _CONSTANTS = {"BININT", "BININT1", "BININT2", "BINSTRING", "SHORT_BINSTRING", "BINUNICODE"}
 _FIX = "Use the archive from https://www.cs.toronto.edu/~kriz/cifar.html"
 
@@ -44,19 +50,16 @@ class _Type:
 class _Array:
     """A numpy array under construction."""
 
-    value: np.ndarray | None = field(default=None)
+    value: np.ndarray | None = None
 
     def build(self, state: Any) -> None:
         _version, shape, kind, fortran, text = state
         if not isinstance(kind, _Type) or kind.code != "u1" or not isinstance(text, str):
             raise TypeError("an array that is not of bytes")
-        size = 1
-        for side in shape:
-            if not isinstance(side, int) or side < 0:
-                raise TypeError(f"an array of shape {shape}")
-            size *= side
+        if any(not isinstance(side, int) or side < 0 for side in shape):
+            raise TypeError(f"an array of shape {shape}")
         raw = text.encode("latin-1")  # how pickletools decoded it
-        if len(raw) != size:
+        if len(raw) != math.prod(shape):
             raise ValueError(f"{len(raw)} bytes for an array of shape {shape}")
         self.value = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
 
@@ -75,7 +78,7 @@ def read_pickle(data: bytes, name: str) -> dict[str, Any]:
 
 
 class _Machine:
-    """A stack, a memo, and one branch an opcode."""
+    """A stack, a memo, and one branch per opcode."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -98,12 +101,8 @@ class _Machine:
             self.memo[argument] = stack[-1]
         elif op in ("BINGET", "LONG_BINGET"):
             stack.append(self.memo[argument])
-        elif op in ("NONE", "NEWTRUE", "NEWFALSE"):
-            stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[op])
-        elif op == "MARK":
-            stack.append(_MARK)
-        elif op in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"):
-            stack.append({} if op == "EMPTY_DICT" else [] if op == "EMPTY_LIST" else ())
+        elif op in _PUSHED:
+            stack.append(_PUSHED[op]())
         elif op in ("TUPLE1", "TUPLE2", "TUPLE3"):
             n = int(op[-1])
             stack[-n:] = [tuple(stack[-n:])]

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpivon.data import MEAN, STD, Images, load_cifar10, load_fashion_mnist, normalised, tuning_split
 from dpivon.data.cifar10 import TRAIN
 from dpivon.data.fashion_mnist import SIZES
-from dpivon.data.split import SHARE
+from dpivon.data.images import SHARE
 from dpivon.errors import bad
 from dpivon.models import CompactCNN, PaperCNN, SmallCNN
 from dpivon.privacy.kernels.layout import Layout
