@@ -11,7 +11,7 @@ SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
-	@echo "make study       a small grid of private runs on digits, figures and claims in study-output/ (about ten minutes)"
+	@echo "make study       a small grid of private runs on digits, figures in study-output/ (about ten minutes)"
 	@echo "make docs        the documentation as a site in site/, links checked; open site/index.html"
 	@echo "make newcomer    from the built wheel to a report on a table, in an empty folder (about two minutes)"
 	@echo "make test        style, types, the release boundary, and the tests (at most 15 minutes on two cores)"

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.strong_privacy.compare.statistics import interval
+
 from dpivon.study import table
-from dpivon.study.compare.statistics import interval
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "strong_privacy" / "results"
 FOLDERS = ("strong-spread-tuning", "strong-spread-small-tuning")

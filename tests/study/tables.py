@@ -54,3 +54,28 @@ def rows(scores=paper_like, *, seeds=3, h_end=0.5, share_end=0.69, **changes):
                                 diagnostics.append(at | {"std_q05": 0.004, "std_median": 0.005, "std_q95": 0.006})
                         out.append(row | changes)
     return out, diagnostics
+
+
+def tuned(accuracy):
+    """Tuning rows: two rates a method at two σ; ``accuracy`` maps (method, lr, σ) to a number."""
+    out = []
+    for method in ("dp-sgd", IVON):
+        for lr in (0.1, 1.0):
+            for sigma in (1.0, 5.0):
+                run = PlannedRun(method, 512, sigma, 10.0, 0, lr)
+                row = dict.fromkeys(table.COLUMNS) | {"id": run.id, "method": method, "lr": lr, "options": ""}
+                row |= {"batch_size": 512, "noise_multiplier": sigma, "max_grad_norm": 10.0, "seed": 0, "delta": 1e-5}
+                row |= {"accuracy": accuracy(method, lr, sigma), "nll": 1.0, "releases": 50, "train_size": 45_000}
+                out.append(row)
+    return out
+
+
+def two_cells(out):
+    """Two cells of a table on disk in ``out``, as a GPU machine leaves it: without PLD."""
+    out.mkdir()
+    made, diagnostics = rows(seeds=2)
+    keep = [r for r in made if r["batch_size"] == 512 and r["noise_multiplier"] in (1.0, 5.0)]
+    table.write(out / "runs.csv", keep)
+    ids = {r["id"] for r in keep}
+    table.write(out / "diagnostics.csv", [d for d in diagnostics if d["id"] in ids], table.DIAGNOSTIC_COLUMNS)
+    return out

@@ -6,15 +6,14 @@ import json
 import math
 
 import pytest
-from tables import IVON, rows
+from tables import IVON, rows, tuned, two_cells
 from typer.testing import CliRunner
 
 from dpivon.cli import app
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import epsilon
 from dpivon.study import table
-from dpivon.study.ablations import ablations_page, changes, draw_ablations, is_ablation, variants
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import Plan
 from dpivon.study.report import write_report
 from dpivon.study.tuning import candidates, epsilon_with_tuning, pick
 
@@ -23,31 +22,9 @@ def invoke(*args):
     return CliRunner().invoke(app, [str(a) for a in args], prog_name="dpivon")
 
 
-def tuned(accuracy):
-    """Tuning rows: two rates a method at two σ; ``accuracy`` maps (method, lr, σ) to a number."""
-    out = []
-    for method in ("dp-sgd", IVON):
-        for lr in (0.1, 1.0):
-            for sigma in (1.0, 5.0):
-                run = PlannedRun(method, 512, sigma, 10.0, 0, lr)
-                row = dict.fromkeys(table.COLUMNS) | {"id": run.id, "method": method, "lr": lr, "options": ""}
-                row |= {"batch_size": 512, "noise_multiplier": sigma, "max_grad_norm": 10.0, "seed": 0, "delta": 1e-5}
-                row |= {"accuracy": accuracy(method, lr, sigma), "nll": 1.0, "releases": 50, "train_size": 45_000}
-                out.append(row)
-    return out
-
-
 @pytest.fixture
 def results(tmp_path):
-    """Two cells of a table on disk, as a GPU machine leaves it: without PLD."""
-    out = tmp_path / "paper"
-    out.mkdir()
-    made, diagnostics = rows(seeds=2)
-    keep = [r for r in made if r["batch_size"] == 512 and r["noise_multiplier"] in (1.0, 5.0)]
-    table.write(out / "runs.csv", keep)
-    ids = {r["id"] for r in keep}
-    table.write(out / "diagnostics.csv", [d for d in diagnostics if d["id"] in ids], table.DIAGNOSTIC_COLUMNS)
-    return out
+    return two_cells(tmp_path / "paper")
 
 
 def test_a_table_comes_back_as_it_was(results):
@@ -71,8 +48,8 @@ def test_report_rebuilds_everything(results, tmp_path):
     done = invoke("study", "report", results, "--tuning", tmp_path / "tuning")
     assert done.exit_code == 0, done.output
     written = [line.rsplit("/", 1)[1] for line in done.stdout.split()]
-    assert written[-3:] == ["summary.csv", "claims.md", "tuning.md"]
-    assert len(written) == 9
+    assert written[-2:] == ["summary.csv", "tuning.md"]
+    assert len(written) == 8
     after = table.read(results / "runs.csv")
     for row in after:
         history = [(row["noise_multiplier"], 512 / 50_000, 100)]
@@ -155,7 +132,6 @@ def test_commands(tmp_path):
     assert [(r["split"], r["train_size"]) for r in rows] == [("tuning", 1297)]
     assert len(list((out / "posteriors").iterdir())) == 1
     for command in (
-        ("figures", out),
         ("report", out),
         ("status", tmp_path),
         ("run", study, "--out", out, "--stack", "0"),
@@ -167,102 +143,22 @@ def test_commands(tmp_path):
     assert "imagenet" in invoke("data", "fetch", "imagenet", "--to", tmp_path).stderr
 
 
-def test_variants_are_compared_not_averaged(results):
-    made = table.read(results / "runs.csv")
-    ivon = [r for r in made if r["method"] == IVON]
-    other = [r | {"options": '{"ess": 500.0}', "id": "x" + r["id"], "mc_nll": r["mc_nll"] - 0.25} for r in ivon]
-    table.write(results / "runs.csv", ivon + other)
-    written = [p.name for p in write_report(results)]
-    assert written == ["ablations.png", "summary.csv", "ablations.md"]
-    page = (results / "ablations.md").read_text()
-    lines = [x for x in page.splitlines() if x.startswith("| DP-IVON-Gradsq, ess = 500, lr 0.1 |")]
-    assert len(lines) == 4  # two σ, two C
-    assert all(x.split(" | ")[5].endswith("(-0.25)") and x.split(" | ")[1].endswith("(+0)") for x in lines)
-    assert len(table.read(results / "summary.csv")) == 8
-    figure = draw_ablations(ivon + other)
-    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ess = 500"]
-    nll = [x for dots in figure.axes[1].containers for x in dots[0].get_xdata()]
-    assert len(nll) == 4
-    assert nll == pytest.approx([-0.25] * len(nll))
-    refused = invoke("study", "figures", results)
-    assert refused.exit_code == 2
-    assert "several variants" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("variant", "words"),
-    [
-        (("dp-adam", '{"ema": 0.5, "beta1": 0.8}', 0.1), "beta1 = 0.8"),
-        (("dp-adam", '{"beta1": 0.9}', 0.3), "beta1 = 0.9, ema as by default, lr 0.3"),
-        (("dp-adam", '{"ema": 0.5}', None), "a rate for each cell"),
-        (("dp-adam", '{"ema": 0.50}', 0.1), "DP-Adam, ema = 0.5, lr 0.1"),  # written in another way
-        (("dp-sgd", "", 0.1), "DP-SGD, lr 0.1"),
-    ],
-)
-def test_what_a_variant_changes(variant, words):
-    assert changes(variant, ("dp-adam", '{"ema": 0.5}', 0.1)) == words
-
-
-def test_variants_are_held_against_what_the_plan_names_first(results):
-    """Whichever was finished first; and after a temperature, where all have one."""
-    made = [r for r in table.read(results / "runs.csv") if r["method"] == "dp-adam"]
-    kept = ("method", "batch_size", "noise_multiplier", "max_grad_norm", "seed", "lr")
-    runs = [PlannedRun(**{k: r[k] for k in kept}, options={"ema": ema}) for ema in (0.5, 0.25) for r in made]
-    plan = Plan("order", "cifar10", "paper", "final", 1, 1e-5, 1, 0, tuple(runs))
-    plan.write(results / "study.json")
-    scores = {"tempered_accuracy": 0.5, "tempered_ece": 0.02}
-    rows = [
-        r | scores | {"options": json.dumps(dict(run.options)), "id": run.id, "tempered_nll": run.options["ema"]}
-        for r, run in zip(made * 2, runs, strict=True)
-    ]
-    table.write(results / "runs.csv", rows[::-1])
-    write_report(results)
-    assert "difference from DP-Adam, ema = 0.5, lr 0.1." in (results / "ablations.md").read_text()
-    nll = [x for dots in draw_ablations(rows).axes[1].containers for x in dots[0].get_xdata()]
-    assert nll == pytest.approx([-0.25] * 4)
-
-
-def test_what_lies_beside_a_study_goes_with_it(results, tmp_path):
-    """The tuning that chose its rates, and the same methods in the ordinary loop; unless others are given."""
-    alone = [r | {"stack_methods": 1, "stack_size": 1} for r in table.read(results / "runs.csv")]
-    beside = results.with_name(f"{results.name}-check")
-    beside.mkdir()
-    mixed = [r | {"stack_methods": 3} for r in alone]
-    table.write(results / "runs.csv", mixed)
-    write_report(results)
-    assert "| not tested | not tested |" in (results / "claims.md").read_text()
-    table.write(beside / "hooks.csv", alone)
-    write_report(results)
-    assert "one by one" in (results / "claims.md").read_text()
-    with pytest.raises(ArgumentError, match="holds no tuning"):
-        write_report(results, tuning=beside)
-    chosen = results.with_name(f"{results.name}-tuning")
-    chosen.mkdir()
-    table.write(chosen / "tuning.csv", tuned(lambda method, lr, sigma: lr))
-    assert [p.name for p in write_report(results)][-1] == "tuning.md"
-
-
 def test_plan_of_an_empty_study_is_refused():
     with pytest.raises(ArgumentError, match="nothing to run"):
         Plan("a", "digits", "small", "final", 1, 1e-5, 1, 0, ())
 
 
-def test_a_rate_for_each_cell_makes_no_variants():
-    """A method tuned cell by cell is one method; only several rates in one cell set variants apart."""
-    base = [r for r in rows()[0] if r["seed"] == 0]
-    by_cell = [r | {"lr": r["noise_multiplier"]} if r["method"] == "dp-sgd" else r for r in base]
-    assert not is_ablation(by_cell)
-    assert ("dp-sgd", "", None) in variants(by_cell)
-    again = [r | {"options": '{"ema": 0.9}'} for r in by_cell if r["method"] == "dp-sgd"]
-    again = [r | {"accuracy": r["accuracy"] + 0.1, "tempered_nll": 1.25} for r in again]
-    page = ablations_page(by_cell + again, title="mixed", plan=None)
-    assert page.count("| DP-SGD, ema = 0.9, a rate for each cell |") == len({cell(r) for r in base})
-    assert "NLL, tempered" in page
-    assert "1.25" in page
-    two = by_cell + [r | {"lr": 77.0} for r in by_cell if r["method"] == "dp-sgd" and r["noise_multiplier"] == 1.0]
-    assert is_ablation(two)
-    assert {lr for m, _, lr in variants(two) if m == "dp-sgd"} == {77.0, *(r["noise_multiplier"] for r in base)}
+def test_variants_have_a_summary_and_no_figures(results):
+    made = [r for r in table.read(results / "runs.csv") if r["method"] == IVON]
+    table.write(results / "runs.csv", made + [r | {"options": '{"ess": 500.0}', "id": "x" + r["id"]} for r in made])
+    assert [p.name for p in write_report(results)] == ["summary.csv"]
+    assert len(table.read(results / "summary.csv")) == 8
 
 
-def cell(row):
-    return row["batch_size"], row["noise_multiplier"], row["max_grad_norm"]
+def test_the_tuning_beside_a_study_goes_with_it(results):
+    beside = results.with_name(f"{results.name}-tuning")
+    beside.mkdir()
+    with pytest.raises(ArgumentError, match="holds no tuning"):
+        write_report(results, tuning=beside)
+    table.write(beside / "tuning.csv", tuned(lambda method, lr, sigma: lr))
+    assert [p.name for p in write_report(results)][-1] == "tuning.md"

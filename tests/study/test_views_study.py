@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from experiments.paper.hooks import run_hooks
 
 from dpivon import ArgumentError, Augmentation, budget, temperature_cost
 from dpivon.data import DataSet, Images
 from dpivon.models import CompactCNN, PaperCNN
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study import datasets, table
-from dpivon.study.hooks import run_hooks
 from dpivon.study.plan import Plan, PlannedRun
 from dpivon.study.runner import run_study
 from dpivon.study.settings import Settings

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from dpivon.study.compare.statistics import Interval, interval
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.plans import EPSILONS, SCRATCH, SETTING, Row, best_rate, validated
+from experiments.strong_privacy.compare.statistics import Interval, interval
 
 HERE = Path(__file__).parent
 BASELINES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam"}

@@ -8,10 +8,10 @@ from functools import partial
 
 from dpivon.report.chart import Axis, Chart, Panel, Point, Series, View
 from dpivon.report.statement import shown
-from dpivon.study.ablations import describe, is_ablation, is_of, variants
 from dpivon.study.cells import Cells
 from dpivon.study.figures import DASHES, MARKERS, MEASURES, colour, in_order, title_of
 from dpivon.study.table import Row
+from dpivon.study.variants import describe, is_ablation, is_of, variants
 
 _X = Axis("ε (RDP), privacy grows →", log=True, reverse=True)
 Lines = list[tuple[str, str, bool]]  # column, label, pale

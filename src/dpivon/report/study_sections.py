@@ -12,11 +12,11 @@ from dpivon.report.curves import privacy_curves, width_curves
 from dpivon.report.page import Section
 from dpivon.report.statement import Reading
 from dpivon.report.study_folder import StudyFolder
-from dpivon.study.ablations import describe, is_of, variants
 from dpivon.study.cells import Cells
 from dpivon.study.figures import in_order, title_of
 from dpivon.study.table import Row
 from dpivon.study.tuning import history
+from dpivon.study.variants import describe, is_of, variants
 
 _COLUMNS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "mc_accuracy": "accuracy, averaged"}
 _COLUMNS |= {"mc_nll": "NLL, averaged", "mc_ece": "ECE, averaged"}

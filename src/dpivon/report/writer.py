@@ -15,8 +15,8 @@ from dpivon.report import study_folder as study_files
 from dpivon.report.figures import draw
 from dpivon.report.page import GENERATOR, Section, page
 from dpivon.report.statement import Reading
-from dpivon.study.ablations import is_ablation
 from dpivon.study.figures import draw_figures, title_of
+from dpivon.study.variants import is_ablation
 
 REPORT, FORMATS = "report.html", ("png", "pdf")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dpivon.errors import DpivonError
 from dpivon.study.engines import ENGINES, run_with
-from dpivon.study.hooks import HOOKS, run_hooks
 from dpivon.study.plan import read_plan
 from dpivon.study.settings import PRECISIONS, Cluster, Settings
 from dpivon.study.status import status_lines
@@ -38,12 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--retries", type=int, help="new attempts at a stack that fails, on Ray")
     run.add_argument("--hung-after", type=float, help="seconds of silence after which a worker is ended, on Ray")
     run.add_argument("--scratch", type=Path, help="folder on the workers' own disks, where they do not see --out")
-    loop = commands.add_parser("hooks", help="run a plan one by one on Opacus's hooks, to hold the stacks to it")
-    loop.add_argument("plan", type=Path)
-    loop.add_argument("--out", type=Path, required=True)
-    loop.add_argument("--data", type=Path, default=Path("data"))
-    loop.add_argument("--device")
-    loop.add_argument("--minutes", type=float)
     status = commands.add_parser("status", help="what is finished and what is under way")
     status.add_argument("out", type=Path)
     given = vars(parser.parse_args(arguments))
@@ -54,15 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
                 say(line)
             return 0
         plan, out = read_plan(given.pop("plan")), given.pop("out")
-        if command == "run":
-            engine, cluster = given.pop("engine"), Cluster(**{f.name: given.pop(f.name) for f in fields(Cluster)})
-            outcome = run_with(engine, plan, out, Settings(**given), cluster)
-        else:
-            outcome = run_hooks(plan, out, Settings(**given))
+        engine, cluster = given.pop("engine"), Cluster(**{f.name: given.pop(f.name) for f in fields(Cluster)})
+        outcome = run_with(engine, plan, out, Settings(**given), cluster)
     except DpivonError as error:
         say(f"error: {' '.join(str(error).split())}", err=True)
         return 2
-    for line in outcome.lines(out / (plan.table if command == "run" else HOOKS)):
+    for line in outcome.lines(out / plan.table):
         say(line)
     return outcome.exit_code
 

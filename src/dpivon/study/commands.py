@@ -9,7 +9,7 @@ import typer
 
 from dpivon.terminal import say
 
-study = typer.Typer(help="Grids of private runs: declared, run, continued, drawn and judged.", no_args_is_help=True)
+study = typer.Typer(help="Grids of private runs: declared, run, continued and drawn.", no_args_is_help=True)
 data = typer.Typer(help="Data sets.", no_args_is_help=True)
 
 _Out = Annotated[Path, typer.Argument(help="Folder of results.")]
@@ -88,30 +88,6 @@ def run(
 
 
 @study.command()
-def hooks(
-    study: Annotated[Path, typer.Argument(help="A study (.yaml) or a plan (.json) of few runs.")],
-    out: Annotated[Path, typer.Option(help="Folder of results, where the stacked runs of the same plan are.")],
-    data: _Data = Path("data"),
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
-) -> None:
-    """Run a plan one by one in the ordinary loop on Opacus's hooks, to hold the stacks to it.
-
-    Example: dpivon study hooks experiments/paper/studies/paper-check.yaml --out experiments/paper/results/paper-check
-    """
-    from dpivon.study import config
-    from dpivon.study.hooks import HOOKS, run_hooks
-    from dpivon.study.plan import read_plan
-    from dpivon.study.settings import Settings
-
-    plan = read_plan(study) if study.suffix == ".json" else config.resolve(study)
-    outcome = run_hooks(plan, out, Settings(data, device, minutes=minutes))
-    say(f"{outcome.finished} of {outcome.planned} runs finished, in {out / HOOKS}")
-    if outcome.finished < outcome.planned:
-        raise typer.Exit(75)
-
-
-@study.command()
 def status(out: _Out) -> None:
     """What is finished and what is under way.
 
@@ -139,63 +115,19 @@ def merge(
 
 
 @study.command()
-def figures(out: _Out) -> None:
-    """Draw the figures from the tables.
-
-    Example: dpivon study figures study-output/quick
-    """
-    from dpivon.errors import bad
-    from dpivon.study.ablations import is_ablation
-    from dpivon.study.report import figures_of, load
-
-    rows, diagnostics = load(out)
-    if is_ablation(rows):
-        raise bad(
-            "out", str(out), "holds several variants of one method", "Use `dpivon study report`, which compares them"
-        )
-    for path in figures_of(out, rows, diagnostics):
-        say(path)
-
-
-@study.command()
 def report(
     out: _Out,
     tuning: Annotated[
         Path | None, typer.Option(help="Results of the tuning study.", show_default="OUT-tuning, if it is there")
     ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(help="Results that `hooks` has timed too.", show_default="OUT-check, if it is there"),
-    ] = None,
 ) -> None:
-    """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the claims or beyond.md.
+    """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the learning rates.
 
     Example: dpivon study report study-output/quick
     """
     from dpivon.study.report import write_report
 
-    for path in write_report(out, tuning, check):
-        say(path)
-
-
-@study.command()
-def compare(
-    outs: Annotated[list[Path], typer.Argument(help="Folders of results, one or several.")],
-    to: Annotated[Path, typer.Option(help="Folder for the page, its tables and figures.")],
-    tuning: Annotated[list[Path] | None, typer.Option(help="Results of a tuning study; may be repeated.")] = None,
-    ours: Annotated[str, typer.Option(help="The method that is judged.")] = "dp-steady",
-    baseline: Annotated[
-        list[str] | None, typer.Option(help="What it is held against.", show_default="dp-sgd, dp-adam")
-    ] = None,
-) -> None:
-    """Hold one method against others, in pairs: rates and the best baseline by validation data, every bar with a verdict.
-
-    Example: dpivon study compare study-output/quick --to study-output/compared
-    """
-    from dpivon.study.compare.command import compare as judged
-
-    baselines = baseline or ["dp-sgd", "dp-adam"]
-    for path in judged(outs, to, tunings=tuning or [], ours=ours, baselines=baselines):
+    for path in write_report(out, tuning):
         say(path)
 
 

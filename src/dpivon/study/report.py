@@ -1,25 +1,30 @@
-"""Everything that follows from the tables: PLD's ε, a summary by cell, the figures, the claims."""
+"""What follows from a study's tables: ε by PLD, a summary per cell, figures, and the learning rates that were tried."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
 from dpivon.study import table
-from dpivon.study.ablations import ablations_page, draw_ablations, is_ablation
-from dpivon.study.beyond import BEYOND
-from dpivon.study.beyond_figures import draw_beyond
-from dpivon.study.beyond_page import beyond_page
 from dpivon.study.cells import Cells
-from dpivon.study.check import check_page
-from dpivon.study.claims_page import claims_page
-from dpivon.study.figures import draw_figures, save
-from dpivon.study.hooks import HOOKS
+from dpivon.study.figures import draw_figures
 from dpivon.study.plan import Plan, read_plan
 from dpivon.study.table import SCORES, Row
 from dpivon.study.tuning import candidates, epsilon_with_tuning, history
+from dpivon.study.variants import is_ablation
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A folder of results: its runs with every ε filled in, their diagnostics, and the tuning that chose their rates."""
+
+    rows: list[Row]
+    diagnostics: list[Row]
+    tuned: list[Row]
+    plan: Plan | None
 
 
 def load(out: Path) -> tuple[list[Row], list[Row]]:
@@ -28,13 +33,6 @@ def load(out: Path) -> tuple[list[Row], list[Row]]:
     if not rows:
         raise bad("out", str(out), "holds no runs.csv with a finished run", "Give what `dpivon study run` wrote")
     return rows, table.read(out / "diagnostics.csv")
-
-
-def figures_of(out: Path, rows: Sequence[Row], diagnostics: Sequence[Row]) -> list[Path]:
-    """The figures of a grid: the paper's, or those of what was looked at beyond it."""
-    if beyond := table.read(out / BEYOND):
-        return draw_beyond(rows, beyond, out / "figures")
-    return draw_figures(rows, diagnostics, out / "figures")
 
 
 def fill_pld(out: Path, rows: list[Row]) -> None:
@@ -50,52 +48,39 @@ def fill_pld(out: Path, rows: list[Row]) -> None:
         table.write(out / "runs.csv", rows)
 
 
-def write_report(out: Path, tuning: Path | None = None, check: Path | None = None) -> list[Path]:
-    """Rebuild all that follows from the tables.
-
-    A grid gives figures, ``summary.csv``, ``claims.md`` and, with tuning, ``tuning.md``; a study of variants gives
-    ``summary.csv``, ``ablations.md`` and its figure, since its cells hold several kinds of run; one that also ran in the
-    ordinary loop gives ``summary.csv`` and ``check.md``, and one that looked beyond the test set its own figures and
-    ``beyond.md``: the paper's claims are about another grid.
-
-    ``tuning`` and ``check`` are the folders of the study that chose the rates and of the one that ran in the ordinary loop;
-    without them, OUT-tuning and OUT-check beside OUT, if they are there.
-    """
+def read_tables(out: Path, tuning: Path | None = None) -> Tables:
+    """The tables of ``out``. ``tuning`` is the folder of the study that chose the rates; by default OUT-tuning beside it."""
     rows, diagnostics = load(out)
     fill_pld(out, rows)
-    tuned = _beside(out, tuning, "tuning", "tuning.csv")
     plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
-    title = plan.name if plan else out.name
-    summary = out / "summary.csv"
-    _summary(rows, tuned, summary)
-    if is_ablation(rows):
-        rows = _in_order(rows, plan)
-        page = out / "ablations.md"
-        page.write_text(ablations_page(rows, title=title, plan=plan), encoding="utf-8")
-        return [*save(draw_ablations(rows), out / "figures" / "ablations"), summary, page]
-    if hooks := table.read(out / HOOKS):
-        page = out / "check.md"
-        page.write_text(check_page(rows, hooks), encoding="utf-8")
-        return [summary, page]
-    beyond = table.read(out / BEYOND)
-    figures = figures_of(out, rows, diagnostics)
-    if beyond:
-        page = out / "beyond.md"
-        text = beyond_page(rows, beyond, title=title, plan=plan, figures=figures)
-    else:
-        page = out / "claims.md"
-        timed = _beside(out, check, "check", HOOKS)
-        text = claims_page(rows, diagnostics, title=title, plan=plan, figures=figures, timed=timed)
-    page.write_text(text, encoding="utf-8")
-    written = [*figures, summary, page]
-    if tuned:
-        page = out / "tuning.md"
-        page.write_text(_tuning_page(rows, tuned), encoding="utf-8")
-        written.append(page)
-    return written
+    return Tables(rows, diagnostics, beside(out, tuning, "tuning", "tuning.csv"), plan)
 
 
-def _beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
+def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
+    """Write ``summary.csv``, the figures and, with tuning, ``tuning.md``; all that was written.
+
+    A table that holds several variants of one method has no figures here: they would average them.
+    """
+    tables = read_tables(out, tuning)
+    drawn = [] if is_ablation(tables.rows) else draw_figures(tables.rows, tables.diagnostics, out / "figures")
+    return [*drawn, write_summary(out, tables), *write_tuning(out, tables)]
+
+
+def write_summary(out: Path, tables: Tables) -> Path:
+    """``summary.csv``: one row per cell."""
+    _summary(tables.rows, tables.tuned, out / "summary.csv")
+    return out / "summary.csv"
+
+
+def write_tuning(out: Path, tables: Tables) -> list[Path]:
+    """``tuning.md``, where there was tuning."""
+    if not tables.tuned:
+        return []
+    (out / "tuning.md").write_text(_tuning_page(tables.rows, tables.tuned), encoding="utf-8")
+    return [out / "tuning.md"]
+
+
+def beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
     """A table of the study that goes with OUT: of the folder that was given, of OUT itself, or of its neighbour."""
     if given is not None:
         rows = table.read(given / name)
@@ -103,13 +88,6 @@ def _beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
             raise bad(kind, str(given), f"holds no {name}", f"Give the folder of the {kind} study, or leave it out")
         return rows
     return table.read(out / name) or table.read(out.resolve().with_name(f"{out.resolve().name}-{kind}") / name)
-
-
-def _in_order(rows: list[Row], plan: Plan | None) -> list[Row]:
-    """As the plan has them, not as they were finished: what it names first is what the others are held against, unless the
-    paper's plain method is there."""
-    place = {run.id: i for i, run in enumerate(plan.runs)} if plan else {}
-    return sorted(rows, key=lambda row: place.get(row["id"], len(place)))
 
 
 def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:
