@@ -51,9 +51,7 @@ class BatchedSums:
     def prepare(self, inputs):
         return inputs.flatten(1)
 
-    scales = True  # knows a metric
-
-    def clipped_sums(self, theta, batch, bound, metric=None):
+    def clipped_sums(self, theta, batch, bound):
         k = len(theta)
         spare = batch.places >= len(batch.labels)
         rows = batch.places.clamp(max=len(batch.labels) - 1)
@@ -62,16 +60,6 @@ class BatchedSums:
         d2 = logits.softmax(-1) - nn.functional.one_hot(y, 10)
         d1 = (d2 @ w2) * (1 - hidden.square())
         biases = [d1, d2]
-        if metric is not None:
-            scale = torch.stack([torch.ones_like(t) if d is None else d for d, t in zip(metric, theta, strict=True)])
-            w1, b1, w2, b2 = split(scale, x.shape[-1])
-            biases = [d1 * b1, d2 * b2]
-            x, hidden, d1, d2 = (
-                x * columns(w1),
-                hidden * columns(w2),
-                d1 * w1[..., 0].unsqueeze(1),
-                d2 * w2[..., 0].unsqueeze(1),
-            )
         inputs, outputs = (x, hidden), (d1, d2)
         squares = [
             a.square().sum(-1) * d.square().sum(-1) + e.square().sum(-1)

@@ -13,7 +13,6 @@ from dpivon.diagnostics import Diagnostics
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning, RankError, StorageError
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
-from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.sgld import LangevinDynamics
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
@@ -64,7 +63,6 @@ __all__ = [
     "Diagnostics",
     "DpivonError",
     "Evidence",
-    "FactoredMetric",
     "Fitted",
     "LangevinDynamics",
     "Learner",

@@ -203,9 +203,6 @@ def audit(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One bound on ε a path instead of a curve.")] = False,
-    metric: Annotated[
-        bool, typer.Option("--metric", help="Clip in a metric, as `make_private(metric=…)` does.")
-    ] = False,
 ) -> None:
     """Look for signs that training is less private than it says. Exits 1 if there are any.
 
@@ -215,7 +212,7 @@ def audit(
     """
     from dpivon.audit.command import run
 
-    if not run(out, model=model, method=method, paths=path or [], quick=quick, metric=metric, say=typer.echo):
+    if not run(out, model=model, method=method, paths=path or [], quick=quick, say=typer.echo):
         raise typer.Exit(1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,7 +55,6 @@ class Row:
     P(|z| ≤ 1) = 0.683 where the gradient is nothing but noise; without noise, the share of exact zeros.
     ``noise_to_signal`` is s² / (mean g² − s²), an estimate, as mean g² − s² estimates the mean squared clean gradient
     with standard error of about s²·√(2/P) for P coordinates; inf where it is not positive, so that no signal is visible.
-    Under a metric each coordinate has its own s²: it is held against that, and ``noise_std`` is the root of the mean.
     ``hess`` and ``std`` are h and the posterior's standard deviation, NaN for optimizers that have none.
     ``private`` says that g came out of a noisy release; otherwise it is the raw ``p.grad``, and no part of the row
     that depends on it may be published as private.
@@ -108,10 +107,9 @@ class Diagnostics:
         release = getattr(self.optimizer, "last_release", None)
         if release is not None and release is self._seen:
             return self.rows[-1]
-        gradients, variances = self._gradients(release)
+        gradients, s2 = self._gradients(release)
         number = sum(g.numel() for g in gradients)
         mean_g2 = sum(float(g.double().square().sum()) for g in gradients) / number
-        s2 = sum(_mean(v) * g.numel() for v, g in zip(variances, gradients, strict=True)) / number
         signal = mean_g2 - s2
         hess, width = self._curvature()
         row = Row(
@@ -119,11 +117,7 @@ class Diagnostics:
             private=s2 > 0,
             gradient_rms=math.sqrt(mean_g2),
             noise_std=math.sqrt(s2),
-            projected_share=sum(
-                int((g.double().square() <= (v.double() if isinstance(v, Tensor) else v)).sum())
-                for g, v in zip(gradients, variances, strict=True)
-            )
-            / number,
+            projected_share=sum(int((g.double().square() <= s2).sum()) for g in gradients) / number,
             noise_to_signal=0.0 if s2 == 0 else s2 / signal if signal > 0 else math.inf,
             hess=hess,
             std=width,
@@ -153,19 +147,16 @@ class Diagnostics:
     def _inner(self) -> Any:
         return getattr(self.optimizer, "original_optimizer", self.optimizer)
 
-    def _gradients(self, release: Any) -> tuple[list[Tensor], list[Any]]:
-        """g, and the variance of the noise in it: a number for every tensor, or a tensor of them."""
+    def _gradients(self, release: Any) -> tuple[list[Tensor], float]:
+        """g, and the variance of the noise in it."""
         if release is not None:
-            named: Mapping[Tensor, Tensor] = release.gradients
-            told = release.variance
-            each = [told[p] if isinstance(told, Mapping) else float(told) for p in named]
-            return list(named.values()), each
+            return list(release.gradients.values()), float(release.variance)
         if hasattr(self.optimizer, "last_release"):
             raise DpivonError("observe() before the first step(): nothing has been released. Call it after step().")
         found = [p.grad for group in self._inner.param_groups for p in group["params"] if p.grad is not None]
         if not found:
             raise DpivonError("observe() without a gradient: no parameter has p.grad. Call it after step().")
-        return found, [0.0] * len(found)
+        return found, 0.0
 
     def _curvature(self) -> tuple[Spread, Spread]:
         inner = self._inner
@@ -185,10 +176,6 @@ class Diagnostics:
         if counts:
             return max(counts)
         return self.rows[-1].step + 1 if self.rows else 1
-
-
-def _mean(variance: Any) -> float:
-    return float(variance.double().mean()) if isinstance(variance, Tensor) else variance
 
 
 def _flat(row: Row) -> dict[str, Any]:

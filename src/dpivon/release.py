@@ -21,11 +21,10 @@ class Release:
     Attributes:
         gradients: g_dp, by parameter.
         variance: the one actually used for this release, (σC/b)² for a mean over the expected batch b, so that bias
-            corrections downstream cannot disagree with the mechanism. Under a metric (:mod:`dpivon.optim.metric`) every
-            coordinate has its own: then it is a mapping like ``gradients``, which nobody takes for a number by accident.
+            corrections downstream cannot disagree with the mechanism.
         batch_size: the public b that g_dp is a mean over; None if it is a sum, or if whoever made the release did not say.
     """
 
     gradients: Mapping[Tensor, Tensor]
-    variance: float | Mapping[Tensor, Tensor]
+    variance: float
     batch_size: float | None = None

@@ -41,14 +41,6 @@ from draw_bugs import (
     noise_of_24_bits,
     theta_for_every_batch,
 )
-from metric_bugs import (
-    metric_learned_before_the_noise,
-    metric_of_this_batch,
-    stretched_after_clipping,
-    told_the_noise_before_it_is_shrunk,
-    views_added_up,
-    views_clipped_apart,
-)
 from noise_bugs import (
     divided_by_the_drawn_batch,
     drawn,
@@ -88,6 +80,7 @@ from sampling_bugs import (
     with_replacement,
 )
 from sowing import Mutant
+from view_bugs import views_added_up, views_clipped_apart
 
 
 def mutants() -> list[Mutant]:
@@ -215,7 +208,7 @@ def mutants() -> list[Mutant]:
         Mutant("a θ for every rank", "no gradient of one objective", definition, theta_of_each_rank()),
         Mutant("all of the batch on every rank", "every example W times", poisson, all_of_the_batch_on_every_rank()),
         Mutant("a rank skips its empty part", "its absence is seen, or awaited", first_once, empty_part_skipped()),
-        *_of_metric_and_views(width="sigma c over b", definition=definition, moves=moves),
+        *_of_views(definition=definition, moves=moves),
         Mutant(
             "only the first rank charges", "ε as another rank states it is 0", first_once, other_ranks_do_not_charge()
         ),
@@ -254,15 +247,9 @@ def _of_autocast(moves: str) -> list[Mutant]:
     ]
 
 
-def _of_metric_and_views(width: str, definition: str, moves: str) -> list[Mutant]:
-    metric, views = {"metric": True}, {"views": 3}
-    batch, after = metric_of_this_batch(), stretched_after_clipping()
-    told, early = told_the_noise_before_it_is_shrunk(), metric_learned_before_the_noise()
+def _of_views(definition: str, moves: str) -> list[Mutant]:
+    views = {"views": 3}
     return [
-        Mutant("D of the batch at hand", "it knows who is in it", definition, batch, metric),
-        Mutant("clipped, then stretched by D", "the norm of the gradient as it was", moves, after, metric),
-        Mutant("told the noise before D shrinks it", "(σC/b)², not (σC/b)²/D²", width, told, metric),
-        Mutant("D learned before the noise", "past the boundary", "frozen", early, metric),
         Mutant("views clipped apart", "K·C under one charge", moves, views_clipped_apart(), views),
         Mutant("views added up, not averaged", "another gradient", definition, views_added_up(), views),
     ]

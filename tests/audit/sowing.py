@@ -33,7 +33,7 @@ class Mutant:
     bug: str
     expect: str  # part of the name of the check that should see it first
     paths: dict[str, Patch | str] = field(default_factory=dict)
-    on: dict[str, Any] = field(default_factory=dict)  # how the probe is varied: a bug of the metric needs one
+    on: dict[str, Any] = field(default_factory=dict)  # how the probe is varied: a bug of views needs them
 
 
 def attr(target: Any, name: str, make: Callable[[Any], Any]) -> Patch:

@@ -46,20 +46,19 @@ def test_no_layer_has_a_rule_where_all_run_alone() -> None:
         assert all(map(has_rules, start(subject.but(path="bookkeeping"), Setting()).network_as_trained().children()))
 
 
-VARIED = {"metric": {"metric": True}, "views": {"views": 3}, "both": {"metric": True, "views": 2}}
-FAST = ("bookkeeping", "alone", "stacked")  # with both at once; the rest is for `make audit`
+FAST = ("bookkeeping", "alone", "stacked")  # the rest is for `make audit`
 
 
 @pytest.mark.parametrize(
-    ("path", "varied"),
+    ("path", "views"),
     [
-        pytest.param(p, on, id=f"{p}-{name}", marks=[] if name == "both" and p in FAST else pytest.mark.slow)
+        pytest.param(p, views, marks=[] if views == 2 and p in FAST else pytest.mark.slow)
         for p in VARIED_PATHS
-        for name, on in VARIED.items()
+        for views in (2, 3)
     ],
 )
-def test_it_passes_in_a_metric_and_with_views_too(path: str, varied: dict[str, Any]) -> None:
-    findings = [check(probe(path, METHOD, **varied)) for check in (*TIER_A, *TIER_B)]
+def test_it_passes_with_views_too(path: str, views: int) -> None:
+    findings = [check(probe(path, METHOD, views=views)) for check in (*TIER_A, *TIER_B)]
     assert [f for f in findings if f.holds is False] == []
     assert sum(f.holds is True for f in findings) >= 14
 
@@ -79,10 +78,9 @@ def test_it_passes_inside_the_callers_autocast(path: str) -> None:
     assert sum(f.holds is True for f in findings) >= 9
 
 
-@pytest.mark.parametrize("varied", [{"metric": True}, {"views": 3}])
-def test_what_a_path_cannot_do_is_refused_by_name(varied: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=f"{next(iter(varied))}=.*path='distributed'"):
-        probe("distributed", METHOD, **varied)
+def test_what_a_path_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="views=3: is not for path='distributed'"):
+        probe("distributed", METHOD, views=3)
 
 
 @pytest.mark.parametrize("path", [p for p in RUNNABLE if p in ("bookkeeping", "distributed")])
@@ -198,17 +196,15 @@ def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> Non
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["holds"] is False
 
 
-def test_a_metric_and_autocast_are_audited_by_name() -> None:
+def test_views_and_autocast_are_audited_by_name() -> None:
     subject = probe("alone", METHOD)
     data, told = (subject.inputs, subject.labels), []
-    report = dpivon.audit(subject.model, data, path="alone", metric=True, views=2, quick=True, progress=told.append)
+    report = dpivon.audit(subject.model, data, path="alone", views=2, quick=True, progress=told.append)
     assert report.holds, report.failures
-    assert report.path == "alone, metric, 2 views"
+    assert report.path == "alone, 2 views"
     assert any("frozen" in name for name in told)
     report = dpivon.audit(subject.model, data, path="stacked", autocast=True, quick=True)
     assert (report.holds, report.path) == (True, "stacked, autocast")
-    with pytest.raises(ArgumentError, match="one noise variance"):
-        dpivon.audit(subject.model, data, method="dp-sgld", metric=True)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -54,7 +54,6 @@ class Run:
             noise_multiplier=options.pop("sigma", 1.0),
             max_grad_norm=options.pop("max_grad_norm", 1.0),
             clipping=options.pop("clipping", "flat"),
-            metric=options.pop("metric", None),
             augmentations=self.views,
             grad_sample_mode=options.pop("grad_sample_mode", None),
         )

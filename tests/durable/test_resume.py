@@ -10,7 +10,7 @@ import pytest
 import torch
 from resumable import DELTA, STEPS, Run
 
-from dpivon import ArgumentError, Checkpoints, FactoredMetric, PrivacyEngine, PrivacyError, PrivacyWarning, budget
+from dpivon import ArgumentError, Checkpoints, PrivacyEngine, PrivacyError, PrivacyWarning, budget
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError
 from dpivon.optim.adam_rule import Adam
@@ -54,27 +54,6 @@ def test_stopped_and_resumed_at_every_step_nothing_differs(whole, method, tmp_pa
     for p, q in zip(second.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
         assert p.keys() == q.keys()
         assert all(torch.equal(torch.as_tensor(p[name]), torch.as_tensor(q[name])) for name in p)
-
-
-@pytest.mark.parametrize("k", [4, 5])
-def test_a_learned_metric_is_kept_too(method, tmp_path, k):
-    """Killed after step k, the lost release is repeated to the bit: so it was clipped in the same metric."""
-    metric = FactoredMetric(every=2, caution=0.0)
-    whole = Run(tmp_path / "whole", method, metric=metric).train()
-    first = Run(tmp_path / "run", method, metric=metric).train(stop_at=k, save_every=2)
-    first.close()
-    second = Run(tmp_path / "run", method, metric=metric).train()
-    second.close()
-    assert second.kept._journal.replayed == k % 2
-    assert torch.equal(second.weights, whole.weights)
-    assert second.epsilon == whole.epsilon == spent(STEPS)
-    for a, b in zip(second.optimizer._scaling._factors, whole.optimizer._scaling._factors, strict=True):
-        assert torch.equal(a.rows, b.rows)
-        assert torch.equal(a.columns, b.columns)
-    plain = Run(tmp_path / "plain", method).train()
-    assert not torch.equal(torch.stack(whole.released), torch.stack(plain.released))
-    with pytest.raises(ArgumentError, match="metric=None"):
-        Run(tmp_path / "run", method).train()
 
 
 @pytest.mark.parametrize("k", range(1, STEPS + 1))

@@ -12,7 +12,7 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
-from dpivon import ArgumentError, Augmentation
+from dpivon import Augmentation
 from dpivon.models import CompactCNN
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.layout import Layout
@@ -182,7 +182,6 @@ def test_any_network_captured_equals_the_loop(data, dtype, tolerance):
     runs = [
         Run("dp-ivon-gradsq", 1, 1.0, 1.0, 0.1, 32),
         Run("dp-adam", 2, 2.0, 0.5, 1e-3, 16),
-        Run("dp-adam", 3, 2.0, 0.5, 1e-3, 16, {"metric": 0.5}),
     ]
     torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     captured = Stack(runs, AnyNetwork(conv_net), *data, dtype=dtype, block=8)
@@ -196,11 +195,6 @@ def test_any_network_captured_equals_the_loop(data, dtype, tolerance):
     start = torch.stack([captured.network.initial(r.seed) for r in captured.runs]).to(DEVICE)
     for a, b, s in zip(captured.mean, looped.mean, start, strict=True):
         assert float((a - b).norm() / (b - s).norm()) < tolerance
-
-
-def test_the_papers_kernels_refuse_a_metric_by_name(data):
-    with pytest.raises(ArgumentError, match=r"metric=0\.5: is not known to Program"):
-        Stack([Run("dp-adam", 1, 1.0, 1.0, 0.1, 20, {"metric": 0.5})], PaperNetwork(), *data)
 
 
 def test_any_network_captured_strikes_a_non_finite_example(data):

@@ -68,12 +68,6 @@ def test_so_it_is_with_the_spread_of_its_iterates(name: str, data: Any) -> None:
     check_row(name, {**options_of(name), "ema": 0.7, "trace": 2.5}, data)
 
 
-def test_so_it_is_with_an_annealed_width(data: Any) -> None:
-    check_row("dp-ivon-gradsq", {**options_of("dp-ivon-gradsq"), "anneal": 0.8, "ess": 2.0}, data)
-    with pytest.raises(ValueError, match=r"anneal=0\.8: the estimator 'reparam'"):
-        Run("dp-ivon-reparam", 1, 1.0, 1.0, 0.1, 8, {"anneal": 0.8})
-
-
 @pytest.mark.parametrize("options", [{"steps": 25.0}, {"steps": 25.0, "ema": 0.6, "trace": 0.0}, {"scale": 0.3}])
 def test_so_it_is_with_a_plan(options: dict[str, float], data: Any) -> None:
     check_row("dp-steady", options, data)

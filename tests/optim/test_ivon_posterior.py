@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -144,24 +143,3 @@ def test_samples_have_the_stated_mean_and_variance() -> None:
     assert (z.mean(0).abs() <= 5 / math.sqrt(n)).all()
     correlation = (z.T @ z / n) - torch.diag(chi2 / n)
     assert (correlation.abs() <= 5.5 / math.sqrt(n)).all()  # 435 pairs
-
-
-def test_an_annealed_width_grows_to_the_posteriors_and_leaves_prediction_alone() -> None:
-    """θ − m of step t has the variance σ² (1 − ηᵗ); a sample for prediction has σ² from the start."""
-    p = nn.Parameter(torch.zeros(40_000))
-    optimizer = IVON([p], lr=0.0, ess=4.0, curvature="gradsq-corrected", beta2=1.0, anneal=0.9)
-    sigma2 = 1.0 / (4.0 * (1.0 + 1e-4))
-    for t in range(1, 4):
-        with optimizer.sampled_params():
-            assert float(p.detach().var()) == pytest.approx(sigma2, rel=0.05)
-        with optimizer.sampled_params(train=True):
-            assert float(p.detach().var()) == pytest.approx(sigma2 * (1 - 0.9**t), rel=0.05)
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert float(optimizer.posterior().variance["0"].mean()) == pytest.approx(sigma2)
-    sampled = IVON([nn.Parameter(torch.zeros(2))], lr=0.1, ess=4.0, anneal=0.9)
-    with (
-        pytest.raises(ValueError, match=r"anneal=0\.9: the estimator 'reparam'"),
-        sampled.sampled_params(train=True),
-    ):
-        pass

@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import plain_convs
 from dpivon.models import TextEncoder, VisionTransformer
-from dpivon.optim.metric import Factors
 from dpivon.privacy.gradients.side_by_side import in_blocks
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
@@ -20,7 +19,6 @@ from dpivon.privacy.layers import uses
 from dpivon.privacy.layers.convolved import Convolved
 from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import hugging_face_conv1d, rule_for
-from dpivon.privacy.layers.scaled import scaled
 from dpivon.privacy.layers.summed import Summed
 from dpivon.privacy.layers.uses import Dense, Outer, merge
 from dpivon.stacked import AnyNetwork
@@ -131,12 +129,11 @@ def test_a_bias_waits_for_the_others_while_a_program_is_recorded():
 
 
 def test_a_bias_that_waits_is_an_ordinary_use():
-    """Clipped by itself, of several rows an example, stretched by a metric, used twice."""
+    """Clipped by itself, of several rows an example, used twice."""
     _, g = operands(examples=6)
     use, made = Summed(g), Dense(g.sum(1))
-    d = Factors.of(torch.rand(48))
     twice = [merge([of, of]) for of in (use, made)]
-    pairs = ((use, made), (use.grouped(2), made.grouped(2)), (scaled(use, d), scaled(made, d)), twice)
+    pairs = ((use, made), (use.grouped(2), made.grouped(2)), twice)
     for got, expected in pairs:
         c = torch.rand(len(expected.g))
         torch.testing.assert_close(got.squared_norm(), expected.squared_norm(), rtol=1e-5, atol=0.0)
@@ -166,17 +163,6 @@ def test_rows_of_one_example_add_up_before_they_are_measured():
     each = exact(a, g).unflatten(0, (3, 2)).sum(1)
     torch.testing.assert_close(use.squared_norm().sqrt(), each.flatten(1).norm(dim=1), rtol=1e-6, atol=0.0)
     torch.testing.assert_close(use.weighted_sum(torch.ones(3)), each.sum(0), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("cap", [0, uses.MEMORY_CAP])
-def test_a_metric_stretches_what_the_kernels_left_unmade(monkeypatch, cap):
-    monkeypatch.setattr(uses, "MEMORY_CAP", cap)
-    a, g = operands()
-    d = torch.rand(48, 1) * torch.rand(1, 16)
-    use = scaled(projected(a, g, torch.Size((48, 16))), Factors.of(d))
-    assert isinstance(use, Dense if cap else Outer)
-    each = exact(a, g) * d
-    torch.testing.assert_close(use.squared_norm().double().sqrt(), each.flatten(1).norm(dim=1), rtol=1e-5, atol=0.0)
 
 
 def test_a_gaussian_layer_keeps_its_rule():

@@ -61,7 +61,6 @@ def test_the_share_is_that_of_the_released_gradient(stack):
     [
         ("dp-steady", {"trace": 0.0}),
         ("dp-steady", {"trace": 0.25}),
-        ("dp-steady", {"trace": 0.25, "jitter": 0.5}),
         ("dp-calm", {"temperature": 0.1}),
         ("dp-ivon-gradsq", {"ema": 0.9, "trace": 1.0}),
     ],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.page import write
 from dpivon.audit.run import Audit, audit
-from dpivon.audit.subject import PATHS, STACK_PATHS, VARIED_PATHS, check_path, probe
+from dpivon.audit.subject import PATHS, STACK_PATHS, check_path, probe
 from dpivon.errors import bad
 from dpivon.import_paths import imported
 from dpivon.stacked.rules import RULES
@@ -48,7 +48,7 @@ def load(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return made
 
 
-def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any, metric: bool = False) -> bool:
+def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any) -> bool:
     """Audit on every path, print what was found, write the report; whether everything holds."""
     for path in paths:
         check_path(path)
@@ -56,10 +56,9 @@ def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, sa
     possible = [p for p in PATHS if p not in STACK_PATHS or method in RULES]
     if not can_fork():
         possible.remove("distributed")
-    possible = [p for p in possible if p in VARIED_PATHS] if metric else possible
     audits: list[Audit] = []
     for i, path in enumerate(paths or possible):  # each with noise of its own, so that they are so many trials
-        asked: dict[str, Any] = {"method": method, "path": path, "quick": quick, "metric": metric}
+        asked: dict[str, Any] = {"method": method, "path": path, "quick": quick}
         audits.append(audit(network, (inputs, labels), seed=100 * i, **asked))
         say(str(audits[-1]))
     write(audits, out)

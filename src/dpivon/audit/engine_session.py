@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.audit.ruleless import without_rules
-from dpivon.audit.session import Answer, Observed, known_scale, told_of_all
+from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON
-from dpivon.optim.metric import FactoredMetric
-from dpivon.optim.releases import one_variance
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.losses import PerExampleLoss
@@ -66,7 +64,6 @@ class EngineSession:
         self.module = model
         loader = DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1)
         self.criterion = PerExampleLoss(subject.loss)
-        metric = FactoredMetric(every=1, caution=0.0) if subject.metric else None  # it moves after every release
         made = self.engine.make_private(
             module=model,
             optimizer=self.inner,
@@ -76,14 +73,8 @@ class EngineSession:
             dataset_size=setting.size,
             expected_batch_size=setting.batch,
             augmentations=subject.views,
-            metric=metric,
         )
         self.model, self.optimizer, self.loader = made
-        if subject.metric:
-            state = self.optimizer.state_dict()
-            rows, columns = zip(*known_scale([p.shape for p in self.optimizer.params]), strict=True)
-            state["dpivon_metric"] |= {"rows": list(rows), "columns": list(columns)}
-            self.optimizer.load_state_dict(state)
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
         self._batches: Iterator[Any] = iter(())
         self._t = 0
@@ -142,7 +133,6 @@ class EngineSession:
         self._t += 1
         self.optimizer.zero_grad()
         draws = self.inner.mc_samples if isinstance(self.inner, IVON) else 1
-        scale = self._scale()
         with self.subject.around_a_step():
             for _ in range(draws):
                 with self.optimizer.sampled_params(train=True) if isinstance(self.inner, IVON) else nullcontext():
@@ -153,19 +143,7 @@ class EngineSession:
         if release is None:  # of a part of a batch
             return Observed(torch.zeros(0), 0.0, theta, draws)
         released = torch.cat([release.gradients[p].detach().flatten().double() for p in self.optimizer.params])
-        if scale is None:
-            return Observed(released, one_variance(release), theta, draws)
-        assert not isinstance(release.variance, float)
-        told = torch.cat([release.variance[p].flatten().double() for p in self.optimizer.params])
-        return Observed(released * scale, told_of_all(told, scale), theta, draws, scale)
-
-    def _scale(self) -> Tensor | None:
-        """D of the release to come, off the public state."""
-        if not self.subject.metric:
-            return None
-        state = self.optimizer.state_dict()["dpivon_metric"]
-        pairs = zip(state["rows"], state["columns"], strict=True)
-        return torch.cat([(rows * columns).flatten() for rows, columns in pairs]).double()
+        return Observed(released, release.variance, theta, draws)
 
     # ---- what is stated and kept
 

@@ -36,13 +36,8 @@ def clipped(rows: Tensor, bound: float) -> Tensor:
 
 
 def clipped_sum(subject: Subject, seen: Observed, rows: Sequence[int], bound: float) -> Tensor:
-    """Of these examples, at the θ and in the metric of what was seen."""
-    return clipped(stretched(gradients(subject, seen.theta, rows), seen), bound).sum(0)
-
-
-def stretched(rows: Tensor, seen: Observed) -> Tensor:
-    """D ⊙ g_i, or g_i itself without a metric."""
-    return rows if seen.scale is None else rows * seen.scale
+    """Of these examples, at the θ of what was seen."""
+    return clipped(gradients(subject, seen.theta, rows), bound).sum(0)
 
 
 def unknown(subject: Subject) -> str:

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 from dpivon.audit.distributed_session import check_forks
 from dpivon.audit.finding import Check, Finding
 from dpivon.audit.reference import unknown
-from dpivon.audit.session import silence, start
-from dpivon.audit.subject import Loss, MakeOptimizer, Setting, Subject
+from dpivon.audit.subject import Loss, MakeOptimizer, Subject
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, plain, single_releases
@@ -95,7 +94,6 @@ def audit(
     loss: Loss = cross_entropy,
     quick: bool = False,
     seed: int = 0,
-    metric: bool = False,
     views: int = 1,
     autocast: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -118,18 +116,15 @@ def audit(
         loss: ``loss(outputs, labels)`` gives one loss an example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.
-        metric: clip in a metric (:class:`dpivon.FactoredMetric`), as a run does that goes on from a D it has learned.
         views: several of every example, averaged before clipping; all alike, so that what they must give is known.
         autocast: make every step inside bf16 autocast, as a caller may who wants speed.
         progress: called with the name of each check before it runs.
     """
     inputs, labels = _take(data)
     views = check_whole("views", views, "Use 1 for the example itself", at_least=1)
-    subject = Subject(model, inputs, labels, method, path, loss, seed, metric, views, autocast)
+    subject = Subject(model, inputs, labels, method, path, loss, seed, views, autocast)
     if path == "distributed":
         check_forks(path)
-    if metric:
-        start(subject, Setting(), silence)  # a method that knows none is refused, which is no finding
     begun, tell = time.perf_counter(), progress or (lambda name: None)
     state = torch.random.get_rng_state()
     try:
@@ -139,7 +134,7 @@ def audit(
         torch.random.set_rng_state(state)
     size = sum(p.numel() for p in subject.trained())
     spent = round(time.perf_counter() - begun, 1)
-    how = [path, *(["metric"] if metric else []), *([f"{views} views"] if views > 1 else [])]
+    how = [path, *([f"{views} views"] if views > 1 else [])]
     how += ["autocast"] if autocast else []
     return Audit(", ".join(how), subject.name, type(model).__name__, size, findings, audited, spent)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.audit.subject import Setting, Subject
-from dpivon.optim.curvature import matrix
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.mechanism import NoiseSpec
 
@@ -35,30 +34,10 @@ def drowned(batch: float, bound: float) -> Answer:
 class Observed:
     """One release of one run."""
 
-    released: (
-        Tensor  # g_dp, flat, in double: what the optimizer got; times D under a metric, where noise is alike everywhere
-    )
+    released: Tensor  # g_dp, flat, in double: what the optimizer got
     variance: float  # of the noise in it, as the optimizer was told
     theta: list[Tensor]  # where gradients were taken
     draws: int  # of θ, in this step
-    scale: Tensor | None = None  # D of this release under a metric, flat, in double; it was public before
-
-
-def known_scale(shapes: Sequence[torch.Size]) -> list[tuple[Tensor, Tensor]]:
-    """D of tensors, rows' [R, 1] and columns' [1, C] of each, as earlier releases might have made it: from 1 to about 10."""
-    generator = torch.Generator().manual_seed(13)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.exp(1.2 * torch.rand(*shape, generator=generator))
-
-    return [(draw(rows, 1), draw(1, columns)) for rows, columns in map(matrix, shapes)]
-
-
-def told_of_all(variance: Tensor, scale: Tensor) -> float:
-    """s²D² is one number for all coordinates, if s² is right; otherwise the one farthest off."""
-    told = variance * scale.square()
-    far = (told / told.median().clamp(min=1e-300)).log().abs().argmax()
-    return float(f"{float(told[far]):.6g}")
 
 
 class Session(Protocol):

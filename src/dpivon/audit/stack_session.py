@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.audit.session import Answer, Observed, known_scale, told_of_all
+from dpivon.audit.session import Answer, Observed
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
@@ -17,7 +17,6 @@ from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.stack import StackedGradients
 from dpivon.privacy.streams import PRIVACY
-from dpivon.stacked import rules
 from dpivon.stacked.networks import AnyNetwork
 from dpivon.stacked.run import Run
 from dpivon.stacked.stack import Stack
@@ -91,7 +90,6 @@ class StackSession:
                 max_grad_norm=setting.bound,
                 lr=setting.lr or 0.01,
                 batch_size=batch,
-                options={"metric": 0.25} if subject.metric else {},
             )
             for k in range(setting.runs)
         ]
@@ -107,10 +105,6 @@ class StackSession:
             augment=Augmentation(subject.views) if subject.views > 1 else None,
         )
         stack: Any = self.stack
-        if subject.metric:
-            known = known_scale([p.shape for p in subject.trained()])
-            for part in stack.parts:
-                part.state["metric"].copy_(torch.cat([(rows * columns).flatten() for rows, columns in known]))
         self.streams = _WatchedStreams(self, stack.streams)
         stack.streams = stack.mechanism.streams = stack.sampler.streams = self.streams
         self._released: list[Tensor] = []
@@ -152,7 +146,7 @@ class StackSession:
         self.streams.forced = mask
         self._released.clear()
         self._thetas.clear()
-        variance, scale = self._told()
+        variance = self._told()
         self.train(1)
         self.streams.forced = None
         shapes = [p.shape for p in self.subject.trained()]
@@ -160,17 +154,12 @@ class StackSession:
         for g in self._released:
             pieces = self._thetas[-1][0].split([s.numel() for s in shapes])
             theta = [t.view(s) for t, s in zip(pieces, shapes, strict=True)]
-            seen.append(Observed(g[0], variance, theta, len(self._thetas), scale))
+            seen.append(Observed(g[0], variance, theta, len(self._thetas)))
         return seen
 
-    def _told(self) -> tuple[float, Tensor | None]:
-        """What the first run's rule will be told of the noise in the next release, and its D. Releases are still stretched."""
-        part = self.stack.parts[0]
-        told = rules.noise_variance(part.state, part.hyper)[0].double()
-        if not self.subject.metric:
-            return float(told[0]), None
-        scale = part.state["metric"][0].double()
-        return told_of_all(told, scale), scale
+    def _told(self) -> float:
+        """What the first run's rule will be told of the noise in the next release."""
+        return float(self.stack.parts[0].hyper["noise_variance"][0])
 
     def leave_half_way(self, rows: Sequence[int]) -> bool:
         return False

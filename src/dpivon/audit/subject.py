@@ -24,7 +24,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 ENGINE_PATHS = ("bookkeeping", "alone", "distributed")
 STACK_PATHS = ("stacked", "captured")
 PATHS = (*ENGINE_PATHS, *STACK_PATHS)
-#: Those that can clip in a metric, and average over views.
+#: Those that can average over views.
 VARIED_PATHS = ("bookkeeping", "alone", *STACK_PATHS)
 #: Opacus's names for ways to compute gradients.
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -75,7 +75,6 @@ class Subject:
     path: str = "bookkeeping"
     loss: Loss = cross_entropy
     seed: int = 0  # of all randomness in its runs
-    metric: bool = False  # clip in a metric: every run goes on from a D that was known before
     views: int = 1  # of every example, all alike, so that their mean is what one of them gives
     autocast: bool = False  # whether all of a step is made inside the caller's bf16 autocast
 
@@ -87,9 +86,9 @@ class Subject:
             raise bad(
                 "method", self.method, f"cannot be stacked on path={self.path!r}", "Name a method, or use another path"
             )
-        if (self.metric or self.views > 1) and self.path not in VARIED_PATHS:
-            named = ("metric", self.metric) if self.metric else ("views", self.views)
-            raise bad(*named, f"is not for path={self.path!r}", f"Use one of {', '.join(map(repr, VARIED_PATHS))}")
+        if self.views > 1 and self.path not in VARIED_PATHS:
+            fix = f"Use one of {', '.join(map(repr, VARIED_PATHS))}"
+            raise bad("views", self.views, f"is not for path={self.path!r}", fix)
         if self.stacked and self.views > 1 and self.inputs.dim() != 4:
             problem = f"are of pictures on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
             raise bad(
@@ -126,8 +125,8 @@ class Subject:
 
 
 def probe(path: str, method: str | MakeOptimizer, **varied: Any) -> Subject:
-    """A small network on made-up data. One layer is used twice. ``varied`` is ``metric``, ``views`` and ``autocast``; in the
-    last a layer has several positions, over which its gradient is added up."""
+    """A small network on made-up data. One layer is used twice. ``varied`` is ``views`` and ``autocast``; in the last a
+    layer has several positions, over which its gradient is added up."""
     generator = torch.Generator().manual_seed(11)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)

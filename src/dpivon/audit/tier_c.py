@@ -93,7 +93,7 @@ def own_model(subject: Subject, sigma: float, guesses: int) -> Audited:
     for _ in range(guesses):
         inside = bool(torch.rand((), generator=coins) < 0.5)
         seen = session.step([0] if inside else [])
-        own = reference.stretched(reference.gradients(subject, seen.theta, [0]), seen)
+        own = reference.gradients(subject, seen.theta, [0])
         u = reference.clipped(own, setting.bound)[0] / setting.bound
         score = float(seen.released @ u) * setting.batch / setting.bound / float(u.norm())
         said = score > 0.5 * float(u.norm())

@@ -23,7 +23,6 @@ _DEFAULTS: dict[str, Any] = {
     "debias": True,
     "rescale_lr": True,
     "curvature_decay": 0.99,
-    "anneal": 0.0,
 }
 
 

@@ -54,7 +54,6 @@ class Adam:
     name: ClassVar[str] = "adam"
     defaults: ClassVar[Mapping[str, float]] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-4}
     draws: ClassVar[bool] = False
-    per_coordinate: ClassVar[bool] = True
     decoupled: ClassVar[bool] = False
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:

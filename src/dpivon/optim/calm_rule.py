@@ -79,10 +79,6 @@ class Calm:
                 f"Use {CURVATURE!r}, 'averaged', 'cross' or another of their kind",
             )
 
-    @property
-    def per_coordinate(self) -> bool:
-        return getattr(self.estimator, "per_coordinate", False)
-
     def rate(self, hyper: Hyper, t: Any) -> Any:
         """α of step t."""
         return hyper["lr"]

@@ -45,10 +45,6 @@ class DPAGD:
     draws: ClassVar[bool] = False
 
     @property
-    def per_coordinate(self) -> bool:
-        return all(getattr(moment, "per_coordinate", False) for moment in (self.phi, self.psi))
-
-    @property
     def defaults(self) -> Mapping[str, float]:
         common = {"nu": 1e-8, "cap": math.inf, "weight_decay": 1e-4}
         return {**self.phi.defaults, **self.psi.defaults, **common, **self.own}

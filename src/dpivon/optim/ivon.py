@@ -20,7 +20,6 @@ from dpivon.optim.ivon_state import all_begun, begun, check_group
 from dpivon.optim.ivon_step import evidence_of_average, evidence_of_gradients, update
 from dpivon.optim.names import parameter_names
 from dpivon.optim.precision import full_mean, full_means, restore
-from dpivon.optim.releases import noise_variance
 from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, draw, set_aside
 from dpivon.posterior import Posterior
@@ -59,8 +58,6 @@ class IVON(Optimizer):
         rescale_lr: multiply α by h₀ + δ, so that the first step has size α·g whatever h₀; the paper's α is without.
         hess_approx: upstream's name for ``curvature`` (``"price"`` or ``"gradsq"``), for those who migrate.
         curvature_decay: ρ of the averages over steps that some estimators keep (in the state, under ``curvature_…``).
-        anneal: η of a training sample's width, σ √(1 − ηᵗ): narrow first; 0 is σ from the start. Not with estimators that
-            read the sample.
         generator: source of the posterior samples; the device's default generator if None.
     """
 
@@ -81,7 +78,6 @@ class IVON(Optimizer):
         *,
         hess_approx: str | None = None,
         curvature_decay: float = 0.99,
-        anneal: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
         if hess_approx is not None:
@@ -116,7 +112,6 @@ class IVON(Optimizer):
                 "debias": debias,
                 "rescale_lr": rescale_lr,
                 "curvature_decay": curvature_decay,
-                "anneal": anneal,
             },
         )
 
@@ -138,7 +133,7 @@ class IVON(Optimizer):
             )
         if train:
             self._fold_gradients()
-            perturbation = self._samples.next(lambda: self._draw(train=True))
+            perturbation = self._samples.next(self._draw)
         else:
             perturbation = self._draw()
         here = [local(p) for p in perturbation.params]
@@ -157,13 +152,12 @@ class IVON(Optimizer):
                 torch._foreach_copy_(here, saved)
 
     @torch.no_grad()
-    def _draw(self, train: bool = False) -> Perturbation:
+    def _draw(self) -> Perturbation:
         parts = []
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.requires_grad]:
                 states = self._states(params, group)
-                anneal_for = self.curvature if train else None
-                parts.append((params, draw(states, group, self._standard_normals, anneal_for=anneal_for)))
+                parts.append((params, draw(states, group, self._standard_normals)))
         return Perturbation(parts)
 
     def _standard_normals(self, like: TensorList) -> TensorList:
@@ -246,7 +240,7 @@ class IVON(Optimizer):
             hess,
             group,
             epsilons=self._samples.perturbations if self.curvature.needs_sample else (),
-            noise_variance=noise_variance(release, params, [h.dtype for h in hess], self),
+            noise_variance=0.0 if release is None else release.variance,
             batch_size=None if release is None else release.batch_size,
         )
 
@@ -287,11 +281,6 @@ class IVON(Optimizer):
     def bind_to_releases(self) -> None:
         """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
         self._private = True
-
-    @property
-    def per_coordinate(self) -> bool:
-        """Whether a release may have a noise variance for each coordinate."""
-        return getattr(self.curvature, "per_coordinate", False)
 
     @property
     def private(self) -> bool:

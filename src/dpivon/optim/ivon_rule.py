@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from dpivon.optim.rule import debias
 from dpivon.optim.tensors import Values
 
 
@@ -39,15 +38,6 @@ def variance(hess: Values, *, ess: Any, weight_decay: Any) -> Values:
 def std(hess: Values, *, ess: Any, weight_decay: Any) -> Values:
     """Posterior standard deviation σ = (N_ess (h + δ))^(−½)."""
     return ((hess + weight_decay) * ess).rsqrt()
-
-
-def annealed(anneal: Any, t: Any) -> Any:
-    """√(1 − ηᵗ): the share of the posterior's standard deviation at which step t draws its θ. η = 0 is all of it at once.
-
-    Weight noise that is wide from the first step costs accuracy; the posterior that predicts is not affected.
-    """
-    factor = debias(anneal, t)
-    return [math.sqrt(f) for f in factor] if isinstance(factor, list) else factor**0.5
 
 
 def curvature_update(hess: Values, h_hat: Values, *, beta2: Any, weight_decay: Any) -> Values:

@@ -98,8 +98,7 @@ def check_group(group: dict[str, Any]) -> None:
     group["beta1"] = check_number("beta1", group["beta1"], "Use about 0.9", at_least=0.0, at_most=1.0)
     group["beta2"] = check_number("beta2", group["beta2"], "Use about 0.99999", at_least=0.0, at_most=1.0)
     group["weight_decay"] = check_number("weight_decay", group["weight_decay"], "Use about 1e-4", at_least=0.0)
-    for key in ("curvature_decay", "anneal"):
-        group[key] = check_hyper(key, group[key])
+    group["curvature_decay"] = check_hyper("curvature_decay", group["curvature_decay"])
     group["clip_radius"] = check_number(
         "clip_radius", group["clip_radius"], "Use inf for no bound", above=0.0, finite=False
     )

@@ -42,7 +42,7 @@ def evidence_of_gradients(
     group: dict[str, Any],
     *,
     epsilons: Sequence[Perturbation],
-    noise_variance: float | TensorList,
+    noise_variance: float,
     batch_size: float | None,
 ) -> Evidence[TensorList]:
     """Of one gradient: that of ``p.grad``, or a released one. ``epsilons`` are the perturbations at which it was taken, if the

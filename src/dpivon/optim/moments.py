@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 
 from dpivon.optim.rule import Hyper, debias, full_like
-from dpivon.optim.tensors import TensorList, Values
+from dpivon.optim.tensors import Values
 
 
 class Moment(Protocol):
-    """``update`` returns the value at step t and the state that step t + 1 needs; φ and ψ keep theirs under different keys.
-
-    ``per_coordinate = True`` says that it is right also where every coordinate has a ``noise_variance`` of its own.
-    """
+    """``update`` returns the value at step t and the state that step t + 1 needs; φ and ψ keep theirs under different keys."""
 
     @property
     def name(self) -> str: ...
@@ -45,7 +42,6 @@ class Gradient:
 
     name: ClassVar[str] = "gradient"
     defaults: ClassVar[Mapping[str, float]] = {}
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {}
@@ -62,7 +58,6 @@ class HeavyBall:
 
     name: ClassVar[str] = "momentum"
     defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9}
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {"velocity": full_like(like, 0.0)}
@@ -80,7 +75,6 @@ class Average:
 
     name: ClassVar[str] = "average"
     defaults: ClassVar[Mapping[str, float]] = {"beta1": 0.9}
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {"momentum": full_like(like, 0.0)}
@@ -102,7 +96,6 @@ class One:
 
     name: ClassVar[str] = "one"
     defaults: ClassVar[Mapping[str, float]] = {}
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {}
@@ -120,7 +113,6 @@ class SquareAverage:
     debiased: bool = True
 
     defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999}
-    per_coordinate: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -143,7 +135,6 @@ class SquareSum:
 
     name: ClassVar[str] = "square-sum"
     defaults: ClassVar[Mapping[str, float]] = {}
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {"total": full_like(like, 0.0)}
@@ -173,7 +164,6 @@ class CorrectedSquareAverage:
 
     name: ClassVar[str] = "corrected"
     defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999, "floor": 1e-8, "relative_floor": 0.1}
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
         return {"second": full_like(like, 0.0)}
@@ -189,8 +179,6 @@ class CorrectedSquareAverage:
 
 
 def _larger(a: Any, b: Any) -> Any:
-    if isinstance(b, TensorList):
-        return b.clamp(min=a)
     return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
 
 

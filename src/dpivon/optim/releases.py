@@ -7,14 +7,11 @@ true variance of its noise, which bias corrections and Langevin temperatures nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dpivon.errors import bad
-from dpivon.optim.tensors import TensorList
 from dpivon.release import Release
 
 
@@ -32,35 +29,3 @@ class HasPosterior(Protocol):
     """An optimizer that knows more about the weights than where they are."""
 
     def posterior(self, model: nn.Module | None = None) -> Any: ...
-
-
-def noise_variance(
-    release: Release | None, params: Sequence[Tensor], dtypes: Sequence[torch.dtype], learner: Any
-) -> float | TensorList:
-    """Of the noise in these parameters' gradients: 0 without a release, one number, or under a metric one a coordinate."""
-    if release is None:
-        return 0.0
-    if not isinstance(release.variance, Mapping):
-        return release.variance
-    check_per_coordinate(learner)
-    return TensorList([release.variance[p].to(dtype) for p, dtype in zip(params, dtypes, strict=True)])
-
-
-def one_variance(release: Release) -> float:
-    """For those who need the same for all coordinates."""
-    if isinstance(release.variance, Mapping):
-        fix = "Train without metric"
-        raise bad("release.variance", "one a coordinate", "is one number where no metric was used", fix)
-    return release.variance
-
-
-def check_per_coordinate(learner: Any) -> None:
-    """Refuse whoever learns from a release and knows one noise variance only, where every coordinate has its own."""
-    if isinstance(learner, LearnsFromReleases) and not getattr(learner, "per_coordinate", False):
-        what = getattr(getattr(learner, "rule", None), "name", type(learner).__name__)
-        raise bad(
-            "metric",
-            what,
-            "knows one noise variance for all coordinates, and under a metric each has its own",
-            "Train without metric, or set per_coordinate = True on a rule that takes them",
-        )

@@ -26,9 +26,6 @@ class UpdateRule(Protocol):
     """``defaults`` names every hyperparameter besides ``lr``; ``draws`` says that a step needs standard normals of its own.
 
     ``ess`` among the defaults is the public number of training examples N; a stack fills it in.
-
-    ``noise_variance`` is one number (one a row), or under a metric (:mod:`dpivon.optim.metric`) one a coordinate. A rule
-    that is right for both says so by ``per_coordinate = True``; one that does not is refused under a metric.
     """
 
     @property

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.optim.hyper import check_hyper
 from dpivon.optim.precision import dense, follow, full_dtype, full_means, restore
-from dpivon.optim.releases import noise_variance
 from dpivon.optim.rule import UpdateRule
 from dpivon.optim.tensors import TensorList
 from dpivon.release import Release
@@ -78,7 +77,6 @@ class RuleOptimizer(Optimizer):
         """After a step, for those who do more. Not by overriding ``step``: torch would then run its hooks once a class."""
 
     def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
-        told = noise_variance(release, params, [full_dtype(p) for p in params], self)
         states = [self._state(p, group) for p in params]
         for state in states:
             state["step"] += 1
@@ -92,7 +90,7 @@ class RuleOptimizer(Optimizer):
             before,
             g,
             t=[state["step"] for state in states],
-            noise_variance=told,
+            noise_variance=0.0 if release is None else release.variance,
             normal=g.filled(self._standard_normal) if self.rule.draws else None,
             hyper=group,
         )
@@ -113,11 +111,6 @@ class RuleOptimizer(Optimizer):
         return state
 
     # ---- what the release boundary calls
-
-    @property
-    def per_coordinate(self) -> bool:
-        """Whether a release may have a noise variance for each coordinate."""
-        return getattr(self.rule, "per_coordinate", False)
 
     def bind_to_releases(self) -> None:
         """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""

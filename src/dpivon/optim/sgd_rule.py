@@ -41,7 +41,6 @@ class SGD:
     name: ClassVar[str] = "sgd"
     defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": 0.0}
     draws: ClassVar[bool] = False
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         return {"mean": mean, "velocity": full_like(mean, 0.0)}

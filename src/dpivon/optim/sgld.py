@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dpivon.errors import DpivonError, bad
 from dpivon.optim.chain import Chain
 from dpivon.optim.precision import full_dtype, full_mean
-from dpivon.optim.releases import one_variance
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.optim.sgld_rule import PSGLD, SGLD, TEMPERATURE, implied_temperature
 from dpivon.posterior import unwrap
@@ -96,14 +95,9 @@ class LangevinDynamics(RuleOptimizer):
         super().__init__(params, PSGLD() if preconditioned else SGLD(), lr=lr, generator=generator, **hyper)
         self.chain.room(self._iterate())
 
-    @property
-    def per_coordinate(self) -> bool:
-        """No: a chain is told at which one temperature it runs."""
-        return False
-
     def _stepped(self, release: Release | None) -> None:
         """Keep the iterate if it is due."""
-        self._noise_variance = 0.0 if release is None else one_variance(release)
+        self._noise_variance = 0.0 if release is None else release.variance
         if self.chain.due():
             self.chain.add(self._iterate(copy=True))
 

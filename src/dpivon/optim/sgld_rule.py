@@ -44,7 +44,6 @@ class SGLD:
     name: ClassVar[str] = "sgld"
     defaults: ClassVar[Mapping[str, float]] = {"ess": REQUIRED, "temperature": TEMPERATURE, "weight_decay": 1e-4}
     draws: ClassVar[bool] = True
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         return {"mean": mean}
@@ -66,7 +65,6 @@ class PSGLD:
     name: ClassVar[str] = "psgld"
     defaults: ClassVar[Mapping[str, float]] = {**SGLD.defaults, "beta2": 0.99, "nu": 1e-5}
     draws: ClassVar[bool] = True
-    per_coordinate: ClassVar[bool] = True
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         return {"mean": mean, "second": full_like(mean, 0.0)}

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.errors import bad
-from dpivon.optim.curvature import CurvatureEstimator
-from dpivon.optim.ivon_rule import annealed, std
+from dpivon.optim.ivon_rule import std
 from dpivon.optim.precision import dense, full_dtype
 from dpivon.optim.tensors import TensorList, room_for
 
@@ -38,30 +36,11 @@ class Perturbation:
 
 
 def draw(
-    states: Sequence[dict[str, Any]],
-    group: dict[str, Any],
-    normal: Callable[[TensorList], TensorList],
-    *,
-    anneal_for: CurvatureEstimator | None,
+    states: Sequence[dict[str, Any]], group: dict[str, Any], normal: Callable[[TensorList], TensorList]
 ) -> TensorList:
-    """ε = σ ⊙ N(0, I) for the parameters of a group, with σ² = 1 / (N_ess (h + δ)).
-
-    In training it is annealed, unless ``anneal_for``, the estimator in use, reads curvature off the sample.
-    """
+    """ε = σ ⊙ N(0, I) for the parameters of a group, with σ² = 1 / (N_ess (h + δ))."""
     hess = TensorList([state["hess"] for state in states])
-    noise = normal(hess)
-    sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
-    if anneal_for is not None and (anneal := group.get("anneal", 0.0)):
-        _check_anneal(anneal, anneal_for)
-        sigma = sigma * annealed(anneal, [state["step"] + 1 for state in states])
-    return noise * sigma
-
-
-def _check_anneal(anneal: float, estimator: CurvatureEstimator) -> None:
-    if estimator.needs_sample:
-        problem = f"the estimator {estimator.name!r} reads curvature off the sample, at its whole width"
-        fix = "Use 'gradsq-corrected' or another estimator that reads gradients alone"
-        raise bad("anneal", anneal, problem, fix)
+    return normal(hess) * std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
 
 
 @torch.no_grad()

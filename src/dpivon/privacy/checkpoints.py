@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -325,7 +325,6 @@ class Checkpoints:
             "sample_rate": spec.sample_rate,
             "expected_batch_size": spec.expected_batch_size,
             "loss_reduction": spec.loss_reduction,
-            "metric": None if optimizer.metric is None else asdict(optimizer.metric),
             "augmentations": optimizer.source.augmentations,
             "accountant": self._engine.accountant.mechanism(),
             "config": json.loads(json.dumps(self._config)),

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
 from dpivon.optim.ivon import IVON
-from dpivon.optim.metric import FactoredMetric
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.recorded import replay
@@ -29,7 +28,6 @@ from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterio
 from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
 from dpivon.privacy.mechanism import NoiseSpec
-from dpivon.privacy.metric import make_scaling
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
@@ -125,7 +123,6 @@ class PrivacyEngine(OpacusVerbs):
         dataset_size: int | None = None,
         expected_batch_size: float | None = None,
         augmentations: int = 1,
-        metric: FactoredMetric | None = None,
         unchecked: bool = False,
     ) -> Any:
         """The private counterparts ``(module, optimizer, data_loader)``.
@@ -153,8 +150,6 @@ class PrivacyEngine(OpacusVerbs):
             dataset_size: the public N, if it is not simply ``len(dataset)``.
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
-            metric: clip in a metric that is learned from past releases (:mod:`dpivon.optim.metric`). It costs no privacy;
-                ``Release.variance`` then has one number per coordinate. Not on several ranks.
             unchecked: train although the model cannot be tried on made-up inputs. You answer for it that no row of a batch
                 depends on another; the ledger records it.
         """
@@ -192,8 +187,6 @@ class PrivacyEngine(OpacusVerbs):
             }
             checked = None if unchecked else try_criterion(criterion, module, data_loader, layout)
             team = choose_team(group, module, optimizer, self.replica_check_every)
-            ranks = 1 if team is None else team.world
-            scaling = make_scaling(metric, optimizer, ranks=ranks)
             loader: DataLoader[Any] = data_loader
             if poisson_sampling:
                 loader = poisson_loader(
@@ -231,7 +224,6 @@ class PrivacyEngine(OpacusVerbs):
                 draws=loader.draws if isinstance(loader, PoissonDataLoader) else None,
                 prefetches=data_loader.num_workers > 0,
                 together=team,
-                scaling=scaling,
             )
             dp_optimizer.loss_checked, dp_optimizer.breaks_with_ignored = checked is not None, checked is False
             self._remember_dataset(data_loader.dataset, sampling.dataset_size)

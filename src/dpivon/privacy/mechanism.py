@@ -86,7 +86,7 @@ class NoiseSpec:
 
     @property
     def variance(self) -> float:
-        """(σC/b)²: variance of the noise in each coordinate of the released gradient; under a metric, before D is taken out."""
+        """(σC/b)²: variance of the noise in each coordinate of the released gradient."""
         return (self.noise_std / self.divisor) ** 2
 
     @property

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.errors import PrivacyError, PrivacyWarning, bad
+from dpivon.errors import PrivacyError, PrivacyWarning
 from dpivon.optim.ivon import IVON
-from dpivon.optim.metric import FactoredMetric
 from dpivon.optim.releases import HasPosterior, LearnsFromReleases
 from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
@@ -31,14 +30,11 @@ from dpivon.privacy.logical_batch import (
     variational,
 )
 from dpivon.privacy.mechanism import Alone, Journal, NoiseSpec, Together
-from dpivon.privacy.metric import Scaling
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
 from dpivon.privacy.precision import full_precision, without_autocast
 from dpivon.privacy.sampling import Draws
 from dpivon.release import Release
-
-_METRIC = "dpivon_metric"
 
 
 class DPOptimizer(OpacusNames):
@@ -63,7 +59,6 @@ class DPOptimizer(OpacusNames):
         draws: Draws | None,
         prefetches: bool = False,
         together: Together | None = None,
-        scaling: Scaling | None = None,
     ) -> None:
         super().__init__(optimizer, spec=spec, clipping=clipping, noise=noise)
         self.first_spec, self.first_clipping = spec, clipping
@@ -72,7 +67,6 @@ class DPOptimizer(OpacusNames):
         self.module, self.watch, self.draws = module, watch, draws
         self._prefetches = prefetches
         self.together: Together = together or Alone()
-        self._scaling = scaling
         self.last_release: Release | None = None
         self.loss_checked = False  # by engine.check, on made-up numbers
         self.breaks_with_ignored = False  # and found to depend on how many labels of a batch are -100
@@ -93,11 +87,6 @@ class DPOptimizer(OpacusNames):
             self.draws.listeners.append(weakref.ref(self))
 
     # ---- what others ask
-
-    @property
-    def metric(self) -> FactoredMetric | None:
-        """What examples are stretched by before they are clipped, if anything."""
-        return None if self._scaling is None else self._scaling.metric
 
     @property
     def drawn_by(self) -> tuple[str, str]:
@@ -212,8 +201,7 @@ class DPOptimizer(OpacusNames):
 
     def clip_and_accumulate(self) -> None:
         with full_precision(), without_autocast(self.params[0].device.type):
-            metric = () if self._scaling is None else (self._scaling.factors(self.params),)
-            clipped = self.source.clipped_sums(self.params, self._clipping, *metric)
+            clipped = self.source.clipped_sums(self.params, self._clipping)
         add_sums(self.params, clipped)
 
     def _release(self, spec: NoiseSpec) -> bool:
@@ -225,9 +213,6 @@ class DPOptimizer(OpacusNames):
         if made is None:  # a step that was to repeat a lost one, and does not
             self.abandon_virtual_batch()
             return False
-        if self._scaling is not None:
-            made = self._scaling.unscaled(made)
-            self._scaling.learn(made)
         self.last_release = made
         self._batch.end()
         hand_over(made, self.params, self.original_optimizer)
@@ -286,26 +271,6 @@ class DPOptimizer(OpacusNames):
             self.zero_grad()
 
     # ---- state and copies
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and what the metric has learned."""
-        state: dict[str, Any] = super().state_dict()
-        return state if self._scaling is None else {**state, _METRIC: self._scaling.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (_METRIC in state_dict) != (self._scaling is not None):
-            fix = "Call make_private with the metric that the run was begun with, or without one if it had none"
-            raise bad("metric", self.metric, "is not that of the state", fix)
-        if self._scaling is not None:
-            if self._batch.spec is not None:
-                raise PrivacyError(
-                    "load_state_dict in the middle of a logical batch: its examples were clipped in another metric. Load "
-                    "between two of them."
-                )
-            self._scaling.check(state_dict[_METRIC])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != _METRIC})
-        if self._scaling is not None:
-            self._scaling.load_state_dict(state_dict[_METRIC])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DPOptimizer:
         """A copy of model and optimizer state that shares the noise stream, the batches and the accountant."""

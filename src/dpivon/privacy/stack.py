@@ -18,7 +18,7 @@ from dpivon.durable.ledger import Ledger, Terms
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import replay
-from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.precision import compiled
 from dpivon.privacy.streams import PRIVACY, Streams
@@ -31,8 +31,8 @@ class StackedGradients(Protocol):
         """The data set as :meth:`clipped_sums` reads it, once."""
         ...
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
-        """With a ``metric``, Σ clip(D ⊙ g_i); only one that has ``scales = True`` is given any."""
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
+        """Σ_i ḡ_i of every run."""
         ...
 
 

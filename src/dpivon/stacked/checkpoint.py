@@ -169,8 +169,8 @@ class StackCheckpoints:
 
 def _hyper(stack: Stack) -> list[dict[str, torch.Tensor]]:
     """The numbers that rows are updated with. Some follow from what no run says: the plan's steps, N, the first weights."""
-    told = ("noise_variance", "scaled_variance")  # follows from the specs, which are in the fingerprint
-    return [{k: v.flatten().cpu() for k, v in part.hyper.items() if k not in told} for part in stack.parts]
+    # The noise's variance follows from the specs, which are in the fingerprint.
+    return [{k: v.flatten().cpu() for k, v in p.hyper.items() if k != "noise_variance"} for p in stack.parts]
 
 
 def _program(stack: Stack) -> str:

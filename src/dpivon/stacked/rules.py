@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,16 +24,13 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP
-from dpivon.optim.ivon_rule import IVONState, annealed, ivon_update, std
-from dpivon.optim.jitter import jitter_std
-from dpivon.optim.metric import MEMORY, FactoredMetric, flat
+from dpivon.optim.ivon_rule import IVONState, ivon_update, std
 from dpivon.optim.rule import UpdateRule, debias
 from dpivon.optim.sgd_rule import SGD
 from dpivon.optim.sgld_rule import PSGLD, SGLD
 from dpivon.optim.steady_rule import Steady
 
 Rows = dict[str, Tensor]
-_METRIC = "metric_"  # what a metric remembers, in the state of its rows
 
 
 class Rule(Protocol):
@@ -51,10 +48,6 @@ class PointRows:
     """Rows that train at their mean, under any rule of :mod:`dpivon.optim`; one that draws gets the posterior stream."""
 
     rule: UpdateRule
-
-    @property
-    def per_coordinate(self) -> bool:
-        return getattr(self.rule, "per_coordinate", False)
 
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         return self.rule.start(mean, hyper)
@@ -91,63 +84,6 @@ class AveragedRows:
         return {**new, **own}
 
 
-@dataclass(frozen=True)
-class JitteredRows:
-    """Rows that take their gradients at draws of N(m, (j w)² I) instead of at m (:mod:`dpivon.optim.jitter`)."""
-
-    rule: PointRows
-
-    def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        return self.rule.start(mean, hyper)
-
-    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
-        return state["mean"] + noise * jitter_std(hyper["jitter"], hyper["scale"])
-
-    def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
-        return self.rule.step(state, g, noise, t, hyper)
-
-
-@dataclass(frozen=True)
-class MetricRows:
-    """Any rows whose releases were clipped in a metric (:mod:`dpivon.optim.metric`), D^−power for each row its own power.
-
-    Their state has D of the next release beside it. What comes in is S/b, still stretched. In their ``hyper`` the variance
-    of its noise is called ``scaled_variance``: whoever asks for ``noise_variance`` is to get that of a coordinate, or nothing.
-    """
-
-    rule: Rule
-    matrices: Matrices
-    metric: FactoredMetric = field(default_factory=FactoredMetric)
-
-    def start(self, mean: Tensor, hyper: Rows) -> Rows:
-        own = {_METRIC + name: torch.zeros_like(mean) for name in MEMORY}
-        return {**self.rule.start(mean, hyper), "metric": torch.ones_like(mean), **own}
-
-    def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
-        return self.rule.theta(_without_metric(state), noise, t, hyper)
-
-    def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
-        variance, g = noise_variance(state, hyper), g / state["metric"]
-        new = self.rule.step(_without_metric(state), g, noise, t, {**hyper, "noise_variance": variance})
-        rho = torch.full_like(hyper["metric"], self.metric.decay)
-        memory = {name: state[_METRIC + name] for name in MEMORY}
-        evidence = self.metric.evidence(memory, g, noise_variance=variance, t=t, decay=rho)
-        made = flat(self.metric.factors(evidence, self.matrices, hyper["metric"].unsqueeze(-1)))
-        scale = torch.where(t % self.metric.every == 0, made, state["metric"])
-        return {**new, "metric": scale, **{_METRIC + name: evidence.memory[name] for name in MEMORY}}
-
-
-def noise_variance(state: Rows, hyper: Rows) -> Tensor:
-    """Of the next release: a column, or under a metric one a coordinate."""
-    if "metric" not in state:
-        return hyper["noise_variance"]
-    return hyper["scaled_variance"] / state["metric"].square()
-
-
-def _without_metric(state: Rows) -> Rows:
-    return {key: value for key, value in state.items() if key != "metric" and not key.startswith(_METRIC)}
-
-
 def _without_average(state: Rows) -> Rows:
     return {key: value for key, value in state.items() if key not in ("average", "spread")}
 
@@ -159,10 +95,6 @@ class IVONRows:
     estimator: CurvatureEstimator
     matrices: Matrices = ()
 
-    @property
-    def per_coordinate(self) -> bool:
-        return getattr(self.estimator, "per_coordinate", False)
-
     def start(self, mean: Tensor, hyper: Rows) -> Rows:
         own = {name: torch.zeros_like(mean) for name in memory_of(self.estimator)}
         hess = hyper["hess_init"].expand_as(mean).clone()
@@ -170,7 +102,7 @@ class IVONRows:
 
     def theta(self, state: Rows, noise: Tensor, t: Tensor, hyper: Rows) -> Tensor:
         width = std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
-        return state["mean"] + noise * width * annealed(hyper["anneal"], t)
+        return state["mean"] + noise * width
 
     def step(self, state: Rows, g: Tensor, noise: Tensor, t: Tensor, hyper: Rows) -> Rows:
         ess, weight_decay, hess = hyper["ess"], hyper["weight_decay"], state["hess"]
@@ -221,7 +153,6 @@ _IVON_DEFAULTS = {
     "weight_decay": 1e-4,
     "hess_init": 1.0,
     "curvature_decay": 0.99,
-    "anneal": 0.0,
 }
 
 RULES: dict[str, Rule] = {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpivon.errors import bad, check_number, check_whole
 from dpivon.optim.hyper import check_hyper
-from dpivon.stacked.rules import AVERAGED, DEFAULTS, RULES, IVONRows, PointRows, estimator_of, rows_of
+from dpivon.stacked.rules import AVERAGED, DEFAULTS, RULES, estimator_of, rows_of
 
 
 class Kind(NamedTuple):
@@ -18,8 +18,6 @@ class Kind(NamedTuple):
     averaged: bool
     curvature: str  # the estimator it names
     traced: bool
-    metric: bool
-    jittered: bool
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,8 @@ class Run:
         batch_size: the expected batch b.
         options: override the method's defaults (``beta1``, ``ess``, ``hess_init``, …). ``ema``, for every method, keeps an
             average of the iterates beside them: ``Stack.average``; ``trace`` adds so many times their spread to the
-            posterior's variance. ``metric``, for every method too, clips in a metric learned from past releases
-            (:mod:`dpivon.optim.metric`) with this power; 0 is none. ``jitter``, for every method that trains at its mean,
-            takes gradients at draws around it (:mod:`dpivon.optim.jitter`). ``curvature`` names another estimator of
-            :mod:`dpivon.optim.curvature` for a method that has one; all others are numbers.
+            posterior's variance. ``curvature`` names another estimator of :mod:`dpivon.optim.curvature` for a method that
+            has one; all others are numbers.
     """
 
     method: str
@@ -58,8 +54,8 @@ class Run:
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
-        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace", "metric", "jitter"}
-        if "steps" in DEFAULTS[self.method] or "jitter" in self.options:
+        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace"}
+        if "steps" in DEFAULTS[self.method]:
             unknown -= {"scale"}
         if estimator_of(self.method) is not None:
             unknown -= {"curvature"}
@@ -78,7 +74,7 @@ class Run:
             raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema too, such as 0.99")
         if not isinstance(self.options.get("curvature", ""), str):
             raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
-        _check_kind(self)
+        rows_of(self.method, self.kind.curvature, ())  # names an estimator that is unknown
 
     @property
     def averaged(self) -> bool:
@@ -91,41 +87,6 @@ class Run:
         return float(self.options.get("trace", AVERAGED.get(self.method, 0.0)))
 
     @property
-    def jitter(self) -> float:
-        """How far from its mean its gradients are taken, in sizes of its weights."""
-        return float(self.options.get("jitter", 0.0))
-
-    @property
     def kind(self) -> Kind:
         """Rows of one kind are updated together."""
-        metric = float(self.options.get("metric", 0.0)) > 0
-        curvature = str(self.options.get("curvature", ""))
-        return Kind(self.method, self.averaged, curvature, self.trace > 0, metric, self.jitter > 0)
-
-
-def _check_kind(run: Run) -> None:
-    """What does not go together."""
-    # An estimator that is unknown, or that the method cannot use, is named here.
-    rows = rows_of(run.method, run.kind.curvature, ())
-    if run.kind.metric and not getattr(rows, "per_coordinate", False):
-        named = run.kind.curvature or run.method
-        raise bad(
-            "metric",
-            run.options["metric"],
-            f"{named!r} knows one noise variance for all coordinates, and under a metric each has its own",
-            "Set per_coordinate = True if it takes them, or leave the metric out",
-        )
-    if run.kind.jittered and not (isinstance(rows, PointRows) and not rows.rule.draws):
-        raise bad(
-            "jitter",
-            run.jitter,
-            f"{run.method!r} draws by itself",
-            "Leave it out, or use a method that trains at its mean, such as 'dp-steady'",
-        )
-    if run.options.get("anneal") and isinstance(rows, IVONRows) and rows.estimator.needs_sample:
-        raise bad(
-            "anneal",
-            run.options["anneal"],
-            f"the estimator {rows.estimator.name!r} reads curvature off the sample, at its whole width",
-            "Use 'gradsq-corrected' or another estimator that reads gradients alone",
-        )
+        return Kind(self.method, self.averaged, str(self.options.get("curvature", "")), self.trace > 0)

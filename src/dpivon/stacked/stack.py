@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
 from dpivon.optim.average import window_decay
 from dpivon.optim.ivon_rule import variance
-from dpivon.optim.jitter import jitter_std
 from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
-from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
@@ -33,9 +32,6 @@ from dpivon.stacked.rules import (
     FILLED,
     RULES,
     AveragedRows,
-    JitteredRows,
-    MetricRows,
-    PointRows,
     Rows,
     Rule,
     rows_of,
@@ -105,11 +101,6 @@ class Stack:
         self.sampler = StackedSampler(specs, len(inputs), self.streams, self.device)
         views = {} if self.augment is None else {"augment": self.augment}
         self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype, **views)
-        scaled = [r for r in self.runs if r.kind.metric]
-        if scaled and not getattr(self.gradients, "scales", False):
-            name, power = type(self.gradients).__name__, scaled[0].options["metric"]
-            fix = "Use AnyNetwork around the same model, or leave the metric out"
-            raise bad("metric", power, f"is not known to {name}, which computes this network's sums here", fix)
         self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0
         self._t = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done, on the device
@@ -127,10 +118,9 @@ class Stack:
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
     def _part(self, kind: Kind, mean: Tensor, n: int) -> _Part:
-        method, averaged, curvature, traced, metric, jittered = kind
+        method, averaged, curvature, traced = kind
         rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
-        wanted = {"ema": averaged, "trace": traced, "metric": metric, "jitter": jittered}
-        kept = [name for name, used in wanted.items() if used]
+        kept = [name for name, used in {"ema": averaged, "trace": traced}.items() if used]
         keys = ["lr", *FILLED, *DEFAULTS[method], *kept]
         columns = []
         for i in rows:
@@ -140,20 +130,17 @@ class Stack:
         table = torch.tensor(columns, dtype=torch.float32, device=self.device)
         hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
         place = slice(rows[0], rows[-1] + 1)
-        hyper["scaled_variance" if metric else "noise_variance"] = self.mechanism.variance[place]
+        hyper["noise_variance"] = self.mechanism.variance[place]
         rule: Rule = rows_of(method, curvature, self.network.matrices)
-        rule = JitteredRows(rule) if jittered and isinstance(rule, PointRows) else rule
         rule = AveragedRows(rule, traced) if averaged else rule
-        rule = MetricRows(rule, self.network.matrices) if metric else rule
         return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
 
     def _own(self, run: Run, mean: Tensor, n: int) -> dict[str, float]:
         """What no table of defaults can know."""
         own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size), "scale": 1.0}
-        own |= {"trace": run.trace, "jitter": run.jitter}
+        own["trace"] = run.trace
         if "steps" in DEFAULTS[run.method]:
             own["steps"] = float(self.steps)
-        if "steps" in DEFAULTS[run.method] or run.kind.jittered:
             shapes = self.network.matrices
             own["scale"] = weight_scale(mean.split([r * c for r, c in shapes]), shapes)
         return own | {"ema": window_decay(float(run.options.get("steps", self.steps)))}
@@ -236,13 +223,13 @@ class Stack:
         block, at = self._buffers, self._position.view(1)
         assert block is not None
         batch = self._batch(*(t.index_select(0, at).squeeze(0) for t in _tensors(block)))
-        self._update(self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound, *self._metric()))
+        self._update(self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound))
 
     def _step_in_parts(self) -> None:
         """A step whose batches do not fit: the same release, its sum added up over parts."""
         theta, total = self._theta(), None
         for part in self.sampler.parts(int(self._at)):
-            sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound, *self._metric())
+            sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
             total = sums if total is None else total + sums
         assert total is not None
         self._update(total)
@@ -258,11 +245,6 @@ class Stack:
         number = torch.arange(self.augment.views, device=index.device)
         element = index.unsqueeze(1) * self.augment.views + number
         return self.augment.choice(self.streams.words(model, element, self._at, VIEWS))
-
-    def _metric(self) -> tuple[()] | tuple[Metrics]:
-        """D of every run; nothing at all where no run has any."""
-        found = [d for p in self.parts for d in p.state.get("metric", [None] * (p.rows.stop - p.rows.start))]
-        return () if all(d is None for d in found) else (found,)
 
     def _theta(self) -> Tensor:
         eps = self.streams.normal(self._eps, self._at, POSTERIOR)
@@ -365,6 +347,4 @@ def _std(part: _Part) -> Tensor:
         v = v * h["temperature"] if "temperature" in h else v
     if "spread" in state:
         v = v + state["spread"] * h["trace"]
-    if "jitter" in h:
-        v = v + jitter_std(h["jitter"], h["scale"]).square()
     return v.sqrt()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dpivon.stacked import Stack
-from dpivon.stacked.rules import noise_variance
 from dpivon.study.table import QUANTILES
 
 _AT = (0.05, 0.5, 0.95)
@@ -38,9 +37,7 @@ class Watch:
         return any(True for _ in self._parts())
 
     def before(self) -> None:
-        self._before = [
-            (part.state["momentum"].clone(), noise_variance(part.state, part.hyper)) for part in self._parts()
-        ]
+        self._before = [(part.state["momentum"].clone(), part.hyper["noise_variance"]) for part in self._parts()]
 
     def after(self) -> list[dict[str, Any]]:
         """A row a run that has a posterior: ``run`` in the caller's numbering, the share and the quantiles."""

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dpivon.errors import bad
 from dpivon.optim.curvature.base import CurvatureEstimator, Evidence
 from dpivon.optim.tensors import TensorList
 
@@ -34,13 +33,6 @@ def estimate(estimator: CurvatureEstimator, evidence: Evidence[Any], matrices: M
     """ĥ at once where the estimator allows it, tensor by tensor otherwise; ``matrices`` says where tensors are in a row."""
     if estimator.needs_sample and evidence.g_perturbation is None:
         return None
-    if varies(evidence.noise_variance) and not getattr(estimator, "per_coordinate", False):
-        raise bad(
-            "curvature",
-            estimator.name,
-            "knows one noise variance for all coordinates, and under a metric each has its own",
-            "Set per_coordinate = True if it takes them, or train without metric",
-        )
     if estimator.elementwise or getattr(estimator, "whole", False):
         return estimator(evidence)
     if isinstance(evidence.g, TensorList):
@@ -50,13 +42,6 @@ def estimate(estimator: CurvatureEstimator, evidence: Evidence[Any], matrices: M
             [t if shaped is None else t.reshape(g.shape) for t, g in zip(tensors, evidence.g, strict=True)]
         )
     return torch.cat([estimator(part).flatten(1) for part in by_tensor(evidence, matrices)], 1)
-
-
-def varies(noise_variance: Any) -> bool:
-    """Whether every coordinate has a noise variance of its own: not a number, nor one a row of a stack."""
-    if isinstance(noise_variance, Tensor):
-        return noise_variance.dim() > 1 and noise_variance.shape[1] != 1
-    return isinstance(noise_variance, TensorList)
 
 
 def by_tensor(evidence: Evidence[Any], matrices: Matrices = ()) -> list[Evidence[Tensor]]:
@@ -85,7 +70,7 @@ def _tensor(evidence: Evidence[TensorList], i: int, shaped: Callable[..., tuple[
         g=one(evidence.g),
         g_squared=one(evidence.g_squared),
         g_perturbation=one(evidence.g_perturbation),
-        noise_variance=one(told) if isinstance(told := evidence.noise_variance, TensorList) else told,
+        noise_variance=evidence.noise_variance,
         hess=one(evidence.hess),
         ess=evidence.ess,
         weight_decay=evidence.weight_decay,
@@ -103,12 +88,11 @@ def _slice(evidence: Evidence[Tensor], at: int, rows: int, columns: int) -> Evid
     def column(value: Any) -> Any:
         return value.unsqueeze(-1) if isinstance(value, Tensor) else value
 
-    told = evidence.noise_variance
     return Evidence(
         g=part(evidence.g),
         g_squared=part(evidence.g_squared),
         g_perturbation=part(evidence.g_perturbation),
-        noise_variance=(part if varies(told) else column)(told),
+        noise_variance=column(evidence.noise_variance),
         hess=part(evidence.hess),
         ess=column(evidence.ess),
         weight_decay=column(evidence.weight_decay),

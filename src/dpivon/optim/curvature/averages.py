@@ -28,8 +28,7 @@ def squared_weights(decay: Any, t: Any) -> Any:
 class SquareAverage(SecondMoment):
     """What estimators share that first average g² − s², with the variance s² that each release really had.
 
-    Those that ask for the error of the average keep Σ w_k² s_k⁴ beside it: σ may follow a schedule, and under a metric every
-    coordinate's s changes from time to time.
+    Those that ask for the error of the average keep Σ w_k² s_k⁴ beside it: σ may follow a schedule.
     """
 
     remembers: ClassVar[tuple[str, ...]] = ("second", "fourth")

@@ -24,7 +24,7 @@ class Evidence(Generic[Values]):
             released (unbiased, since E[g_j ⊙ (θ_k − m)] = 0 for j ≠ k).
             None when the step took no θ-sample, or the estimator did not ask for one.
         noise_variance: variance of the privacy noise in each coordinate of g; 0 without privacy. One number (one a row of a
-            stack), or under a metric (:mod:`dpivon.optim.metric`) one a coordinate, in the shape of g.
+            stack).
         hess, ess, weight_decay: h, N_ess and δ before the update.
         batch_size: the expected batch b that g is a mean over; None where nobody said.
         t: the number of this step, from 1.
@@ -61,9 +61,6 @@ class CurvatureEstimator(Protocol):
     One that keeps something between steps also has ``remembers``, the names of its tensors, which have the shape of
     the parameters and begin at zero, and ``remember(evidence)``, which returns them after this step given those
     before it, coordinate by coordinate. ``__call__`` then finds the new ones in ``evidence.memory``.
-
-    One that is right also where every coordinate has a ``noise_variance`` of its own says so by ``per_coordinate = True``;
-    without it, it is refused under a metric.
     """
 
     @property

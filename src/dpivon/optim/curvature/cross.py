@@ -37,7 +37,6 @@ class CrossMoment:
     elementwise: ClassVar[bool] = False
     pools: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = False
-    per_coordinate: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("earlier", "product")
 
     def remember(self, evidence: Evidence[Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ class SquaredGradient:
     name = "gradsq"
     elementwise = True
     needs_sample = False
-    per_coordinate = True
 
     def __call__(self, evidence: Evidence[Values]) -> Values:
         return evidence.g_squared * evidence.ess
@@ -32,7 +31,6 @@ class CorrectedSquaredGradient:
     name = "gradsq-corrected"
     elementwise = True
     needs_sample = False
-    per_coordinate = True
 
     def __call__(self, evidence: Evidence[Values]) -> Values:
         return (evidence.g_squared - evidence.noise_variance).clamp(min=0.0) * evidence.ess

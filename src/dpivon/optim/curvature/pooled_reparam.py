@@ -30,7 +30,6 @@ class PooledReparameterised:
     elementwise: ClassVar[bool] = False
     pools: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = True
-    per_coordinate: ClassVar[bool] = True
 
     def __call__(self, evidence: Evidence[Tensor]) -> Tensor | None:
         each: Tensor | None = Reparameterised()(evidence)

@@ -20,7 +20,6 @@ class Reparameterised:
     name = "reparam"
     elementwise = True
     needs_sample = True
-    per_coordinate = True
 
     def __call__(self, evidence: Evidence[Values]) -> Values | None:
         if evidence.g_perturbation is None:

@@ -33,7 +33,6 @@ class SecondMoment:
     base: ClassVar[str] = ""
     elementwise: ClassVar[bool] = True
     needs_sample: ClassVar[bool] = False
-    per_coordinate: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

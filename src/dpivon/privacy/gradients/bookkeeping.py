@@ -22,14 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
-from dpivon.optim.metric import Factors
 from dpivon.privacy.clipping import Clipping, struck_examples
 from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.trees import map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.scaled import scaled
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.precision import capturing, wide, without_autocast
@@ -263,16 +261,11 @@ class BookKeeper(LayerWatch):
     # ---- the source of clipped sums
 
     @torch.no_grad()
-    def clipped_sums(
-        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
-    ) -> list[Tensor]:
-        """Σ_i ḡ_i of the passes just made, by parameter, in double. A second call without a new pass is an error.
-
-        With a ``metric``, one D per parameter, it is Σ_i clip(D ⊙ g_i), not divided by D again.
-        """
+    def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
+        """Σ_i ḡ_i of the passes just made, by parameter, in double. A second call without a new pass is an error."""
         sums: list[Any] = [None] * len(params)
         for batch in self._take(params):
-            for members, total in self._sums_of_blocks(batch, params, clipping, metric):
+            for members, total in self._sums_of_blocks(batch, params, clipping):
                 for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
                     part = part if self._scatter is None else self._scatter(params[i], part)
                     sums[i] = part if sums[i] is None else sums[i] + part
@@ -280,14 +273,12 @@ class BookKeeper(LayerWatch):
         return sums
 
     @torch.no_grad()
-    def clipped_row(
-        self, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None = None
-    ) -> Tensor:
+    def clipped_row(self, params: Sequence[Tensor], clipping: Clipping) -> Tensor:
         """The same sums of one batch one after the other, as a program wants them. What lies side by side in a block and in
         the row is moved there together: a compiler launches a copy for each part of a row."""
         pieces: dict[int, Tensor] = {}
         (batch,) = self._take(params)
-        for members, total in self._sums_of_blocks(batch, params, clipping, metric):
+        for members, total in self._sums_of_blocks(batch, params, clipping):
             runs = neighbours(members)
             sizes = [sum(params[i].numel() for i in run) for run in runs]
             pieces |= {run[0]: part for run, part in zip(runs, total.flatten().split(sizes), strict=True)}
@@ -317,13 +308,11 @@ class BookKeeper(LayerWatch):
         return squares * self._share**2, sums
 
     def _sums_of_blocks(
-        self, batch: Batch, params: Sequence[Tensor], clipping: Clipping, metric: Sequence[Factors] | None
+        self, batch: Batch, params: Sequence[Tensor], clipping: Clipping
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Which parameters are summed as one, by their place, and their sum: of several, one after the other."""
         recorded = [batch.get(p) for p in params]
         uses = [None if found is None else merge(found) for found in recorded]
-        if metric is not None:
-            uses = [None if use is None else scaled(use, d) for use, d in zip(uses, metric, strict=True)]
         batch.clear()
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = in_blocks(params, uses, joint=clipping.joint and self._scatter is None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,7 +20,3 @@ class Batch:
     places: Tensor  # [K, most], each run's rows
     seats: Tensor  # [capacity], the inverse: where in places.flatten() each row is; any for spare rows
     views: Tensor | None = None  # [capacity, views, 3], how each view of it is made; None for the example itself
-
-
-#: D of every run, [P], or None where it has none.
-Metrics = Sequence[Tensor | None]

@@ -22,18 +22,17 @@ from torch._decomp import get_decompositions
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpivon.optim.metric import Factors
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.reference import RowModel, autocast, seen
 from dpivon.privacy.kernels.room import examples_at_once
 from dpivon.privacy.precision import compiled, full_precision
 
-#: Of a row of weights, inputs, labels, places, views if there are any, and a row of D likewise; compiled, of the row's
-#: parameters in place of the row.
+#: Of a row of weights, inputs, labels, places, and views if there are any; compiled, of the row's parameters in place of the
+#: row.
 Sums = Callable[..., Tensor]
 _GROUP_NORM = [torch.ops.aten.native_group_norm, torch.ops.aten.native_group_norm_backward]
 
@@ -51,8 +50,6 @@ class PaddedGradients:
     go through the network; by default so where convolutions have kernels.
     """
 
-    scales = True  # knows a metric
-
     def __init__(
         self,
         network: TemplateModel,
@@ -69,21 +66,20 @@ class PaddedGradients:
         kernels = conv_ops.wanted() and conv_ops.device_takes(device)
         self.step.channels_last = convolves and kernels if channels_last is None else channels_last
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
-        self._program: dict[tuple[float, bool], Sums] = {}
+        self._program: dict[float, Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
 
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
         parts, views = self._parts(batch), () if batch.views is None else (batch.views,)
-        scales = [() if d is None else (d,) for d in (metric or [None] * len(theta))]
         sums = []
         with full_precision():
-            for k, (row, c, d) in enumerate(zip(theta, self._numbers(bound), scales, strict=True)):
-                rest = [(batch.inputs, batch.labels, places[k], *views, *d) for places in parts]
+            for k, (row, c) in enumerate(zip(theta, self._numbers(bound), strict=True)):
+                rest = [(batch.inputs, batch.labels, places[k], *views) for places in parts]
                 # Asked for again for every part: the first part makes it, the others are to have the same.
-                each = (self._compiled(c, bool(d))(row, *part) for part in rest)
+                each = (self._compiled(c)(row, *part) for part in rest)
                 sums.append(functools.reduce(torch.add, each))
         return torch.stack(sums)
 
@@ -108,29 +104,29 @@ class PaddedGradients:
             self._bounds = bound, bound._version, numbers
         return numbers
 
-    def _compiled(self, bound: float, scaled: bool) -> Sums:
-        """The program for this bound, made when it is first used: all runs of one bound share it, with or without metric."""
+    def _compiled(self, bound: float) -> Sums:
+        """The program for this bound, made when it is first used: all runs of one bound share it."""
 
         def first(*args: Tensor) -> Tensor:
             try:
-                traced = self._trace(bound, scaled, *args)
+                traced = self._trace(bound, *args)
             except RuntimeError:
                 if not self.step.channels_last:
                     raise
                 self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
-                traced = self._trace(bound, scaled, *args)
+                traced = self._trace(bound, *args)
             _check_free_of_constants(traced, self.params.values())
             program = compiled(traced, self.device, again=conv_ops.wanted())
-            self._program[bound, scaled] = lambda row, *rest: program(*self._parameters(row), *rest)
-            return self._program[bound, scaled](*args)
+            self._program[bound] = lambda row, *rest: program(*self._parameters(row), *rest)
+            return self._program[bound](*args)
 
-        return self._program.get((bound, scaled), first)
+        return self._program.get(bound, first)
 
-    def _trace(self, bound: float, scaled: bool, row: Tensor, *batch: Tensor) -> torch.fx.GraphModule:
+    def _trace(self, bound: float, row: Tensor, *batch: Tensor) -> torch.fx.GraphModule:
         # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as
         # they came. What is recorded must be what the compiler finds.
         parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
-        program = functools.partial(self._one, bound, scaled)
+        program = functools.partial(self._one, bound)
         return make_fx(program, decomposition_table=parts)(*self._parameters(row), *batch)
 
     def _parameters(self, row: Tensor) -> Iterable[Tensor]:
@@ -141,15 +137,13 @@ class PaddedGradients:
             row = row.clone()
         return self._split(row).values()
 
-    def _one(self, bound: float, scaled: bool, *tensors: Tensor) -> Tensor:
+    def _one(self, bound: float, *tensors: Tensor) -> Tensor:
         given, batch = tensors[: len(self.params)], tensors[len(self.params) :]
         values = {n: v.detach() for n, v in zip(self.params, given, strict=True)}
-        metric = [Factors.of(d) for d in self._split(batch[-1]).values()] if scaled else None
-        batch = batch[:-1] if scaled else batch
         with torch.enable_grad():
             leaves = {n: v.requires_grad_() for n, v in values.items()}
             # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
-            sums: Tensor = functional_call(self.step, leaves, (bound, metric, *batch))
+            sums: Tensor = functional_call(self.step, leaves, (bound, *batch))
         return sums
 
     def _split(self, row: Tensor) -> dict[str, Tensor]:
@@ -173,7 +167,6 @@ class _Step(nn.Module):
     def forward(
         self,
         bound: float,
-        metric: list[Factors] | None,
         inputs: Tensor,
         labels: Tensor,
         places: Tensor,
@@ -187,7 +180,7 @@ class _Step(nn.Module):
             outputs = self.model(self._images(seen(self.augment, inputs[places], views, places)))
         labels = of_every_view(labels[places], self.augment)
         self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
-        row = self.keeper.clipped_row(params, FlatClipping(bound), metric)
+        row = self.keeper.clipped_row(params, FlatClipping(bound))
         self.keeper.forget_passes()
         return row
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpivon.privacy.clipping import EPS_NUM
 from dpivon.privacy.kernels import conv as conv_kernels
 from dpivon.privacy.kernels import norm_pool as norm_kernels
-from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.forward import Blocks, head_logits, parameters, tuned
 from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.precision import compiled, product
@@ -67,9 +67,8 @@ class Program:
         """Images [N, 3, H, W] as the kernels read them: channels last, in their precision."""
         return inputs.permute(0, 2, 3, 1).to(self.dtype).contiguous()
 
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
         """Σ_i ḡ_i for every run, [K, P] in fp64."""
-        assert metric is None, "the kernels know no metric, and a stack refuses one"
         w = self._weights(self.layout, theta, self.dtype)
         linear, squared, dy = self._head(self.layout, w, self.blocks.features(w, batch.inputs, batch.model), batch)
         self.dy[-1].view(self.capacity, -1).copy_(dy)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
-from dpivon.optim.metric import Factors
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.kernels.batch import Batch, Metrics
+from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.precision import full_precision
 
 
@@ -34,8 +33,6 @@ EXAMPLES_AT_ONCE = 64  # so that activations stay in the cache, and cost grows n
 class LoopedGradients:
     """Clipped sums, run by run."""
 
-    scales = True  # knows a metric
-
     def __init__(self, network: RowModel, dtype: torch.dtype, augment: Augmentation | None = None) -> None:
         self.network, self.dtype, self.augment = network, dtype, augment
         self.views = 1 if augment is None else augment.views
@@ -44,7 +41,7 @@ class LoopedGradients:
         return inputs
 
     @full_precision()
-    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor, metric: Metrics | None = None) -> Tensor:
+    def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
         sums = torch.zeros(theta.shape, dtype=torch.float64, device=theta.device)
         for k, row in enumerate(theta):
             begin, end = int(batch.start[k]), int(batch.start[k + 1])
@@ -52,8 +49,7 @@ class LoopedGradients:
                 continue
             model = self.network.model(row)
             params = [p for p in model.parameters() if p.requires_grad]
-            scale = None if metric is None or (d := metric[k]) is None else self._factors(d)
-            clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])), scale)
+            clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])))
             if not torch.equal(self.network.pack(model).view(torch.int32), row.view(torch.int32)):  # NaN is NaN
                 raise PrivacyError(
                     "The model's forward has changed its parameters, which would carry private data around the mechanism. "
@@ -66,10 +62,6 @@ class LoopedGradients:
             sums[k] = self.network.pack(model)
         return sums
 
-    def _factors(self, row: Tensor) -> list[Factors]:
-        """D of each parameter: a row of them is laid out as a row of weights is."""
-        return [Factors.of(p.detach()) for p in self.network.model(row).parameters() if p.requires_grad]
-
     def _sums(
         self,
         model: nn.Module,
@@ -77,7 +69,6 @@ class LoopedGradients:
         batch: Batch,
         rows: slice,
         clipping: FlatClipping,
-        metric: list[Factors] | None,
     ) -> list[Tensor]:
         keeper = BookKeeper(model, batch_first=True, loss_reduction="sum", augmentations=self.views)
         total: list[Tensor] = []
@@ -89,7 +80,7 @@ class LoopedGradients:
                 with autocast(params[0].device, self.dtype):
                     outputs = model(seen(self.augment, batch.inputs[part], batch.views, part))
                 self.network.loss(outputs.float(), labels).sum().backward()
-            sums = keeper.clipped_sums(params, clipping, metric)
+            sums = keeper.clipped_sums(params, clipping)
             keeper.forget_passes()
             keeper.clear()
             total = [t + s for t, s in zip(total, sums, strict=True)] if total else sums
