@@ -62,8 +62,7 @@ def labelled(network=None):
     """The library's own parts, watched while they are traced; forward and backward of the network too, if it is given."""
     from dpivon.privacy.gradients.bookkeeping import BookKeeper
     from dpivon.privacy.layers.convolved import Convolved
-    from dpivon.privacy.layers.pulled_back import PulledBack
-    from dpivon.privacy.layers.uses import Dense, Outer, Rows
+    from dpivon.privacy.layers.uses import Dense, Mapped, Outer, Rows
 
     stack = ExitStack()
 
@@ -81,7 +80,7 @@ def labelled(network=None):
         return "gradients of examples " + " ".join("x".join(map(str, s)) for s in shapes)
 
     watch(BookKeeper, "_record", newest)
-    for kind in (Dense, Outer, Rows, Convolved, PulledBack):
+    for kind in (Dense, Outer, Rows, Convolved, Mapped):
         watch(kind, "squared_norm", lambda use: f"norms, {type(use).__name__} {_size(use)}")
         watch(kind, "weighted_sum", lambda use: f"sums, {type(use).__name__} {_size(use)}")
     watch(BookKeeper, "clipped_row", lambda keeper: "clip factors, masks")
@@ -111,7 +110,7 @@ def _weights_apart():
 
 
 def _size(use):
-    known = [t.shape for t in (use, getattr(use, "weight", None)) if hasattr(t, "shape")]
+    known = [t.shape for t in (use, getattr(use, "outer", None)) if hasattr(t, "shape")]
     return "x".join(str(n) for n in (known[0] if known else use.g.shape[1:]))
 
 

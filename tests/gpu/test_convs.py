@@ -18,8 +18,7 @@ from dpivon.models import StandardisedConv2d, VisionTransformer, WideResNet
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.reference import LoopedGradients
-from dpivon.privacy.layers.convolved import Convolved
-from dpivon.privacy.layers.projected import projected
+from dpivon.privacy.layers.convolved import Convolved, projected
 from dpivon.stacked import AnyNetwork, Run, Stack
 
 DEVICE = torch.device("cuda")

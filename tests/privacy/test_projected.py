@@ -16,10 +16,9 @@ from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.layers import uses
-from dpivon.privacy.layers.convolved import Convolved
-from dpivon.privacy.layers.projected import projected
-from dpivon.privacy.layers.registry import hugging_face_conv1d, rule_for
-from dpivon.privacy.layers.summed import Summed
+from dpivon.privacy.layers.convolved import Convolved, Summed, projected
+from dpivon.privacy.layers.linear import hugging_face_conv1d
+from dpivon.privacy.layers.registry import rule_for
 from dpivon.privacy.layers.uses import Dense, Outer, merge
 from dpivon.stacked import AnyNetwork
 from dpivon.variational.layers import SpreadLinear

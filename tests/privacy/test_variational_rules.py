@@ -19,7 +19,7 @@ from dpivon.optim.adam_rule import Adam
 from dpivon.optim.sgd_rule import SGD
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
-from dpivon.privacy.layers import uses
+from dpivon.privacy.layers import Outer, uses
 from dpivon.privacy.layers.variational import Scaled
 from dpivon.release import Release
 from dpivon.variational import BayesByBackprop, Variational, variational
@@ -107,7 +107,7 @@ def test_an_input_of_zeros_without_a_bias_has_a_finite_gradient(same_noise):
 def test_scaled_uses_are_their_materialised_gradients():
     torch.manual_seed(0)
     a, g, f = torch.randn(6, 3, 4).double(), torch.randn(6, 3, 5).double(), torch.rand(5, 4).double()
-    use = Scaled(a, g, f, torch.Size((5, 4)))
+    use = Scaled(Outer(a, g, torch.Size((5, 4))), f.mul, 2, f)
     rows = torch.einsum("btp,btd,pd->bpd", g, a, f)
     c = torch.rand(6).double()
     assert torch.allclose(use.materialise(), rows)
@@ -116,7 +116,7 @@ def test_scaled_uses_are_their_materialised_gradients():
     assert torch.allclose(use.grouped(2).materialise(), rows.unflatten(0, (3, 2)).sum(1))
     struck = torch.tensor([True] + [False] * 5)
     assert torch.equal(use.without(struck).materialise()[0], torch.zeros(5, 4).double())
-    one = Scaled(a[:, :1], g[:, :1], f, torch.Size((5, 4)))
+    one = Scaled(Outer(a[:, :1], g[:, :1], torch.Size((5, 4))), f.mul, 2, f)
     assert torch.allclose(one.squared_norm(), one.materialise().square().sum((1, 2)))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.privacy.layers.summed import Summed, one_matrix
+from dpivon.privacy.layers.convolved import Summed, one_matrix
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 

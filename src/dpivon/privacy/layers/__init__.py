@@ -1,6 +1,6 @@
 """Per-layer rules for book-keeping gradients. Importing this package registers them."""
 
-from dpivon.privacy.layers import attention, conv, embedding, linear, norm, standardised, variational
+from dpivon.privacy.layers import attention, conv, linear, norm, standardised, variational
 from dpivon.privacy.layers.registry import register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 
@@ -11,7 +11,6 @@ __all__ = [
     "Use",
     "attention",
     "conv",
-    "embedding",
     "linear",
     "norm",
     "register_forward",

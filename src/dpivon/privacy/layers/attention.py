@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpivon.errors import bad
+from dpivon.privacy.layers.convolved import projected, summed
 from dpivon.privacy.layers.linear import linear
-from dpivon.privacy.layers.projected import projected
 from dpivon.privacy.layers.registry import Observe, register_forward
-from dpivon.privacy.layers.summed import summed
 from dpivon.privacy.layers.uses import Outer, Use
 from dpivon.privacy.precision import as_multiplied
 

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from dpivon.privacy.layers.convolved import convolved, takes
+from dpivon.privacy.layers.convolved import convolved, summed
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.summed import summed
 from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, materialises, outer_or_dense, rows_of_an_example
 from dpivon.privacy.precision import product, wide_dtype
 
@@ -49,10 +48,7 @@ def _conv2d(layer: _ConvNd, x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     weight, bias = layer.weight, layer.bias
     out = _positions(g)
     if weight.requires_grad:
-        if takes(layer, x, g):
-            uses[weight] = convolved(layer, x, g, lambda: _unfolded(layer, x, g, out))
-        else:
-            uses[weight] = _unfolded(layer, x, g, out)
+        uses[weight] = convolved(layer, x, g, lambda: _unfolded(layer, x, g, out))
     if bias is not None and bias.requires_grad:
         uses[bias] = summed(out, uses.get(weight))
     return uses

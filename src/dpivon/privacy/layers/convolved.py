@@ -1,14 +1,14 @@
-"""A convolution's weights on a GPU: norms and sums straight from its input and its output's gradient, nothing unfolded. Linear
-layers are convolutions of one tap (:mod:`dpivon.privacy.layers.projected`).
+"""Uses whose norms and sums come from GPU kernels: weights of convolutions and linear layers, and their biases.
 
-The kernels are in :mod:`dpivon.privacy.kernels.convs`, with the formulas.
+The kernels read a layer's input and its output's gradient as they lie; nothing is unfolded or materialised. A linear layer
+over several positions is a convolution of one tap. Formulas: :mod:`dpivon.privacy.kernels.convs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -18,17 +18,13 @@ from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry
 from dpivon.privacy.kernels.position_ops import position_sums
-from dpivon.privacy.layers.pulled_back import pulled_back
-from dpivon.privacy.layers.uses import Use
-from dpivon.privacy.precision import capturing
+from dpivon.privacy.layers.uses import Dense, Use, mapped, materialises, outer_or_dense
+from dpivon.privacy.precision import capturing, wide_dtype
 
 _ROUNDING = 1e-5  # of S: more than its own rounding and that of q² can be, so that a norm is never too small
 _LEAST = 1 / 16  # of S: a smaller rest is rounded off in the sum, so such an example is clipped as if it had this much
-
-
-def takes(layer: _ConvNd, x: Tensor, g: Tensor) -> bool:
-    """Whether kernels can be had for this convolution."""
-    return g.dim() == 4 and layer.groups == 1 and layer.padding_mode == "zeros" and kernels_take(x, g)
+_ONE_TAP = Geometry((1, 1), (1, 1), (0, 0), (1, 1))
+_FEW = 256  # positions up to which making a gradient a second time is faster than to write it and read it twice
 
 
 def kernels_take(x: Tensor, g: Tensor) -> bool:
@@ -41,8 +37,10 @@ def kernels_take(x: Tensor, g: Tensor) -> bool:
     )
 
 
-def convolved(layer: _ConvNd, x: Tensor, g: Tensor, unfolded: Callable[[], Use]) -> Convolved:
-    """The use of the layer's weight; ``unfolded`` makes the ordinary one."""
+def convolved(layer: _ConvNd, x: Tensor, g: Tensor, unfolded: Callable[[], Use]) -> Use:
+    """The use of a 2-D convolution's weight, by kernels where there are any; ``unfolded`` makes the ordinary one."""
+    if layer.groups != 1 or layer.padding_mode != "zeros" or not kernels_take(x, g):
+        return unfolded()
     left, _, top, _ = layer._reversed_padding_repeated_twice
     (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
     geometry = Geometry((kh, kw), (sh, sw), (top, left), (dh, dw))
@@ -51,10 +49,38 @@ def convolved(layer: _ConvNd, x: Tensor, g: Tensor, unfolded: Callable[[], Use])
     return Convolved(x, g, geometry, layer.weight.shape, unfolded)
 
 
+def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False) -> Use:
+    """The use of a linear layer's weight, of which g_i = Σ_t G_it ⊗ A_it; by kernels where there are any.
+
+    Args:
+        a: the layer's input, [B, T, d].
+        g: its output's gradient, [B, T, p].
+        shape: of the weight: [p, d], or [d, p] if ``transposed``.
+        transposed: whether the weight is stored the other way round.
+    """
+    if not conv_ops.wanted():
+        return outer_or_dense(a, g, shape, transposed)
+    left, right = (g, a) if transposed else (a, g)
+    x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last
+    if not kernels_take(x, out) or not _worth(a, g):
+        return outer_or_dense(a, g, shape, transposed)
+    return Convolved(x, out, _ONE_TAP, shape, lambda: outer_or_dense(a, g, shape, transposed))
+
+
+def _worth(a: Tensor, g: Tensor) -> bool:
+    """Whether reading A and G once more, and multiplying them again, costs less than gradients in memory."""
+    _, t, d = a.shape
+    p = g.shape[2]
+    return not materialises(g, d, p) or (t <= _FEW and g.element_size() * t * (p + d) < 3 * 4 * p * d)
+
+
 @dataclass(frozen=True)
 class Convolved:
-    """g_i = Σ_t G_it ⊗ patch_it, of x [B · rows, in, H, W] and g [B · rows, out, H', W']; pulled back if ``weight`` is there, a
-    copy of the weights that were standardised. What is struck counts for nothing, whatever it holds."""
+    """g_i = Σ_t G_it ⊗ patch_it, of x [B · rows, in, H, W] and g [B · rows, out, H', W'].
+
+    It is pulled back if ``weight`` is there, a copy of the weights that were standardised. Struck examples contribute zero,
+    whatever they hold.
+    """
 
     x: Tensor
     g: Tensor
@@ -109,9 +135,15 @@ class Convolved:
     def grouped(self, rows: int) -> Convolved:
         return replace(self, rows=self.rows * rows)
 
-    def standardised(self, weight: Tensor) -> Convolved:
-        """The same gradients in ŵ, as gradients in ``weight``."""
-        return replace(self, weight=weight)
+
+def pulled_back(plain: Use, weight: Tensor) -> Use:
+    """The use of ``weight`` of which ``plain`` is a use of the standardised weights.
+
+    ``weight`` is a copy: by the time of the sum the layer's may be another sample of the posterior.
+    """
+    if isinstance(plain, Convolved):
+        return replace(plain, weight=weight)
+    return mapped(plain, partial(pull_back, weight), 3)  # the gradient, the other one, and one more on the way
 
 
 def _added_up(chunks: Tensor) -> Tensor:
@@ -120,3 +152,47 @@ def _added_up(chunks: Tensor) -> Tensor:
         return chunks.sum(0, dtype=torch.float64)
     total: Tensor = position_sums([chunks.flatten(1).unsqueeze(0)], True)
     return total
+
+
+def summed(g: Tensor, weight: Use | None) -> Use:
+    """The use of a bias over several positions, g_i = Σ_t G_it, of g [B, T, p].
+
+    Where kernels take the norms and sums of the layer's ``weight``, G is kept until backward is over. There the biases wait
+    too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.position_ops`).
+    """
+    waits = capturing() and isinstance(weight, Convolved)
+    return Summed(g) if waits else Dense(g.sum(1, dtype=wide_dtype(g)))
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Gradients that are not added up yet. ``g`` is [B, T, p]."""
+
+    g: Tensor
+
+    @cached_property
+    def _made(self) -> Dense:
+        return one_matrix([self])
+
+    def squared_norm(self) -> Tensor:
+        return self._made.squared_norm()
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self._made.weighted_sum(c)
+
+    def materialise(self) -> Tensor:
+        return self._made.materialise()
+
+    def unfolded(self) -> Dense:
+        return self._made
+
+    def without(self, struck: Tensor) -> Dense:
+        return self._made.without(struck)
+
+    def grouped(self, rows: int) -> Summed:
+        return Summed(self.g.unflatten(0, (-1, rows)).flatten(1, 2))
+
+
+def one_matrix(biases: Sequence[Summed]) -> Dense:
+    """All of them side by side."""
+    return Dense(position_sums([bias.g for bias in biases], False))

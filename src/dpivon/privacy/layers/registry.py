@@ -1,9 +1,8 @@
-"""Layer rules: from what a layer saw and the gradient of what it said to the uses of its parameters.
+"""Layer rules: from a layer's inputs and its output's gradient to the uses of its parameters.
 
 A rule is a function ``rule(layer, inputs, g) -> {parameter: use}``: ``inputs`` are the layer's positional inputs, ``g`` is the
-gradient of its output, both with one example a row; ``g`` is that example's own loss gradient, in fp32 or better (with
-``bf16=True`` also in bf16, for a rule that adds up in fp32 by itself). Register one for your own layer with
-:func:`register_rule`:
+gradient of its output, both with one example per row. ``g`` is in fp32 or better; with ``bf16=True`` also in bf16, for a rule
+that adds up in fp32 by itself. Register one for your own layer with :func:`register_rule`:
 
 >>> @register_rule(MyScale)
 ... def my_scale(layer, inputs, g):
@@ -20,21 +19,21 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from dpivon.privacy.layers.projected import projected
-from dpivon.privacy.layers.summed import summed
 from dpivon.privacy.layers.uses import Use
 
 Rule = Callable[[Any, tuple[Any, ...], Tensor], Mapping[Tensor, Use]]
 Observe = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Use]]], Tensor]
 Forward = Callable[..., Any]
 
-RULES: dict[type[nn.Module], Rule] = {}
-FORWARDS: dict[type[nn.Module], Forward] = {}
-TAKE_BF16: set[type[nn.Module]] = set()
+#: A layer of a package that need not be installed is known by name, "package.Class".
+Kind = type[nn.Module] | str
+RULES: dict[Kind, Rule] = {}
+FORWARDS: dict[Kind, Forward] = {}
+TAKE_BF16: set[Kind] = set()
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def register_rule(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F], _F]:
+def register_rule(*layers: Kind, bf16: bool = False) -> Callable[[_F], _F]:
     """Make the decorated function the rule of these layer types.
 
     Args:
@@ -42,15 +41,10 @@ def register_rule(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F]
         bf16: whether the rule takes gradients in bf16 and adds them up in fp32 by itself.
     """
 
-    def add(rule: _F) -> _F:
-        RULES.update(dict.fromkeys(layers, rule))
-        _note_precision(layers, bf16)
-        return rule
-
-    return add
+    return _register(RULES, layers, bf16)
 
 
-def register_forward(*layers: type[nn.Module], bf16: bool = False) -> Callable[[_F], _F]:
+def register_forward(*layers: Kind, bf16: bool = False) -> Callable[[_F], _F]:
     """Make the decorated ``forward(layer, observe, *args, **kwargs)`` the training forward of these layer types.
 
     Args:
@@ -58,19 +52,16 @@ def register_forward(*layers: type[nn.Module], bf16: bool = False) -> Callable[[
         bf16: whether its uses take gradients in bf16 and add them up in fp32 by themselves.
     """
 
-    def add(forward: _F) -> _F:
-        FORWARDS.update(dict.fromkeys(layers, forward))
-        _note_precision(layers, bf16)
-        return forward
+    return _register(FORWARDS, layers, bf16)
+
+
+def _register(registry: dict[Kind, Any], layers: tuple[Kind, ...], bf16: bool) -> Callable[[_F], _F]:
+    def add(function: _F) -> _F:
+        registry.update(dict.fromkeys(layers, function))
+        (TAKE_BF16.update if bf16 else TAKE_BF16.difference_update)(layers)
+        return function
 
     return add
-
-
-def _note_precision(layers: tuple[type[nn.Module], ...], bf16: bool) -> None:
-    if bf16:
-        TAKE_BF16.update(layers)
-    else:
-        TAKE_BF16.difference_update(layers)
 
 
 def plain_type(layer: nn.Module) -> type[nn.Module]:
@@ -87,22 +78,10 @@ def takes_bf16(layer: nn.Module) -> bool:
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
-    if type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers."):
-        return hugging_face_conv1d
-    return RULES.get(plain_type(layer))
+    kind = type(layer)
+    named = RULES.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
+    return named or RULES.get(plain_type(layer))
 
 
 def forward_for(layer: nn.Module) -> Forward | None:
     return FORWARDS.get(plain_type(layer))
-
-
-def hugging_face_conv1d(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
-    """z = x W + b, a linear layer with its weight stored the other way round."""
-    uses: dict[Tensor, Use] = {}
-    g = g.reshape(len(g), -1, g.shape[-1])
-    if layer.weight.requires_grad:
-        a = inputs[0].to(g.dtype).reshape(len(g), -1, inputs[0].shape[-1])
-        uses[layer.weight] = projected(a, g, layer.weight.shape, transposed=True)
-    if layer.bias.requires_grad:
-        uses[layer.bias] = summed(g, uses.get(layer.weight))
-    return uses

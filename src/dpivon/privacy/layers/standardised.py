@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dpivon.models.standardised import StandardisedConv2d, centred_rows, pull_back_along, with_slope
 from dpivon.privacy.layers.conv import conv
-from dpivon.privacy.layers.convolved import Convolved
-from dpivon.privacy.layers.pulled_back import pulled_back
+from dpivon.privacy.layers.convolved import pulled_back
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import as_multiplied, capturing
@@ -65,5 +64,4 @@ def _pulled_back(layer: StandardisedConv2d, plain: Use, kept: Kept | None) -> Us
     # Directions are taken in the gradients' precision, which is not that of weights in bf16.
     if kept is not None and isinstance(plain, Dense) and plain.g.dtype == kept.rows.dtype:
         return Dense(pull_back_along(with_slope(kept.rows, kept.squares), kept.scale, plain.materialise()))
-    weight = layer.weight.detach().clone()
-    return plain.standardised(weight) if isinstance(plain, Convolved) else pulled_back(plain, weight)
+    return pulled_back(plain, layer.weight.detach().clone())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -195,22 +195,25 @@ class Outer:
         return added_up_in_parts(self._rows, c, examples, self.shape.numel())
 
     def _rows(self, examples: Tensor) -> Tensor:
-        a, g = self.a[examples], self.g[examples]
-        return (product(a.mT, g) if self.transposed else product(g.mT, a)).flatten(1)
+        return replace(self, a=self.a[examples], g=self.g[examples]).made().flatten(1)
+
+    def made(self) -> Tensor:
+        """g_i for every example as a matrix: [B, p, d], or [B, d, p] if transposed."""
+        return product(self.a.mT, self.g) if self.transposed else product(self.g.mT, self.a)
 
     def materialise(self) -> Tensor:
-        g = (product(self.a.mT, self.g) if self.transposed else product(self.g.mT, self.a)).flatten(1)
-        return g.reshape(len(g), *self.shape) if self.order is None else self.order.restore(g)
+        g = self.made()
+        return g.reshape(len(g), *self.shape) if self.order is None else self.order.restore(g.flatten(1))
 
     def without(self, struck: Tensor) -> Outer:
-        without = Outer(_strike(self.a, struck), _strike(self.g, struck), self.shape, self.transposed, self.order)
+        without = replace(self, a=_strike(self.a, struck), g=_strike(self.g, struck))
         if "_grams" in vars(self):  # who is made must not change
             vars(without)["_grams"] = self._grams
         return without
 
     def grouped(self, rows: int) -> Outer:
         a, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.a, self.g))
-        return Outer(a, g, self.shape, self.transposed, self.order)
+        return replace(self, a=a, g=g)
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,44 @@ class Rows:
         return Rows(index, g, self.shape)
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """g_i = M(Σ_t G_it ⊗ A_it), with M linear and the same for all examples.
+
+    Each gradient is made and mapped by itself, for the norm and for the sum: M may take away most of a gradient, and would
+    leave the rounding of a sum of them. ``copies`` tensors of a gradient's size are needed at once.
+    """
+
+    outer: Outer
+    linear: Callable[[Tensor], Tensor]  # of [B, *shape]
+    copies: int
+
+    def squared_norm(self) -> Tensor:
+        return measured_in_parts(self._rows, self.outer._examples(), self.copies * self.outer.shape.numel())
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        size = self.copies * self.outer.shape.numel()
+        return added_up_in_parts(self._rows, c, self.outer._examples(), size).reshape(self.outer.shape)
+
+    def _rows(self, examples: Tensor) -> Tensor:
+        some = replace(self.outer, a=self.outer.a[examples], g=self.outer.g[examples])
+        return self.linear(some.materialise()).flatten(1)
+
+    def materialise(self) -> Tensor:
+        return self.linear(self.outer.materialise())
+
+    def without(self, struck: Tensor) -> Mapped:
+        return replace(self, outer=self.outer.without(struck))
+
+    def grouped(self, rows: int) -> Mapped:
+        return replace(self, outer=self.outer.grouped(rows))
+
+
+def mapped(use: Use, linear: Callable[[Tensor], Tensor], copies: int) -> Use:
+    """The use of which every gradient is ``linear`` of one of ``use``'s."""
+    return Mapped(use, linear, copies) if isinstance(use, Outer) else Dense(linear(use.materialise()))
+
+
 def unfolded(use: Use) -> Use:
     """The same use as one of the kinds above."""
     return use.unfolded() if isinstance(use, Unfolding) else use
@@ -276,8 +317,7 @@ def merge(uses: Sequence[Use]) -> Use:
     uses = [unfolded(u) for u in uses]
     outers = [u for u in uses if isinstance(u, Outer)]
     if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
-        a, g = torch.cat([u.a for u in outers], 1), torch.cat([u.g for u in outers], 1)
-        merged = Outer(a, g, outers[0].shape, outers[0].transposed, outers[0].order)
+        merged = replace(outers[0], a=torch.cat([u.a for u in outers], 1), g=torch.cat([u.g for u in outers], 1))
         return merged if merged._grams_pay() else settled(merged)
     rows = [u for u in uses if isinstance(u, Rows)]
     if len(rows) == len(uses):
@@ -295,11 +335,7 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
     that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made; a small one is, on a GPU,
     where it goes side by side with others.
     """
-    b, _, d = a.shape
-    p = g.shape[2]
-    if not materialises(a, d, p):
-        return Outer(a, g, shape, transposed)
-    return Dense((product(a.mT, g) if transposed else product(g.mT, a)).reshape(b, *shape))
+    return settled(Outer(a, g, shape, transposed))
 
 
 def materialises(g: Tensor, d: int, p: int) -> bool:
@@ -333,7 +369,7 @@ def settled(use: Use) -> Use:
     """The same, materialised where memory allows: for what a rule left unmade, when its rows have been added up."""
     if not isinstance(use, Outer) or not materialises(use.g, use.a.shape[2], use.g.shape[2]):
         return use
-    made = product(use.a.mT, use.g) if use.transposed else product(use.g.mT, use.a)
+    made = use.made()
     return Dense(made.reshape(len(made), *use.shape) if use.order is None else made, use.order)
 
 

@@ -6,7 +6,7 @@ The mean's part is an ordinary layer with an ordinary rule. Spread and mean are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from dpivon.privacy.layers.conv import conv
 from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import Dense, Order, Outer, Use, added_up_in_parts, measured_in_parts, unfolded
+from dpivon.privacy.layers.uses import Dense, Mapped, Outer, Use, unfolded
 from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear
 from dpivon.variational.spread import variance_slope
 
@@ -38,7 +38,7 @@ def _in_r(layer: Spread, uses: Mapping[Tensor, Use], dtype: torch.dtype) -> Mapp
         use = unfolded(use)
         if isinstance(use, Outer):
             a, g = _balanced(use.a, use.g)
-            out[r] = Scaled(a, g, factor, use.shape, use.transposed, use.order)
+            out[r] = Scaled(replace(use, a=a, g=g), factor.mul, 2, factor)
         else:
             out[r] = Dense(use.materialise() * factor)
     return out
@@ -52,51 +52,21 @@ def _balanced(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """g_i = F ⊙ Σ_t G_it ⊗ A_it: an :class:`Outer` with a factor for every element of the parameter, the same for all examples.
+class Scaled(Mapped):
+    """g_i = F ⊙ Σ_t G_it ⊗ A_it: a factor for every element of the parameter, the same for all examples.
 
     With one position the squared norm is Σ_pd G_p² F_pd² A_d², a product of matrices; with several the factor spoils the ghost
-    norm, and the gradient is materialised, some examples at a time, for the norm and for the sum.
+    norm, and gradients are materialised, some examples at a time.
     """
 
-    a: Tensor
-    g: Tensor
     factor: Tensor
-    shape: torch.Size
-    transposed: bool = False
-    order: Order | None = None
-
-    @property
-    def _outer(self) -> Outer:
-        return Outer(self.a, self.g, self.shape, self.transposed, self.order)
 
     def squared_norm(self) -> Tensor:
-        if self.a.shape[1] == 1 and self.order is None and not self.transposed:
-            a, g, f = (t.double().square() for t in (self.a[:, 0], self.g[:, 0], self.factor.reshape(self.shape)))
+        outer = self.outer
+        if outer.a.shape[1] == 1 and outer.order is None and not outer.transposed:
+            a, g, f = (t.double().square() for t in (outer.a[:, 0], outer.g[:, 0], self.factor.reshape(outer.shape)))
             return ((g @ f) * a).sum(1)
-        return measured_in_parts(self._some, *self._each())
+        return super().squared_norm()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        if self.a.shape[1] == 1:
-            return self._outer.weighted_sum(c) * self.factor
-        return added_up_in_parts(self._some, c, *self._each()).reshape(self.factor.shape)
-
-    def _each(self) -> tuple[Tensor, int]:
-        """All examples, and the memory one of them needs: the gradient and its product with F."""
-        return torch.arange(len(self.a), device=self.a.device), 2 * self.shape.numel()
-
-    def _some(self, i: Tensor) -> Tensor:
-        some = Outer(self.a[i], self.g[i], self.shape, self.transposed, self.order)
-        return (some.materialise() * self.factor).flatten(1)
-
-    def materialise(self) -> Tensor:
-        return self._outer.materialise() * self.factor
-
-    def without(self, struck: Tensor) -> Scaled:
-        return self._of(self._outer.without(struck))
-
-    def grouped(self, rows: int) -> Scaled:
-        return self._of(self._outer.grouped(rows))
-
-    def _of(self, outer: Outer) -> Scaled:
-        return Scaled(outer.a, outer.g, self.factor, self.shape, self.transposed, self.order)
+        return self.outer.weighted_sum(c) * self.factor if self.outer.a.shape[1] == 1 else super().weighted_sum(c)
