@@ -14,9 +14,9 @@ from statistics import fmean
 import torch
 
 import dpivon
-from dpivon.demo.data import load_digits
-from dpivon.demo.methods import DELTA, ENTRIES, EPOCHS, EPSILON
-from dpivon.demo.train import BATCH_SIZE, MAX_GRAD_NORM, train
+from dpivon.data import load_digits
+from dpivon.demo import BATCH_SIZE, DELTA, EPOCHS, EPSILON, MAX_GRAD_NORM, OPTIONS, train
+from dpivon.methods import METHODS
 from dpivon.metrics import evaluate
 from dpivon.models import SmallCNN
 from dpivon.stacked import AnyNetwork, Ensemble, Run, ensemble_noise
@@ -26,12 +26,10 @@ SEEDS = (101, 102, 103)
 
 def averaged(digits, key, decay):
     """Scores of the last iterate's and of the averaged iterates' predictions, from the same runs."""
-    from dataclasses import replace
-
     scores = {"last": [], "average": []}
     for seed in SEEDS:
-        entry = replace(ENTRIES[key], options={**ENTRIES[key].options, "ema": decay})
-        run = train(entry, digits.train, epsilon=EPSILON, delta=DELTA, epochs=EPOCHS, seed=seed)
+        budget = {"epsilon": EPSILON, "delta": DELTA, "epochs": EPOCHS}
+        run = train(METHODS[key], digits.train, **budget, seed=seed, ema=decay)
         learner = run.learner
         for name in scores:
             if name == "last":
@@ -50,9 +48,8 @@ def ensembles(digits, key, members):
     facts = {"delta": DELTA, "dataset_size": n, "batch_size": BATCH_SIZE}
     sigma = ensemble_noise(members, target_epsilon=EPSILON, steps=steps, **facts)
     images = digits.train.x
-    options = {k: v for k, v in ENTRIES[key].options.items() if k != "ema"}
     for seed in SEEDS:
-        run = Run(key, 0, sigma, MAX_GRAD_NORM, ENTRIES[key].lr, BATCH_SIZE, options)
+        run = Run(key, 0, sigma, MAX_GRAD_NORM, METHODS[key].lr, BATCH_SIZE, OPTIONS.get(key, {}))
         seeds = range(100 * seed, 100 * seed + max(members, 2))
         ensemble = Ensemble(run, seeds, AnyNetwork(SmallCNN), images, digits.train.y)
         for _ in ensemble.train(steps):
@@ -78,10 +75,10 @@ def line(name, scores, *facts):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--ema", nargs="*", default=["dp-sgd", "dp-adam", "dp-adambc", "dp-ivon-gradsq"], choices=list(ENTRIES)
+        "--ema", nargs="*", default=["dp-sgd", "dp-adam", "dp-adambc", "dp-ivon-gradsq"], choices=list(METHODS)
     )
     parser.add_argument("--decay", type=float, default=0.95)
-    parser.add_argument("--ensemble", default="dp-adam", choices=list(ENTRIES))
+    parser.add_argument("--ensemble", default="dp-adam", choices=list(METHODS))
     parser.add_argument("--members", type=int, nargs="*", default=[1, 2, 5])
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import torch
 import dpivon
 from benchmarks.estimators import DELTA, EPOCHS
 from benchmarks.mlp import BatchedMLP, graded, layers
-from dpivon.demo.data import load_digits
+from dpivon.data import load_digits
 from dpivon.stacked import Run, Stack
 
 ROOT = Path(__file__).parents[1]

@@ -28,8 +28,7 @@ import torch
 
 import dpivon
 from benchmarks.mlp import BatchedMLP, graded, layers
-from dpivon.data import load_fashion_mnist, normalised
-from dpivon.demo.data import load_digits
+from dpivon.data import load_digits, load_fashion_mnist, normalised
 from dpivon.privacy.temperature import clipped_sum, temperature_cost, temperature_noise
 from dpivon.recipe import RATE, WIDTH, WORTH, blur
 from dpivon.stacked import Run, Stack

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import dpivon
 from dpivon.cli import app
-from dpivon.demo.output import MARKER
+from dpivon.demo import MARKER
 
 RUN = ["--dataset-size", "1000", "--batch-size", "50", "--delta", "1e-5"]
 

@@ -14,7 +14,7 @@ from benchmarks.estimators import EPSILONS, OUT, SEEDS
 from benchmarks.estimators.page import figure, tables
 from benchmarks.estimators.training import summary, trained
 from benchmarks.estimators.truth import against_truth
-from dpivon.demo.data import load_digits
+from dpivon.data import load_digits
 
 
 def main():

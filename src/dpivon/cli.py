@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from dpivon import ledger_commands, train_commands
 from dpivon._version import __version__
-from dpivon.demo.methods import DELTA, EPOCHS, EPSILON
 from dpivon.errors import DpivonError, bad
 from dpivon.privacy.accounting import ACCOUNTANTS, tuning_costs
 from dpivon.privacy.accounting import budget as plan
@@ -89,9 +88,9 @@ def demo(
     output: Annotated[
         Path, typer.Option(help="Folder for the results: new, empty, or written by an earlier demo.")
     ] = Path("demo-output"),
-    epsilon: Annotated[float, typer.Option(help="The privacy budget ε of each method.")] = EPSILON,
-    delta: Annotated[float, typer.Option(help="Its δ; below 1/1297, one over the number of training digits.")] = DELTA,
-    epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = EPOCHS,
+    epsilon: Annotated[float, typer.Option(help="The privacy budget ε of each method.")] = 4.0,
+    delta: Annotated[float, typer.Option(help="Its δ; below 1/1297, one over the number of training digits.")] = 1e-4,
+    epochs: Annotated[int, typer.Option(help="Passes over the training digits.")] = 40,
     method: Annotated[
         list[str] | None,
         typer.Option(help="A method to train, by its name in `dpivon methods`. Repeat it for several."),
@@ -102,11 +101,11 @@ def demo(
     """Compare DP-SGD, DP-Adam and DP-IVON (or any methods) on real handwritten digits, in under a minute, without GPU.
 
     Prints a table of accuracy, NLL, ECE and Brier score at the stated (ε, δ), and writes it with a reliability diagram,
-    a picture of the posterior's width and the posterior itself.
+    a figure of the posterior's width and the posterior itself.
 
     Example: dpivon demo --epsilon 8 --method dp-sgd --method dp-adambc --output my-demo
     """
-    from dpivon.demo.run import run_demo
+    from dpivon.demo import run_demo
 
     run_demo(output, epsilon=epsilon, delta=delta, seed=seed, epochs=epochs, methods=method or (), quiet=quiet)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,17 @@ def printable(text: object) -> str:
 def say(text: object, *, err: bool = False) -> None:
     """Print one line. Every command prints by this, since any of its words may come from a file."""
     print(printable(text), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def print_facts(console: Any, facts: Mapping[str, str | Sequence[str]]) -> None:
+    """Label and text in two columns, so that long text wraps under itself; of several sentences each on a new line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for label, text in facts.items():
+        grid.add_row(Text(label), Text("\n".join(map(printable, [text] if isinstance(text, str) else text))))
+    console.print(grid)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
 from dpivon import ArgumentError, Release
-from dpivon.demo.data import load_digits
+from dpivon.data import load_digits
 from dpivon.models import SmallCNN
 from dpivon.optim.average import window_decay
 from dpivon.optim.steady import SteadyOptimizer

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
-from dpivon.demo.data import load_digits
+from dpivon.data import load_digits
 from dpivon.durable.ledger import read
 from dpivon.privacy.accounting.recorded import LEDGER, epsilons, history
 from dpivon.privacy.export import export

@@ -138,7 +138,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
 
 def test_reliability_is_what_numpy_counts(run: Path) -> None:
     t = read_run(run).test
-    chart = testset.reliability(t)
+    chart = testset.reliability(testset._both(t), t.labels)
     for panel, probs in zip(chart.views[0].panels, (t.averaged, t.mean), strict=True):
         confidence, right = probs.numpy().max(1), probs.numpy().argmax(1) == t.labels.numpy()
         share, bars, _ = panel.series

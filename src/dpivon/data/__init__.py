@@ -1,6 +1,7 @@
-"""Image data sets from their official files, checked against what they should hold."""
+"""Image data sets from their official files, checked against what they should hold, and scikit-learn's digits."""
 
 from dpivon.data.cifar10 import load_cifar10
+from dpivon.data.digits import load_digits
 from dpivon.data.fashion_mnist import load_fashion_mnist, load_fashion_mnist_test
 from dpivon.data.images import MEAN, STD, DataSet, Images, digest, normalised, tuning_split
 
@@ -11,6 +12,7 @@ __all__ = [
     "Images",
     "digest",
     "load_cifar10",
+    "load_digits",
     "load_fashion_mnist",
     "load_fashion_mnist_test",
     "normalised",

@@ -35,21 +35,39 @@ def draw(charts: Sequence[Chart], confusion: Confusion | None, folder: Path, for
 def _figure(chart: Chart, panels: Sequence[Panel], y: Axis) -> Any:
     from matplotlib.figure import Figure
 
-    height = 3.6 if not y.names else 1.2 + 0.28 * len(y.names)
+    height = 4.0 if not y.names else 1.2 + 0.28 * len(y.names)
     figure = Figure(figsize=(max(5.2, 4.0 * len(panels)), height), layout="constrained", dpi=130)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
-        for series in panel.series:
-            _series(axis, series)
-        axis.set_title(_plain(panel.title))
-        axis.set_xlabel(_plain(chart.x.label))
-        axis.grid(alpha=0.25)
-        _scale(axis, chart.x, y)
+        _panel(axis, panel, chart.x, y)
     axes[0].set_ylabel(_plain(y.label))
     if len(panels[0].series) > 1:
         legend(figure, axes[:1], [])
     figure.suptitle(_plain(chart.title), fontsize=11)
     return figure
+
+
+def draw_panels(panels: Sequence[tuple[Panel, Axis, Axis]], path: Path) -> None:
+    """Panels side by side, each with its own x and y axes, as ``path``.png."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.7 * len(panels), 4.8), layout="constrained", dpi=130)
+        for axis, (panel, x, y) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            _panel(axis, panel, x, y)
+            axis.set_ylabel(_plain(y.label))
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize=9)
+        save(figure, path)
+
+
+def _panel(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
+    for series in panel.series:
+        _series(axis, series)
+    axis.set_title(_plain(panel.title))
+    axis.set_xlabel(_plain(x.label))
+    axis.grid(alpha=0.25)
+    _scale(axis, x, y)
 
 
 def _scale(axis: Any, x: Axis, y: Axis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def section(run: RunFolder) -> Section:
     t = run.test
     scores = [(name, score(t.averaged, t.labels), score(t.mean, t.labels), better) for name, score, better in _SCORES]
     values: dict[str, Any] = {"scores": scores, "n": len(t.labels), "same": torch.equal(t.averaged, t.mean)}
-    return Section("test", title, "test.html", values | confusion(t, run.classes), (reliability(t), risk(t)))
+    return Section(
+        "test", title, "test.html", values | confusion(t, run.classes), (reliability(_both(t), t.labels), risk(t))
+    )
 
 
 def _both(t: TestSet) -> tuple[tuple[str, Tensor, str], ...]:
@@ -44,12 +47,12 @@ def _both(t: TestSet) -> tuple[tuple[str, Tensor, str], ...]:
     return (("averaged over the posterior", t.averaged, ORANGE), ("posterior mean", t.mean, BLUE))
 
 
-def reliability(t: TestSet) -> Chart:
-    """The bins of :func:`dpivon.metrics.reliability_bins`, with Wilson's 95 % interval of each."""
+def reliability(predictions: Sequence[tuple[str, Tensor, str]], labels: Tensor) -> Chart:
+    """One panel per (name, probabilities, colour): :func:`dpivon.metrics.reliability_bins` with Wilson's 95 % intervals."""
     panels = []
     diagonal = Series("perfectly calibrated", (Point(0, 0), Point(1, 1)), GREY, mark="reference", dash="--")
-    for name, probs, colour in _both(t):
-        bins = reliability_bins(probs, t.labels, BINS)
+    for name, probs, colour in predictions:
+        bins = reliability_bins(probs, labels, BINS)
         right, share = [], []
         columns = (bins.edges[:-1], bins.edges[1:], bins.count, bins.confidence, bins.accuracy)
         for left, end, count, sure, correct in zip(*(c.tolist() for c in columns), strict=True):
@@ -58,10 +61,10 @@ def reliability(t: TestSet) -> Chart:
             low, high = wilson(correct, int(count))
             notes = (("mean confidence", f"{sure:.4f}"), ("examples", f"{int(count)}"))
             right.append(Point((left + end) / 2, correct, max(0.0, low), max(correct, min(1.0, high)), notes))
-            share.append(Point((left + end) / 2, count / len(t.labels), notes=notes))
+            share.append(Point((left + end) / 2, count / len(labels), notes=notes))
         panels.append(
             Panel(
-                f"{name}: ECE {ece(probs, t.labels, BINS):.4f}",
+                f"{name}: ECE {ece(probs, labels, BINS):.4f}",
                 (
                     Series("share of the examples", tuple(share), GREY, mark="bars", pale=True, width=1 / BINS),
                     Series("accuracy in the bin", tuple(right), colour, mark="bars", width=0.7 / BINS),

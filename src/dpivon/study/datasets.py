@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.data import MEAN, STD, Images, load_cifar10, load_fashion_mnist, normalised, tuning_split
+from dpivon.data import MEAN, STD, Images, load_cifar10, load_digits, load_fashion_mnist, normalised, tuning_split
 from dpivon.data.cifar10 import TRAIN
 from dpivon.data.fashion_mnist import SIZES
 from dpivon.data.images import SHARE
@@ -85,8 +85,6 @@ def _renamed(labels: Tensor, classes: Sequence[int]) -> Tensor:
 
 
 def _digits(split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from dpivon.demo.data import load_digits
-
     digits = load_digits()
     if split == "tuning":
         train_x, train_y, x, y = digits.train.x, digits.train.y, digits.validation.x, digits.validation.y

@@ -8,10 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from dpivon.terminal import printable
+from dpivon.terminal import print_facts, printable
 from dpivon.train.artefacts import Line
 from dpivon.train.config import Config
 from dpivon.train.loop import Loop
@@ -71,10 +70,7 @@ class Display(Watcher):
 
 def conclude(summary: dict[str, Any], folder: Path, console: Console) -> None:
     """The summary in words."""
-    grid = Table.grid(padding=(0, 2))
-    for label, text in _lines(summary).items():
-        grid.add_row(Text(label), Text(printable(text)))
-    console.print(grid)
+    print_facts(console, _lines(summary))
     console.print(
         Text(
             f"{folder / 'model'} may be published; the rest of {folder} holds the state of the noise and is as secret as the "
@@ -83,9 +79,9 @@ def conclude(summary: dict[str, Any], folder: Path, console: Console) -> None:
     )
 
 
-def _lines(summary: dict[str, Any]) -> dict[str, str]:
+def _lines(summary: dict[str, Any]) -> dict[str, str | list[str]]:
     by = ", ".join(f"{name} {value:.4g}" for name, value in summary["epsilon_by_accountant"].items())
-    lines = {
+    lines: dict[str, str | list[str]] = {
         "Guarantee": f"ε = {summary['epsilon']:.4g} at δ = {summary['delta']:g}, against adding or removing one example, "
         f"for the published model of {summary['releases']} releases (by accountant: {by}). "
         "Another run on the same data costs its own ε on top.",
@@ -97,8 +93,8 @@ def _lines(summary: dict[str, Any]) -> dict[str, str]:
             f"accuracy {scores['mc_accuracy']:.1%}, NLL {scores['mc_nll']:.3f}, ECE {scores['mc_ece']:.3f}, averaged over the "
             f"posterior. These scores are {NOT_PRIVATE.upper()}: no noise was added to them."
         )
-    lines["Public"] = "\n".join(_short(sentence) for sentence in summary["public_inputs"])
-    lines["Not chosen"] = "\n".join(summary["choices_not_made"])
+    lines["Public"] = [_short(sentence) for sentence in summary["public_inputs"]]
+    lines["Not chosen"] = summary["choices_not_made"]
     return lines
 
 

@@ -1,6 +1,6 @@
-"""The digits of scikit-learn: 1,797 real 8×8 scans of handwritten digits (UCI, test part), shipped with the package.
+"""The digits of scikit-learn: 1,797 real 8×8 scans of handwritten digits (UCI, test part), shipped with that package.
 
-They are public, which is what a demonstration should use. Training and test digits may share a writer.
+They are public, as data of a demonstration should be. Training and test digits may share a writer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 PIXEL_RANGE = 16.0  # a public constant of the data format: normalising by statistics of the data would leak them
-TRAIN, VALIDATION, TEST = 1297, 200, 300
 _SPLIT_SEED = 2024  # the split is part of the data set, so it does not follow the seed of a run
 
 
@@ -28,7 +27,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """``validation`` chose the hyperparameters; ``test`` is looked at once, for the final table."""
+    """``train`` has 1,297 digits; ``validation`` (200) chose hyperparameters; ``test`` (300) is for final scores only."""
 
     train: Split
     validation: Split
@@ -43,5 +42,4 @@ def load_digits() -> Digits:
     x = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / PIXEL_RANGE
     y = torch.tensor(raw.target, dtype=torch.int64)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-    parts = order.split([TRAIN, VALIDATION, TEST])
-    return Digits(*(Split(x[part], y[part]) for part in parts))
+    return Digits(*(Split(x[part], y[part]) for part in order.split([1297, 200, 300])))
