@@ -13,7 +13,7 @@ from dpivon import predict
 from dpivon.errors import ArgumentError
 from dpivon.posterior import Posterior
 from dpivon.variational import Variational, plain, posterior, variational
-from dpivon.variational.spread import RATE, std, std_slope, variance_slope
+from dpivon.variational.layers import RATE, std, std_slope, variance_slope
 
 
 def small() -> nn.Module:

@@ -4,7 +4,7 @@
     KL = Σ log(σ_p/σ) + (σ² + M²)/(2 σ_p²) − ½,   ∂KL/∂M = M/σ_p²,   ∂KL/∂σ = σ/σ_p² − 1/σ
 
 The gradient of E_q[ℓ̄] comes from the data: by reparameterisation it is an ordinary gradient of each example's loss in M and
-in r (:mod:`dpivon.variational.spread`), so mean and spread are clipped together, as one vector, and released once. The gradient
+in r (:mod:`dpivon.variational.layers`), so mean and spread are clipped together, as one vector, and released once. The gradient
 of the KL knows no data. It is added here, after the release, where it needs neither clipping nor noise; N is the public number
 of training examples. T = 1 is the posterior itself, T < 1 a colder one.
 
@@ -27,8 +27,7 @@ from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, unwrap
 from dpivon.release import Release
 from dpivon.variational.convert import is_variational, posterior
-from dpivon.variational.layers import Variational
-from dpivon.variational.spread import std, std_slope
+from dpivon.variational.layers import Variational, std, std_slope
 
 
 class BayesByBackprop(RuleOptimizer):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number
 from dpivon.posterior import Posterior, unwrap
-from dpivon.variational.layers import SPREADS, Variational
-from dpivon.variational.spread import std
+from dpivon.variational.layers import SPREADS, Variational, std
 
 _DTYPES = (torch.float32, torch.float64)
 

@@ -9,21 +9,47 @@ several positions of one example (convolutions, sequences) each position gets it
 the correlation between positions that share W is left out, as is usual for Bayesian convolutions. Prediction draws weights.
 
 The two parts are layers of their own, ``mean`` and ``spread``, and the noise stands outside both: what holds parameters is
-deterministic, so every way of computing per-example gradients sees exactly the pass that was made.
+deterministic, so per-example gradients are of exactly the pass that was made.
+
+Standard deviations are trained in a coordinate r, Blundell's softplus (2015) in units of the initial width:
+
+    σ(r) = σ₀ softplus(κ + a r),   softplus(κ) = 1,   a = c e/(e − 1),   so that σ(0) = σ₀ and σ′(0) = c σ₀
+
+Clipping and privacy noise treat all coordinates alike, so the unit of r matters. The spread's gradient is about c σ₀ times the
+mean's: with c σ₀ ≪ 1 the joint bound is spent on the mean, which carries the signal. Noise that moves r by d changes σ by the
+fraction c d, whatever σ₀ is. Growth is linear in r, so that noise cannot make σ explode, as σ = exp(r) would.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpivon.variational.spread import std, variance
-
+#: c, the relative slope σ′(0)/σ₀.
+RATE = 2.0
+_KAPPA = math.log(math.e - 1.0)
+_A = RATE * math.e / (math.e - 1.0)
 #: Added to an output's variance: √ has no slope at 0, where an input of zeros without a bias would put it.
 _TINY = 1e-16
+
+
+def std(r: Tensor, std0: float) -> Tensor:
+    """σ(r)."""
+    return F.softplus(r * _A + _KAPPA) * std0
+
+
+def std_slope(r: Tensor, std0: float) -> Tensor:
+    """σ′(r)."""
+    return (r * _A + _KAPPA).sigmoid() * (_A * std0)
+
+
+def variance_slope(r: Tensor, std0: float) -> Tensor:
+    """dσ²/dr = 2 σ σ′."""
+    return std(r, std0) * std_slope(r, std0) * 2.0
 
 
 class Spread(nn.Module):
@@ -45,8 +71,8 @@ class Spread(nn.Module):
         return {name: std(r, self.initial_std) for name, r in self.named_parameters()}
 
     def variances(self) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.bias is None else variance(self.bias, self.initial_std)
-        return variance(self.weight, self.initial_std), bias
+        bias = None if self.bias is None else std(self.bias, self.initial_std).square()
+        return std(self.weight, self.initial_std).square(), bias
 
     def get_extra_state(self) -> Tensor:
         """σ₀ travels with the state: r means nothing without it."""
@@ -61,19 +87,18 @@ class SpreadLinear(Spread, nn.Linear):
         return F.linear(x.square(), *self.variances())
 
 
-class SpreadConv1d(Spread, nn.Conv1d):
+class _SpreadConv(Spread):
     def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x.square(), *self.variances())
+        return self._conv_forward(x.square(), *self.variances())  # type: ignore[operator]
 
 
-class SpreadConv2d(Spread, nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x.square(), *self.variances())
+class SpreadConv1d(_SpreadConv, nn.Conv1d): ...
 
 
-class SpreadConv3d(Spread, nn.Conv3d):
-    def forward(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x.square(), *self.variances())
+class SpreadConv2d(_SpreadConv, nn.Conv2d): ...
+
+
+class SpreadConv3d(_SpreadConv, nn.Conv3d): ...
 
 
 #: The layers that can be made Gaussian, and their spreads. Exactly these: a subclass may do something else.
@@ -126,7 +151,7 @@ def _spread_like(layer: nn.Module, initial_std: float) -> Spread:
     if isinstance(layer, nn.Linear):
         spread = make(layer.in_features, layer.out_features, **like)
     else:
-        shape = (
+        shape = [
             "in_channels",
             "out_channels",
             "kernel_size",
@@ -135,7 +160,7 @@ def _spread_like(layer: nn.Module, initial_std: float) -> Spread:
             "dilation",
             "groups",
             "padding_mode",
-        )
+        ]
         spread = make(**{name: getattr(layer, name) for name in shape}, **like)
     spread.start(initial_std)
     return spread

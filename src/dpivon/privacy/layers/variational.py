@@ -16,8 +16,7 @@ from dpivon.privacy.layers.conv import conv
 from dpivon.privacy.layers.linear import linear
 from dpivon.privacy.layers.registry import register_rule
 from dpivon.privacy.layers.uses import Dense, Mapped, Outer, Use, unfolded
-from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear
-from dpivon.variational.spread import variance_slope
+from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear, variance_slope
 
 
 @register_rule(SpreadLinear)
