@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import dpivon
 from dpivon import DpivonError
 from dpivon.cli import app
-from dpivon.sampled_posterior import SampledPosterior
+from dpivon.posterior import SampledPosterior
 from dpivon.stacked import AnyNetwork, Ensemble, Run, Stack, ensemble_noise
 from dpivon.study import config
 from dpivon.study.plan import Plan, PlannedRun

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dpivon import metrics
+from dpivon.machine import one_thread
 from dpivon.metrics import batch_ood_scores, batch_scores
 from dpivon.study.table import COVERAGES, SCORES, SELECTIVE
-from dpivon.threads import one_thread
 
 
 def sets(n, classes=5):

@@ -14,11 +14,11 @@ import torch
 import dpivon
 from dpivon.data.digits import PIXEL_RANGE, load_digits
 from dpivon.demo import BATCH_SIZE, Result, run_demo, stream, train
+from dpivon.machine import one_thread
 from dpivon.methods import METHODS
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
 from dpivon.posterior import Posterior
-from dpivon.threads import one_thread
 
 EPSILON, DELTA, EPOCHS = 8.0, 1e-4, 10
 

@@ -9,8 +9,7 @@ from torch.func import functional_call
 
 from dpivon import predict
 from dpivon.errors import ArgumentError
-from dpivon.posterior import Posterior
-from dpivon.sampled_posterior import SampledPosterior
+from dpivon.posterior import Posterior, SampledPosterior
 
 
 def model() -> nn.Module:

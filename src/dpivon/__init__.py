@@ -14,10 +14,9 @@ from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarni
 from dpivon.methods import Learner, Method, method
 from dpivon.optim import EMA, IVON, CurvatureEstimator, Evidence, RuleOptimizer
 from dpivon.optim.sgld import LangevinDynamics
-from dpivon.posterior import Posterior
+from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import predict
 from dpivon.release import Release
-from dpivon.sampled_posterior import SampledPosterior
 from dpivon.variational import BayesByBackprop
 
 if TYPE_CHECKING:

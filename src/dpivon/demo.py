@@ -24,7 +24,7 @@ from dpivon._version import __version__
 from dpivon.data.digits import Digits, Split, load_digits
 from dpivon.diagnostics import Diagnostics, Row
 from dpivon.errors import bad, check_number, check_whole
-from dpivon.hardware import cpu_name
+from dpivon.machine import cpu_name, one_thread
 from dpivon.methods import Learner, Method, describe
 from dpivon.methods import method as make
 from dpivon.metrics import accuracy, brier, ece, nll
@@ -35,7 +35,6 @@ from dpivon.report.chart import BLUE, GREEN, GREY, ORANGE, Axis, Panel, Point, S
 from dpivon.report.figures import draw, draw_panels
 from dpivon.report.testset import BINS, reliability
 from dpivon.terminal import print_facts
-from dpivon.threads import one_thread
 
 EPSILON, DELTA, EPOCHS = 4.0, 1e-4, 40  # what the learning rates were chosen at
 METHODS = ("dp-sgd", "dp-adam", "dp-ivon-gradsq")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import bad, check_number, check_whole
-from dpivon.threads import one_thread
+from dpivon.machine import one_thread
 
 _BINS_FIX = "Pass how many bins to use, for instance 15"
 

@@ -1,4 +1,4 @@
-"""The trained object: a Gaussian mean-field posterior q(θ) = N(m, diag(v)) over a network's weights.
+"""The trained object: a posterior over a network's weights, either mean-field Gaussian or a set of samples.
 
 Everything here is post-processing of numbers that were already released, so it spends no privacy.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.errors import ArgumentError, bad
 from dpivon.shards import local, whole
-from dpivon.tensor_files import read_tensors, write_tensors
 
-_FORMAT_KEY = "dpivon_posterior"
-_FORMAT_VERSION = "1"
+_GAUSSIAN, _SAMPLED, _VERSION = "dpivon_posterior", "dpivon_sampled_posterior", "1"  # file formats
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -32,8 +32,25 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+class _Weights:
+    """What both kinds of posterior share."""
+
+    variance: Any
+    for_model: Any
+
+    @property
+    def std(self) -> dict[str, Tensor]:
+        """The standard deviation of each weight, by name."""
+        return {name: v.sqrt() for name, v in self.variance.items()}
+
+    def matches(self, model: nn.Module) -> bool:
+        """True when names and shapes fit ``model``; otherwise an error naming the first that does not."""
+        self.for_model(model)
+        return True
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Posterior:
+class Posterior(_Weights):
     """q(θ) = N(m, diag(v)) over a network's weights.
 
     >>> posterior = optimizer.posterior(model)
@@ -61,8 +78,8 @@ class Posterior:
                 there, missing = ("mean", "variance") if name in self.mean else ("variance", "mean")
                 fix = "Give mean and variance the same names"
                 raise bad(missing, sorted(getattr(self, missing)), f"lacks {name!r}, which {there} has", fix)
-            _check_tensors(name, self.mean[name], self.variance[name])
-        check_metadata(self.metadata, _FORMAT_KEY)
+            _check_pair(name, self.mean[name], self.variance[name])
+        _check_metadata(self.metadata, _GAUSSIAN)
         # New dicts: adding to the ones the caller passed must not slip past the checks above.
         object.__setattr__(self, "mean", {name: m.detach() for name, m in self.mean.items()})
         object.__setattr__(self, "variance", {name: self.variance[name].detach() for name in self.mean})
@@ -87,11 +104,6 @@ class Posterior:
         }
         variance = {name: torch.zeros_like(m) for name, m in mean.items()}
         return cls(mean, variance, {"method": "point"})
-
-    @property
-    def std(self) -> dict[str, Tensor]:
-        """√v, by name."""
-        return {name: v.sqrt() for name, v in self.variance.items()}
 
     @property
     def num_parameters(self) -> int:
@@ -121,18 +133,13 @@ class Posterior:
             self.metadata,
         )
 
-    def matches(self, model: nn.Module) -> bool:
-        """True when names and shapes fit ``model``; otherwise an error naming the first that does not."""
-        self.for_model(model)
-        return True
-
     def for_model(self, model: nn.Module) -> Posterior:
         """This posterior under ``model``'s parameter names, or an error naming the first misfit.
 
         An optimizer that was given bare tensors knows no names and calls them "0", "1", …: those are
         matched in order to the model's trainable parameters.
         """
-        names = model_names({name: m.shape for name, m in self.mean.items()}, model)
+        names = _model_names({name: m.shape for name, m in self.mean.items()}, model)
         if all(own == theirs for own, theirs in names.items()):
             return self
         return Posterior(
@@ -145,13 +152,13 @@ class Posterior:
         """Write a safetensors file; a crash half-way leaves whatever was at ``path`` before."""
         parts = (("mean", self.mean), ("variance", self.variance))
         tensors = {f"{part}.{name}": t for part, named in parts for name, t in named.items()}
-        write_tensors(path, tensors, {**self.metadata, _FORMAT_KEY: _FORMAT_VERSION})
+        write_tensors(path, tensors, {**self.metadata, _GAUSSIAN: _VERSION})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Posterior:
         """Read what :meth:`save` wrote, onto the CPU. Only safetensors is read: nothing is unpickled."""
         fix = "Pass a file written by Posterior.save"
-        tensors, metadata = read_tensors(path, key=_FORMAT_KEY, version=_FORMAT_VERSION, what="posterior", fix=fix)
+        tensors, metadata = read_tensors(path, key=_GAUSSIAN, version=_VERSION, what="posterior", fix=fix)
         named: dict[str, dict[str, Tensor]] = {"mean": {}, "variance": {}}
         for key, t in tensors.items():
             part, _, name = key.partition(".")
@@ -164,7 +171,98 @@ class Posterior:
             raise bad("path", str(path), f"holds no valid posterior ({error})", fix) from None
 
 
-def model_names(shapes: dict[str, torch.Size], model: nn.Module) -> dict[str, str]:
+@dataclass(frozen=True, eq=False, repr=False)
+class SampledPosterior(_Weights):
+    """q(θ) = (1/S) Σ_s δ(θ − θ_s): equally weighted samples, as a chain leaves them (:class:`dpivon.LangevinDynamics`).
+
+    The tensors are detached but not copied.
+
+    Attributes:
+        samples: a tensor [S, *shape] for each of the model's trained parameters, by name.
+        metadata: free text that travels with a saved file.
+    """
+
+    samples: dict[str, Tensor]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise bad("samples", self.samples, "has no parameters", "Pass at least one named tensor")
+        for name, t in self.samples.items():
+            _check_tensor(f"samples[{name!r}]", t)
+        counts = {name: len(t) if t.ndim else 0 for name, t in self.samples.items()}
+        if len(set(counts.values())) > 1 or 0 in counts.values():
+            problem = "must be the same number of samples for every parameter, and at least one"
+            raise bad("samples", counts, problem, "Stack the samples along the first dimension")
+        _check_metadata(self.metadata, _SAMPLED)
+        object.__setattr__(self, "samples", {name: t.detach() for name, t in self.samples.items()})
+        object.__setattr__(self, "metadata", dict(self.metadata))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.samples.values())))
+
+    def __repr__(self) -> str:
+        return f"SampledPosterior({len(self)} samples of {self.num_parameters} parameters, {self.metadata})"
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """The average of the samples, by name."""
+        return {name: t.mean(0) for name, t in self.samples.items()}
+
+    @property
+    def variance(self) -> dict[str, Tensor]:
+        """The variance of each weight over the samples (divided by S: of the mixture itself)."""
+        return {name: t.var(0, correction=0) for name, t in self.samples.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """How many scalar weights the posterior is over."""
+        return sum(t[0].numel() for t in self.samples.values())
+
+    def __getitem__(self, s: int) -> dict[str, Tensor]:
+        """The weights θ_s."""
+        return {name: t[s] for name, t in self.samples.items()}
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """One of the samples, each with the same probability."""
+        device = None if generator is None else generator.device
+        return self[int(torch.randint(len(self), (), generator=generator, device=device))]
+
+    def gaussian(self) -> Posterior:
+        """The mean-field Gaussian with the samples' mean and variances."""
+        return Posterior(self.mean, self.variance, self.metadata)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SampledPosterior:
+        """The same samples on another device or in the other precision (float32 or float64)."""
+        moved = {name: t.to(device=device, dtype=dtype) for name, t in self.samples.items()}
+        return SampledPosterior(moved, self.metadata)
+
+    def for_model(self, model: nn.Module) -> SampledPosterior:
+        """As :meth:`Posterior.for_model`."""
+        names = _model_names({name: t.shape[1:] for name, t in self.samples.items()}, model)
+        return SampledPosterior({name: self.samples[own] for own, name in names.items()}, self.metadata)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file; a crash half-way leaves whatever was at ``path`` before."""
+        tensors = {f"sample.{name}": t for name, t in self.samples.items()}
+        write_tensors(path, tensors, {**self.metadata, _SAMPLED: _VERSION})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SampledPosterior:
+        """Read what :meth:`save` wrote, onto the CPU. Only safetensors is read: nothing is unpickled."""
+        fix = "Pass a file written by SampledPosterior.save"
+        what = "sampled posterior"
+        tensors, metadata = read_tensors(path, key=_SAMPLED, version=_VERSION, what=what, fix=fix)
+        for key in tensors:
+            if not key.startswith("sample.") or key == "sample.":
+                raise bad("path", str(path), f"holds {key!r}, which is no sample of a parameter", fix)
+        try:
+            return cls({key.removeprefix("sample."): t for key, t in tensors.items()}, metadata)
+        except ArgumentError as error:
+            raise bad("path", str(path), f"holds no valid samples ({error})", fix) from None
+
+
+def _model_names(shapes: dict[str, torch.Size], model: nn.Module) -> dict[str, str]:
     """The model's name for each of a posterior's tensors, or an error naming the first misfit."""
     from dpivon.variational.convert import plain_parameters  # here: it makes posteriors itself
 
@@ -199,7 +297,7 @@ def _by_position(shapes: dict[str, torch.Size], trainable: dict[str, Tensor]) ->
     return names
 
 
-def check_metadata(metadata: dict[str, str], reserved: str) -> None:
+def _check_metadata(metadata: dict[str, str], reserved: str) -> None:
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise bad("metadata", {key: text}, "must map text to text", "Convert both sides with str()")
@@ -207,7 +305,7 @@ def check_metadata(metadata: dict[str, str], reserved: str) -> None:
             raise bad("metadata", {key: text}, "uses a name kept for the file format", "Rename the entry")
 
 
-def check_tensor(what: str, t: Tensor) -> None:
+def _check_tensor(what: str, t: Tensor) -> None:
     if not isinstance(t, Tensor) or t.dtype not in _DTYPES:
         given = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
         raise bad(what, given, "must be a float32 or float64 tensor", "Convert it with .float() or .double()")
@@ -216,9 +314,9 @@ def check_tensor(what: str, t: Tensor) -> None:
         raise bad(what, "a tensor", "has entries that are infinite or NaN", fix)
 
 
-def _check_tensors(name: str, mean: Tensor, variance: Tensor) -> None:
-    check_tensor(f"mean[{name!r}]", mean)
-    check_tensor(f"variance[{name!r}]", variance)
+def _check_pair(name: str, mean: Tensor, variance: Tensor) -> None:
+    _check_tensor(f"mean[{name!r}]", mean)
+    _check_tensor(f"variance[{name!r}]", variance)
     if mean.shape != variance.shape:
         problem = f"must have the mean's shape {tuple(mean.shape)}"
         raise bad(f"variance[{name!r}].shape", tuple(variance.shape), problem, "Pass one variance per weight")

@@ -16,8 +16,7 @@ from torch.func import functional_call
 
 from dpivon.dropout import LiveDropout, is_live
 from dpivon.errors import bad, check_choice, check_number, check_whole
-from dpivon.posterior import Posterior, unwrap
-from dpivon.sampled_posterior import SampledPosterior
+from dpivon.posterior import Posterior, SampledPosterior, unwrap
 from dpivon.shards import is_sharded
 from dpivon.variational.convert import is_variational, plain
 

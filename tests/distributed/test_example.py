@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def start(ranks: int, out: Path, *more: str) -> tuple[int, float, float]:
     """(the step it began at, ε, accuracy), as printed."""
     done = subprocess.run(
-        [*COMMAND, str(ranks), "-m", "dpivon.examples.ddp", "--out", str(out), *more],
+        [*COMMAND, str(ranks), str(EXAMPLE), "--out", str(out), *more],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from dpivon import Posterior
 from dpivon.cli import app
-from dpivon.durable.checkpoint import Rotation, bytes_of
+from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Ledger, read
+from dpivon.durable.tensors import bytes_of
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.export import export
 from dpivon.privacy.mechanism import NoiseSpec

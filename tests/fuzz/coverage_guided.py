@@ -14,7 +14,14 @@ import atheris
 
 sys.path.insert(0, str(Path(__file__).parent))
 with atheris.instrument_imports(
-    include=["dpivon.data", "dpivon.durable", "dpivon.posterior", "dpivon.tensor_files", "dpivon.study", "pickletools"]
+    include=[
+        "dpivon.data",
+        "dpivon.durable",
+        "dpivon.posterior",
+        "dpivon.durable.tensors",
+        "dpivon.study",
+        "pickletools",
+    ]
 ):
     from fuzz_readers import READERS, attempt
 

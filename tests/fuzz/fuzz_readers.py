@@ -26,10 +26,9 @@ from dpivon.durable.checkpoint import read as read_run_checkpoint
 from dpivon.durable.ledger import Ledger
 from dpivon.durable.ledger import read as read_record
 from dpivon.errors import DpivonError
-from dpivon.posterior import Posterior
+from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.mechanism import NoiseSpec
-from dpivon.sampled_posterior import SampledPosterior
 from dpivon.study import config, table, tuning
 from dpivon.study.plan import read_plan
 

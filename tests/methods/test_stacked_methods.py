@@ -14,9 +14,8 @@ import dpivon
 from dpivon import EMA, Release
 from dpivon.methods import METHODS
 from dpivon.optim.curvature import ESTIMATORS
-from dpivon.posterior import Posterior
+from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import predict
-from dpivon.sampled_posterior import SampledPosterior
 from dpivon.stacked import AnyNetwork, Ensemble, Run, Stack, ensemble_noise, joint_epsilon
 from dpivon.stacked.rules import DEFAULTS, RULES
 

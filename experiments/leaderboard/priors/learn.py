@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from dpivon.data import MEAN, STD
+from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.models import PaperCNN
-from dpivon.tensor_files import read_tensors, write_tensors
 from experiments.leaderboard.priors.processes import MIXTURES, images
 
 SIDE = 32

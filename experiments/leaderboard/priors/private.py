@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from dpivon import Augmentation
+from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.models import PaperCNN
 from dpivon.optim.average import window_decay
 from dpivon.optim.steady_rule import weight_scale
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
-from dpivon.tensor_files import read_tensors, write_tensors
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.plans import PLANS, Cell, key_of

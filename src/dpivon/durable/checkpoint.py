@@ -14,12 +14,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, uint8
+from torch import Tensor
 
 from dpivon.durable.files import SECRET, replace
-from dpivon.durable.tree import flatten, unflatten
+from dpivon.durable.tensors import bytes_of, flatten, read_tensors, unflatten, write_tensors
 from dpivon.errors import ArgumentError, DpivonError, bad, check_whole
-from dpivon.tensor_files import read_tensors, write_tensors
 
 _KEY, _VERSION = "dpivon_checkpoint", "1"
 _NAMES = "release-*.safetensors"
@@ -53,11 +52,6 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
         total.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         total.update(bytes_of(value))
     return total.hexdigest()
-
-
-def bytes_of(value: Tensor) -> bytes:
-    """The bytes of a tensor, of any dtype."""
-    return value.detach().cpu().contiguous().reshape(-1).view(uint8).numpy().tobytes()
 
 
 class Rotation:

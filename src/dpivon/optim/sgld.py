@@ -13,9 +13,8 @@ from dpivon.optim.chain import Chain
 from dpivon.optim.precision import full_dtype, full_mean
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.optim.sgld_rule import PSGLD, SGLD, TEMPERATURE, implied_temperature
-from dpivon.posterior import unwrap
+from dpivon.posterior import SampledPosterior, unwrap
 from dpivon.release import Release
-from dpivon.sampled_posterior import SampledPosterior
 
 _CHAIN = "dpivon_chain"
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dpivon.durable.checkpoint import Rotation, bytes_of
+from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Record
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.rule_optimizer import RuleOptimizer

@@ -15,12 +15,11 @@ from dpivon._version import __version__
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.files import replace
 from dpivon.durable.ledger import read
+from dpivon.durable.tensors import write_tensors
 from dpivon.errors import bad
 from dpivon.optim.ivon_rule import variance
-from dpivon.posterior import Posterior
+from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, history, own_delta
-from dpivon.sampled_posterior import SampledPosterior
-from dpivon.tensor_files import write_tensors
 
 
 def export(

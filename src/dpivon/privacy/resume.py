@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.durable.checkpoint import bytes_of
 from dpivon.durable.ledger import Ledger
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyWarning
 from dpivon.privacy.mechanism import AGAIN, DROP, NEW, Decision, NoiseSpec
 from dpivon.privacy.noise import NoiseSource, TorchNoise

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from dpivon.durable.checkpoint import bytes_of
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.made_up import has_ignored
 from dpivon.privacy.noise import (

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.durable.checkpoint import bytes_of
 from dpivon.durable.ledger import Ledger, Terms
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import replay

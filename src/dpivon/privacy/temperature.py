@@ -36,8 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.durable.checkpoint import bytes_of
 from dpivon.durable.ledger import Record, Terms
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import ArgumentError, PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting import noise_multiplier as calibrate

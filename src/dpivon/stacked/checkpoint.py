@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from dpivon.durable.checkpoint import Rotation, bytes_of
+from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Ledger
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.temperature import temperature_releases

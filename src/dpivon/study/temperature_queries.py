@@ -20,6 +20,7 @@ from torch import Tensor
 from dpivon.durable.files import replace
 from dpivon.durable.ledger import Terms
 from dpivon.errors import PrivacyError
+from dpivon.machine import one_thread
 from dpivon.metrics import batch_scores
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import SEEDED, TorchNoise
@@ -27,7 +28,6 @@ from dpivon.privacy.stack import StackedMechanism
 from dpivon.privacy.temperature import BOUND, HALVINGS, choose, temperature_releases, temperature_spec
 from dpivon.study.datasets import StudyData
 from dpivon.temperature import log_probabilities, temper
-from dpivon.threads import one_thread
 
 ASKED = "asked.json"
 

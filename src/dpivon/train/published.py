@@ -16,10 +16,9 @@ from dpivon.durable.files import replace, sync_folder
 from dpivon.errors import bad
 from dpivon.methods import Learner, Method, describe
 from dpivon.methods import method as make_method
-from dpivon.posterior import Posterior
+from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction
 from dpivon.privacy.export import export
-from dpivon.sampled_posterior import SampledPosterior
 from dpivon.train.columns import Labels
 from dpivon.train.networks import Network
 from dpivon.train.sources.arrays import Arrays

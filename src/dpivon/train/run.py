@@ -16,7 +16,7 @@ import torch
 from dpivon._version import __version__
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
-from dpivon.hardware import hardware_name
+from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.train import config as configs
 from dpivon.train.artefacts import PROGRESS as PROGRESS_FILE

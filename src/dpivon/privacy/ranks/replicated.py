@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.durable.checkpoint import bytes_of
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import DpivonError
 from dpivon.optim.precision import full_dtype
 from dpivon.privacy import mechanism

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.durable.checkpoint import bytes_of
+from dpivon.durable.tensors import bytes_of
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.replicated import Replicated

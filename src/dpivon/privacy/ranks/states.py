@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.durable.tree import flatten, unflatten
+from dpivon.durable.tensors import flatten, unflatten
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group
 from dpivon.shards import is_sharded, like_parameter, local, part_of, whole

@@ -1,16 +1,19 @@
-"""Named tensors on disk, as safetensors: nothing in such a file can be code, and a crash half-way leaves the old one."""
+"""Tensors and nested state on disk, as safetensors and JSON: nothing in such a file can be code."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpivon.durable.files import replacing
 from dpivon.errors import bad
+
+_TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 
 
 def write_tensors(
@@ -58,3 +61,43 @@ def read_tensors(
     except (SafetensorError, OSError, EOFError) as error:
         problem = f"cannot be read as a safetensors file ({error})"
         raise bad("path", str(source), problem, f"{fix}; pickled checkpoints are never opened") from None
+
+
+def flatten(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` with every tensor moved to ``tensors`` and replaced by its name: something JSON can hold."""
+    if isinstance(value, Tensor):
+        tensors[prefix] = value.detach()
+        return {_TENSOR: prefix}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: flatten(v, f"{prefix}.{key}", tensors) for key, v in value.items()}
+        pairs = [[flatten(k, prefix, tensors), flatten(v, f"{prefix}.{k}", tensors)] for k, v in value.items()]
+        return {_PAIRS: pairs}
+    if isinstance(value, list | tuple):
+        items = [flatten(v, f"{prefix}.{i}", tensors) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise bad(
+        prefix, type(value).__name__, "cannot be kept without pickle", "Keep numbers, texts, lists and tensors only"
+    )
+
+
+def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of :func:`flatten`."""
+    if isinstance(value, list):
+        return [unflatten(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]].clone(memory_format=torch.contiguous_format)
+    if _TUPLE in value:
+        return tuple(unflatten(v, tensors) for v in value[_TUPLE])
+    if _PAIRS in value:
+        return {unflatten(k, tensors): unflatten(v, tensors) for k, v in value[_PAIRS]}
+    return {key: unflatten(v, tensors) for key, v in value.items()}
+
+
+def bytes_of(value: Tensor) -> bytes:
+    """The bytes of a tensor, of any dtype."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Private training on several processes: ``torchrun --nproc-per-node 2 -m dpivon.examples.ddp``.
+"""Private training on several processes: ``torchrun --nproc-per-node 2 examples/ddp.py``.
 
 scikit-learn's digits, IVON, a posterior at the end. ``--fsdp`` shards the model instead of copying it. With CUDA every rank
 takes a GPU and speaks NCCL, otherwise gloo. Stop it as you like (also by killing a rank): the same command goes on, with
