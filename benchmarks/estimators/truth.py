@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
+import experiments.strong_privacy  # noqa: F401  registers the estimators of the ablations
 import torch
 from torch import nn
 

@@ -212,7 +212,7 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def optimizer_for(what: str, params: Any) -> torch.optim.Optimizer:
-    if what in ("rank-one", "whole"):
+    if what in ("empirical-bayes", "whole"):
         return dpivon.IVON(params, lr=0.1, ess=60, curvature=what)
     if what == "steady":
         return SteadyOptimizer(params, ess=60)
@@ -251,7 +251,7 @@ REFUSED = {
     "conv": ("ArgumentError", "has no rule for sharded weights"),
     "part": ("ArgumentError", "is not sharded while other"),
     "order": ("ArgumentError", "is not split by rows over all 2 ranks in their order"),
-    "rank-one": ("ArgumentError", "curvature='rank-one'"),
+    "empirical-bayes": ("ArgumentError", "curvature='empirical-bayes'"),
     "whole": (
         "ArgumentError",
         "curvature='whole': pools over weights of which each rank has a part. Use 'gradsq-corrected'",

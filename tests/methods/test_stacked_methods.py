@@ -205,7 +205,7 @@ def test_options_of_a_run_are_checked(options: dict[str, float]) -> None:
         ("dp-ivon-gradsq", "sined", "curvature='sined': is not a known estimator"),
         ("dp-ivon-gradsq", 1.0, "curvature=1.0: is not a name"),
         ("dp-calm", "reparam", "curvature='reparam': does not estimate a second moment"),
-        ("dp-adam", "signed", r"options=\['curvature'\]"),
+        ("dp-adam", "averaged", r"options=\['curvature'\]"),
     ],
 )
 def test_an_estimator_that_a_run_cannot_have_is_named(method: str, curvature: Any, message: str) -> None:

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 from dpivon.errors import bad
 from dpivon.optim.curvature import (
-    CrossMoment,
     CurvatureEstimator,
     Evidence,
     Matrices,
@@ -71,12 +70,12 @@ class Calm:
     }
 
     def __post_init__(self) -> None:
-        if not isinstance(self.estimator, SecondMoment | CrossMoment):
+        if not isinstance(self.estimator, SecondMoment):
             raise bad(
                 "curvature",
                 self.estimator.name,
                 "does not estimate a second moment of the gradient, which the calm step divides by",
-                f"Use {CURVATURE!r}, 'averaged', 'cross' or another of their kind",
+                f"Use {CURVATURE!r}, 'averaged' or another SecondMoment",
             )
 
     def rate(self, hyper: Hyper, t: Any) -> Any:
@@ -106,7 +105,7 @@ class Calm:
         )
         evidence = remembered(self.estimator, evidence)
         h_hat = estimate(self.estimator, evidence, self.matrices)
-        assert isinstance(self.estimator, SecondMoment | CrossMoment)
+        assert isinstance(self.estimator, SecondMoment)
         momentum = state["momentum"] * beta1 + g * (1.0 - beta1)
         mean = calm_step(
             mean,

@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 from dpivon.errors import bad
-from dpivon.optim.curvature.apply import Matrices, by_tensor, estimate, matrix, memory_of, remembered
-from dpivon.optim.curvature.averaged import Averaged
-from dpivon.optim.curvature.base import CurvatureEstimator, Evidence
-from dpivon.optim.curvature.cross import CrossMoment
-from dpivon.optim.curvature.empirical_bayes import EmpiricalBayes
-from dpivon.optim.curvature.floored import Floored
-from dpivon.optim.curvature.gradsq import CorrectedSquaredGradient, SquaredGradient
-from dpivon.optim.curvature.pooled_reparam import PooledReparameterised
-from dpivon.optim.curvature.rank_one import RankOne
-from dpivon.optim.curvature.rank_one_shrunk import ShrunkRankOne
-from dpivon.optim.curvature.reparam import Reparameterised
-from dpivon.optim.curvature.scale import SecondMoment
-from dpivon.optim.curvature.signed import Signed
-from dpivon.optim.curvature.whole import Whole
+from dpivon.optim.curvature.averaged import Averaged, EmpiricalBayes, SecondMoment, SquareAverage, Whole
+from dpivon.optim.curvature.evidence import (
+    CurvatureEstimator,
+    Evidence,
+    Matrices,
+    estimate,
+    matrix,
+    memory_of,
+    remembered,
+)
+from dpivon.optim.curvature.paper import CorrectedSquaredGradient, Reparameterised, SquaredGradient
 
-_SECOND_MOMENTS: tuple[type[SecondMoment], ...] = (
-    Signed,
-    Averaged,
-    Floored,
-    EmpiricalBayes,
-    RankOne,
-    ShrunkRankOne,
-    Whole,
-)
-_MADE: tuple[CurvatureEstimator, ...] = (
-    Reparameterised(),
-    SquaredGradient(),
-    CorrectedSquaredGradient(),
-    *(kind() for kind in _SECOND_MOMENTS),
-    *(kind(scale="batch") for kind in _SECOND_MOMENTS),
-    CrossMoment(),
-    PooledReparameterised(),
-)
 #: Every estimator by its name. They are immutable: what one remembers is kept by the optimizer.
-ESTIMATORS: dict[str, CurvatureEstimator] = {estimator.name: estimator for estimator in _MADE}
+ESTIMATORS: dict[str, CurvatureEstimator] = {}
 _UPSTREAM_NAMES = {"price": "reparam"}
+
+
+def register(*estimators: CurvatureEstimator) -> None:
+    """Make estimators known by their names to every optimizer, stack and study of this process.
+
+    Raises:
+        ArgumentError: not an estimator, or its name belongs to a different one.
+    """
+    for estimator in map(resolve, estimators):
+        if ESTIMATORS.get(estimator.name, estimator) != estimator:
+            fix = "Give it a name of its own"
+            raise bad("curvature", estimator.name, "is the name of another estimator", fix)
+        ESTIMATORS[estimator.name] = estimator
 
 
 def resolve(curvature: str | CurvatureEstimator) -> CurvatureEstimator:
@@ -59,28 +51,27 @@ def resolve(curvature: str | CurvatureEstimator) -> CurvatureEstimator:
     return curvature
 
 
+register(Reparameterised(), SquaredGradient(), CorrectedSquaredGradient())
+for _kind in (Averaged, EmpiricalBayes, Whole):
+    register(_kind(), _kind(scale="batch"))
+
 __all__ = [
     "ESTIMATORS",
     "Averaged",
     "CorrectedSquaredGradient",
-    "CrossMoment",
     "CurvatureEstimator",
     "EmpiricalBayes",
     "Evidence",
-    "Floored",
     "Matrices",
-    "PooledReparameterised",
-    "RankOne",
     "Reparameterised",
     "SecondMoment",
-    "ShrunkRankOne",
-    "Signed",
+    "SquareAverage",
     "SquaredGradient",
     "Whole",
-    "by_tensor",
     "estimate",
     "matrix",
     "memory_of",
+    "register",
     "remembered",
     "resolve",
 ]
