@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpivon import Accountant, metrics
-from dpivon.report import curves, privacy, statement, study_sections, testset, width, write
+from dpivon.report import privacy, statement, testset, write
+from dpivon.report.run import width_chart
 from dpivon.report.run_folder import TestSet
 from dpivon.report.run_folder import read as read_run
-from dpivon.report.study_folder import read as read_study
-from dpivon.study import table
+from dpivon.study import html_report, table
+from dpivon.study.html_report import read as read_study
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 BUDGETS = [(0.1, 0.0), (0.5, 1e-3), (1.0, 1e-5), (3.0, 1e-2), (8.0, 1e-5)]
@@ -178,7 +179,7 @@ def test_many_classes_give_the_most_frequent_mistakes() -> None:
 
 def test_widths_are_those_of_the_file(run: Path) -> None:
     layers = read_run(run).layers
-    chart = width.chart(layers)
+    chart = width_chart(layers)
     points = chart.views[0].panels[0].series[0].points
     assert chart.views[0].y.names == tuple(layer.name for layer in layers)
     assert [(p.low, p.x, p.high) for p in points] == [(x.sd_q05, x.sd_median, x.sd_q95) for x in layers]
@@ -196,7 +197,7 @@ def test_the_ledger_bears_the_summary_out(run: Path) -> None:
 def test_curves_are_means_and_deviations_of_the_table() -> None:
     with (QUICK / "runs.csv").open() as file:
         lines = list(csv.DictReader(file))
-    chart = curves.privacy_curves(read_study(QUICK).rows)
+    chart = html_report.privacy_curves(read_study(QUICK).rows)
     assert chart.x.log
     assert chart.x.reverse
     assert [view.name for view in chart.views] == ["test accuracy", "test NLL (nats)", "test ECE (15 bins)"]
@@ -230,10 +231,10 @@ def test_a_method_with_a_rate_for_each_cell_is_drawn_and_listed() -> None:
         row | {"lr": row["lr"] * row["noise_multiplier"]} if row["method"] == "dp-sgd" else row for row in study.rows
     ]
     tuned = replace(study, rows=rates)
-    plain, by_cell = (curves.privacy_curves(each.rows) for each in (study, tuned))
+    plain, by_cell = (html_report.privacy_curves(each.rows) for each in (study, tuned))
     for view, other in zip(plain.views, by_cell.views, strict=True):
         assert [panel.series for panel in view.panels] == [panel.series for panel in other.panels]
-    lines, told = (study_sections.cells(each).values["body"] for each in (study, tuned))
+    lines, told = (html_report.cells(each).values["body"] for each in (study, tuned))
     assert [line[1:] for line in told] == [line[1:] for line in lines]
     assert {line[0] for line in told if line[0].startswith("DP-SGD")} == {"DP-SGD, a rate for each cell"}
 
@@ -247,7 +248,7 @@ def test_all_runs_together_cost_their_composition() -> None:
             sample_rate=row["batch_size"] / row["train_size"],
             steps=row["releases"],
         )
-    told = study_sections.privacy(study).values["together"]
+    told = html_report.privacy(study).values["together"]
     assert told.epsilon == pytest.approx(joint.get_epsilon(study.rows[0]["delta"]))
     assert told.epsilon > max(row["epsilon"] for row in study.rows)
 
@@ -260,7 +261,7 @@ def test_variants_and_unusual_runs_are_kept_apart(tmp_path: Path) -> None:
     lost = rows[-1] | {"noise_multiplier": 9.0, "epsilon": 0.1, "accuracy": math.nan, "nll": math.nan, "id": "lost"}
     table.write(tmp_path / "runs.csv", [*rows, *changed, odd, lost])
     study = read_study(tmp_path)
-    chart = curves.privacy_curves(study.rows)
+    chart = html_report.privacy_curves(study.rows)
     series = [s for panel in chart.views[0].panels for s in panel.series]
     names = {s.groups[0] for s in series}
     assert len(names) == 2

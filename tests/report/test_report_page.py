@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from dpivon.cli import app
 from dpivon.errors import ArgumentError
-from dpivon.report import build, width, write
+from dpivon.report import build, write
 from dpivon.report.figures import draw
 from dpivon.report.page import embedded
+from dpivon.report.run import width_chart
 from dpivon.report.run_folder import read as read_run
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
@@ -130,7 +131,7 @@ def test_the_same_folder_gives_the_same_bytes(run: Path, tmp_path: Path) -> None
     folder = copy_of(run, tmp_path / "run")
     before = build(folder).read_bytes()
     assert build(folder).read_bytes() == before
-    layers = width.chart(read_run(folder).layers)
+    layers = width_chart(read_run(folder).layers)
     first, second = ([p.read_bytes() for p in draw([layers], None, tmp_path / d, ("png", "pdf"))] for d in "ab")
     assert first == second
 

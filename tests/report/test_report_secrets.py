@@ -15,8 +15,9 @@ from report_run import SEED, copy_of
 
 from dpivon.durable.ledger import read
 from dpivon.errors import PrivacyError
-from dpivon.report import build, run_folder, study_folder
+from dpivon.report import build, run_folder
 from dpivon.report.run_folder import WITHHELD, without_seeds
+from dpivon.study import html_report
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 CANARY = "CANARY-4b1d"
@@ -83,7 +84,7 @@ def test_a_run_is_read_by_the_contract_and_nothing_else(written: tuple[Path, lis
 
 def test_a_study_is_read_by_its_tables_and_its_seeds_stay_there(written: tuple[Path, list[list[str]]]) -> None:
     out, (_, opened) = written
-    assert opened == sorted(study_folder.READ)
+    assert opened == sorted(html_report.READ)
     text = (out / "study.html").read_text()
     assert CANARY not in text
     assert "-seed0" not in text

@@ -1,7 +1,8 @@
-"""The page's charts by matplotlib, for papers and slides."""
+"""Charts by matplotlib, for papers and slides. Drawn without pyplot: no display and no global state."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 from dpivon.report.chart import Axis, Chart, Panel, Series
 from dpivon.report.page import clean
-from dpivon.study.figures import STYLE, legend, save
 
+#: Without frames above and to the right.
+STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
 Confusion = tuple[tuple[str, ...], list[list[int]]]
 
 
@@ -20,9 +22,7 @@ def draw(charts: Sequence[Chart], confusion: Confusion | None, folder: Path, for
 
     out: list[Path] = []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Glyph .* missing"
-        )  # a class name in a script that the font lacks: drawn as a box
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a script that the font lacks is drawn as boxes
         for chart in charts:
             for number, view in enumerate(chart.views):
                 name = chart.id if len(chart.views) == 1 else f"{chart.id}-{number + 1}"
@@ -139,3 +139,29 @@ def _matrix(classes: Sequence[str], counts: list[list[int]]) -> Any:
 def _plain(text: str) -> str:
     """What can be drawn of a text. matplotlib reads $…$ as mathematics; a class name means its dollars."""
     return str(clean(text)).replace("\n", " ").replace("$", r"\$")
+
+
+def legend(figure: Any, axes: Sequence[Any], dashes: list[tuple[str, str]]) -> None:
+    """Under the figure: each name once, whichever panel it is in, then what the dashes mean."""
+    from matplotlib.lines import Line2D
+
+    named: dict[str, Any] = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            named.setdefault(name, handle)
+    handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
+    names = list(named) + [name for name, _ in dashes]
+    entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs
+    fit = max(1, min(len(names), int(figure.get_figwidth() / entry)))
+    columns = math.ceil(len(names) / math.ceil(len(names) / fit))  # as many lines, filled evenly
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def save(figure: Any, path: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
+    """``path`` with each ending. No dates and versions in it: the same table gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    silent = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
+    out = [path.with_name(f"{path.name}.{kind}") for kind in formats]
+    for target, kind in zip(out, formats, strict=True):
+        figure.savefig(target, metadata=silent[kind])
+    return out

@@ -1,4 +1,4 @@
-"""The HTML file: sections put into one page that asks nobody for anything, and in which no text can become markup.
+"""The HTML file: sections put into one page that makes no network request, and in which no text can become markup.
 
 Templates escape every value. Charts' data is JSON whose ``<`` is written as an escape, so that no class name can end its
 script element. The page's policy allows its own two scripts and its style by their hashes, and nothing else.
@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from dpivon._version import __version__
 from dpivon.report.chart import Chart
 
 GENERATOR = "dpivon report"
@@ -38,22 +39,42 @@ class Section:
     left_out: str = ""
 
 
-def page(title: str, intro: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], command: str) -> str:
-    """The whole file. ``facts`` are the few numbers at its top."""
+@dataclass(frozen=True)
+class Content:
+    """All that a page says of a folder of some ``kind``: ``facts`` are the few numbers at its top.
+
+    ``figures(folder, formats)`` draws them all and returns their files.
+    """
+
+    kind: str
+    title: str
+    intro: str
+    facts: Sequence[tuple[str, str]]
+    sections: Sequence[Section]
+    figures: Callable[[Path, Sequence[str]], list[Path]]
+
+
+def versions(facts: Mapping[str, str], again: str) -> Section:
+    """Versions and hardware of what is reported, and the command that makes the report."""
+    values = {"facts": {k: v for k, v in facts.items() if v}, "again": again, "version": __version__}
+    return Section("versions", "Versions and hardware", "versions.html", values)
+
+
+def page(content: Content, command: str) -> str:
+    """The whole file."""
     style, script = _asset("report.css"), _asset("charts.js") + _asset("page.js")
     environment = _environment()
     shown = []
-    for section in sections:
-        charts = {chart.id: chart for chart in section.charts}
-        body = (
-            "" if section.left_out else environment.get_template(section.template).render(section.values, charts=charts)
-        )
+    for section in content.sections:
+        charts, body = {chart.id: chart for chart in section.charts}, ""
+        if not section.left_out:
+            body = environment.get_template(section.template).render(section.values, charts=charts)
         shown.append({"id": section.id, "title": section.title, "left_out": section.left_out, "body": Markup(body)})
-    data = {chart.id: chart.data() for section in sections for chart in section.charts}
+    data = {chart.id: chart.data() for section in content.sections for chart in section.charts}
     return environment.get_template("page.html").render(
-        title=title,
-        intro=intro,
-        facts=facts,
+        title=content.title,
+        intro=content.intro,
+        facts=content.facts,
         sections=shown,
         command=command,
         generator=GENERATOR,

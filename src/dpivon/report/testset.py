@@ -1,10 +1,13 @@
-"""How good and how honest the predictions are: scores, reliability, risk against coverage, confusion. On the test set only."""
+"""How good and how honest the predictions are: scores, reliability, risk against coverage, confusion, examples."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +16,7 @@ from dpivon.report.chart import BLUE, GREY, ORANGE, Axis, Chart, Panel, Point, S
 from dpivon.report.page import Section
 from dpivon.report.run_folder import RunFolder, TestSet
 
-BINS, MOST_POINTS, MOST_CLASSES = 15, 200, 20
+BINS, MOST_POINTS, MOST_CLASSES, MOST_EXAMPLES = 15, 200, 20, 12
 _SCORES = (
     ("accuracy", accuracy, "higher is better"),
     ("NLL (nats)", nll, "lower is better"),
@@ -29,9 +32,8 @@ def section(run: RunFolder) -> Section:
     if run.test is None:
         if run.summary.metrics:
             return Section("test", title, "metrics.html", {"metrics": run.summary.metrics})
-        return Section(
-            "test", title, left_out="No test data was given, so there are no scores and no diagrams of them."
-        )
+        left_out = "No test data was given, so there are no scores and no diagrams of them."
+        return Section("test", title, left_out=left_out)
     t = run.test
     scores = [(name, score(t.averaged, t.labels), score(t.mean, t.labels), better) for name, score, better in _SCORES]
     values: dict[str, Any] = {"scores": scores, "n": len(t.labels), "same": torch.equal(t.averaged, t.mean)}
@@ -125,7 +127,49 @@ def confusion(t: TestSet, classes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def confusion_of(run: RunFolder) -> tuple[tuple[str, ...], list[list[int]]] | None:
-    """The matrix for a picture, if there is one that can be read."""
+    """The matrix for a figure, if there are few enough classes to read it."""
     if run.test is None or len(run.classes) > MOST_CLASSES:
         return None
     return run.classes, counts(run.test, len(run.classes)).tolist()
+
+
+def examples(run: RunFolder) -> Section:
+    """The test examples that the model is surest and least sure of."""
+    title = "Most and least certain test examples"
+    if run.test is None:
+        left_out = "No test data was given, and examples of no other data are ever shown."
+        return Section("examples", title, left_out=left_out)
+    t = run.test
+    entropy = -(t.averaged.double().clamp_min(1e-300).log() * t.averaged.double()).sum(1)
+    places = torch.tensor(t.index) if t.images is not None else torch.arange(len(t.labels))
+    order = places[entropy[places].argsort(stable=True)].tolist()
+    half = min(MOST_EXAMPLES, (len(order) + 1) // 2)
+    images = dict(zip(t.index, t.images, strict=True)) if t.images is not None else {}
+    surest, least = (
+        [_example(t, i, run.classes, images) for i in part] for part in (order[:half], order[half:][::-1][:half])
+    )
+    return Section("examples", title, "examples.html", {"groups": (("Most certain", surest), ("Least certain", least))})
+
+
+def _example(t: TestSet, i: int, classes: tuple[str, ...], images: dict[int, Any]) -> dict[str, Any]:
+    probability, predicted = t.averaged[i].max(0)
+    return {
+        "index": i,
+        "true": classes[int(t.labels[i])],
+        "predicted": classes[int(predicted)],
+        "right": int(predicted) == int(t.labels[i]),
+        "probability": float(probability),
+        "image": _png(images[i]) if i in images else "",
+    }
+
+
+def _png(pixels: np.ndarray[Any, Any]) -> str:
+    """As a data address; small images are enlarged without smoothing, so that their pixels can be seen."""
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    times = max(1, 64 // max(image.size))
+    file = io.BytesIO()
+    size = (image.width * times, image.height * times)
+    image.resize(size, Image.Resampling.NEAREST).save(file, "png", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

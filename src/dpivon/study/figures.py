@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.methods import METHODS
+from dpivon.report.figures import STYLE, legend, save
 from dpivon.study.cells import Cells, Value
 from dpivon.study.table import Row
 
@@ -23,7 +24,6 @@ MEASURES = {
     "nll": "test NLL (nats)",
     "ece": "test ECE (15 bins)",
 }
-STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -230,29 +230,3 @@ def log_numbers(axes: Sequence[Any]) -> None:
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def legend(figure: Any, axes: Sequence[Any], dashes: list[tuple[str, str]]) -> None:
-    """Under the figure: each name once, whichever panel it is in, then what the dashes mean."""
-    from matplotlib.lines import Line2D
-
-    named: dict[str, Any] = {}
-    for axis in axes:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            named.setdefault(name, handle)
-    handles = list(named.values()) + [Line2D([], [], color="black", ls=dash) for _, dash in dashes]
-    names = list(named) + [name for name, _ in dashes]
-    entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs
-    fit = max(1, min(len(names), int(figure.get_figwidth() / entry)))
-    columns = math.ceil(len(names) / math.ceil(len(names) / fit))  # as many lines, filled evenly
-    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-
-
-def save(figure: Any, path: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """``path`` with each ending. No dates and versions in it: the same table gives the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    silent = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
-    out = [path.with_name(f"{path.name}.{kind}") for kind in formats]
-    for target, kind in zip(out, formats, strict=True):
-        figure.savefig(target, metadata=silent[kind])
-    return out

@@ -1,0 +1,150 @@
+"""The report of one ``dpivon train`` run, section by section."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+from dpivon.methods import METHODS
+from dpivon.metrics import accuracy, ece
+from dpivon.report import privacy, testset
+from dpivon.report.chart import GREEN, ORANGE, Axis, Chart, Panel, Point, Series, View
+from dpivon.report.figures import draw
+from dpivon.report.page import Content, Section, versions
+from dpivon.report.run_folder import Evaluation, Layer, RunFolder, read
+from dpivon.report.statement import Reading
+
+_HELDOUT = {"heldout_accuracy": "held-out accuracy", "heldout_nll": "held-out NLL (nats)"}
+
+
+def content(folder: Path, again: str) -> Content:
+    """What the report of a run's folder says; ``again`` is the command that makes it."""
+    run = read(folder)
+    summary, checked = run.summary, privacy.check(run)
+    seconds = "" if summary.seconds is None else f"{summary.seconds:.1f} s"
+    machine = {"hardware": summary.hardware, "training took": seconds, **summary.versions}
+    sections = [
+        privacy.section(run, checked),
+        _training(run),
+        testset.section(run),
+        testset.examples(run),
+        _width(run),
+        _configuration(run),
+        _choices(run),
+        _ledger(run, checked),
+        versions(machine, again),
+    ]
+    reading = Reading(checked.epsilon, summary.delta)
+    facts = [("ε", reading.shown), ("δ", f"{summary.delta:g}"), ("an attacker guesses right at most", reading.guess)]
+    if run.test is not None:
+        t = run.test
+        facts += [("test accuracy", f"{accuracy(t.averaged, t.labels):.1%}".replace("%", " %"))]
+        facts += [("test ECE", f"{ece(t.averaged, t.labels):.3f}")]
+    method = METHODS[summary.method].title if summary.method in METHODS else summary.method
+    size = "" if summary.dataset_size is None else f" on {summary.dataset_size:,} examples"
+    words = [part for part in (summary.task.inputs, summary.task.network) if part]
+    intro = f"One private training{size}{': ' + '; '.join(words) if words else ''}."
+    charts = [chart for section in sections for chart in section.charts]
+    return Content(
+        "run",
+        f"{method}: privacy and predictions",
+        intro,
+        facts,
+        sections,
+        lambda out, formats: draw(charts, testset.confusion_of(run), out, formats),
+    )
+
+
+def _training(run: RunFolder) -> Section:
+    """ε over training, and the held-out scores beside it."""
+    spent = [(e.step, e.epsilon) for e in run.progress if e.epsilon is not None and math.isfinite(e.epsilon)]
+    title = "ε over training"
+    if not spent:
+        return Section("training", title, left_out="progress.jsonl holds no ε, so its course is not drawn.")
+    points = tuple(Point(step, epsilon) for step, epsilon in spent)
+    epsilon = Chart(
+        "epsilon",
+        "Privacy spent over training",
+        f"ε so far, at δ = {run.summary.delta:g}. It grows with every release and never falls.",
+        Axis("step", low=0),
+        (View("ε", Axis("ε spent", low=0), (Panel("", (Series("ε", points, ORANGE, marker="o"),)),)),),
+    )
+    heldout = _heldout(run.progress)
+    charts = (epsilon,) if heldout is None else (epsilon, heldout)
+    return Section("training", title, "training.html", {"heldout": heldout is not None}, charts)
+
+
+def _heldout(progress: tuple[Evaluation, ...]) -> Chart | None:
+    views = []
+    for column, label in _HELDOUT.items():
+        points = tuple(Point(e.step, y) for e in progress if (y := getattr(e, column)) is not None)
+        if points:
+            series = Series(label, points, GREEN, marker="o")
+            views.append(View(label, Axis(label), (Panel("", (series,)),)))
+    if not views:
+        return None
+    caption = "Computed from held-out examples without noise: not private, and no part of the model."
+    return Chart("heldout", "Scores on held-out data", caption, Axis("step", low=0), tuple(views))
+
+
+def _width(run: RunFolder) -> Section:
+    title = "Posterior width by layer"
+    if not run.layers:
+        left_out = "The model is a point estimate (no posterior.json), so it has no width."
+        return Section("width", title, left_out=left_out)
+    return Section("width", title, "width.html", {"layers": run.layers}, (width_chart(run.layers),))
+
+
+def width_chart(layers: tuple[Layer, ...]) -> Chart:
+    """One row per parameter: the median standard deviation of its weights, on the range that holds 90 % of them."""
+    points = tuple(
+        Point(layer.sd_median, i, layer.sd_q05, layer.sd_q95, (("weights", f"{layer.numel:,}"),))
+        for i, layer in enumerate(layers)
+    )
+    positive = all(layer.sd_q05 > 0 for layer in layers)
+    spread = max(layer.sd_q95 for layer in layers) / min(layer.sd_q05 for layer in layers) if positive else 1.0
+    return Chart(
+        "width",
+        "Posterior standard deviation of the weights",
+        "Dots are medians, bars hold 90 % of a layer’s weights. Narrow means that the releases told much about them.",
+        Axis("posterior standard deviation σ", log=spread > 5),
+        (
+            View(
+                "σ",
+                Axis("", names=tuple(layer.name for layer in layers)),
+                (Panel("", (Series("σ of the weights", points, ORANGE, mark="ranges", marker="o"),)),),
+            ),
+        ),
+    )
+
+
+def _configuration(run: RunFolder) -> Section:
+    title = "Configuration"
+    if run.config is None:
+        return Section("configuration", title, left_out="The folder holds no config.yaml.")
+    return Section("configuration", title, "configuration.html", {"config": run.config})
+
+
+def _choices(run: RunFolder) -> Section:
+    title = "Choices that were not made from the data"
+    if not run.summary.choices_not_made:
+        return Section("choices", title, left_out="The summary names none.")
+    return Section("choices", title, "choices.html", {"choices": run.summary.choices_not_made})
+
+
+def _ledger(run: RunFolder, checked: privacy.Checked) -> Section:
+    title = "The ledger, and how to check it"
+    if run.ledger is None:
+        return Section("ledger", title, left_out="The folder holds no ledger, so nobody can check what was released.")
+    values = {
+        "digest": run.ledger.digest,
+        "same": run.ledger.digest == run.summary.ledger_digest,
+        "stated": run.summary.ledger_digest,
+        "releases": run.ledger.record.releases,
+        "torn": run.ledger.record.torn,
+        "problems": checked.problems,
+        "show": shlex.join(["dpivon", "ledger", "show", str(run.folder), "--delta", f"{run.summary.delta:g}"]),
+        "sum": shlex.join(["sha256sum", str(run.folder / "ledger.jsonl")]),
+    }
+    return Section("ledger", title, "ledger.html", values)
