@@ -17,6 +17,7 @@ from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.augmentation import Augmentation, used
+from dpivon.privacy.clipping import Clipping
 from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
 from dpivon.stacked.run import Run
 from dpivon.stacked.stack import Stack
@@ -75,6 +76,7 @@ def fit(
     seed: int | None = None,
     also: History | None = None,
     augment: Augmentation | None = None,
+    clipping: str | Clipping = "flat",
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
@@ -107,6 +109,7 @@ def fit(
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
             unless the data is public.
         augment: views of every drawn picture, averaged before clipping (:class:`dpivon.Augmentation`): time, no budget.
+        clipping: the rule that bounds every example at C, by its name or as an object.
         on_progress: ``on_progress(done, steps)`` is called after every block.
 
     A method that averages its iterates returns the average.
@@ -123,19 +126,23 @@ def fit(
     )
     seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
-    network = network_for(model, loss, augment)
+    network = network_for(model, loss, augment, clipping)
     start = network.pack(model).unsqueeze(0)
-    known = {"dataset_size": n, "steps": plan.steps}
-    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, augment=augment, **known)
+    known: dict[str, Any] = {"dataset_size": n, "steps": plan.steps}
+    known |= {"augment": augment, "clipping": clipping}
+    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, **known)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)
     at = {"averaged": run.averaged}
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
 
 
-def network_for(model: nn.Module, loss: Loss, augment: Augmentation | None = None) -> AnyNetwork:
+def network_for(
+    model: nn.Module, loss: Loss, augment: Augmentation | None = None, clipping: str | Clipping = "flat"
+) -> AnyNetwork:
     """The fastest way to train this model with this loss; the paper's kernels make no views of pictures."""
-    trained = all(p.requires_grad for p in model.parameters()) and used(augment) is None
+    plain = used(augment) is None and clipping == "flat"
+    trained = all(p.requires_grad for p in model.parameters()) and plain
     if loss is cross_entropy and trained and repr(model) == repr(PaperCNN()):  # nothing added, replaced or resized
         return PaperNetwork()
     return AnyNetwork(lambda: copy.deepcopy(model), loss)

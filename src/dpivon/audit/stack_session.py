@@ -13,6 +13,7 @@ from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.augmentation import Augmentation
+from dpivon.privacy.clipping import FLAT, Clipping
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.stack import StackedGradients
@@ -32,8 +33,9 @@ class TracedNetwork(AnyNetwork):
         device: torch.device,
         dtype: torch.dtype,
         augment: Augmentation | None = None,
+        clipping: Clipping = FLAT,
     ) -> StackedGradients:
-        return PaddedGradients(self, device, dtype, augment)
+        return PaddedGradients(self, device, dtype, augment, clipping)
 
 
 class _WatchedStreams:

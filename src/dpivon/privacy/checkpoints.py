@@ -11,12 +11,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation
@@ -27,6 +26,8 @@ from dpivon.optim.ivon import IVON
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.mechanism import Mechanism
+from dpivon.privacy.noise import this_process
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.states import load_model, share_state, whole_model, whole_optimizer
 from dpivon.privacy.ranks.team import Team
@@ -127,8 +128,8 @@ class Checkpoints:
         optimizer.journal = self._journal
         self._steps = 0
         optimizer.attach_step_hook(self._count)
-        self._before: dict[str, Tensor | None] = {}
-        self._due: dict[str, Tensor | None] = {}
+        self._before: dict[str, Any] = {}
+        self._due: dict[str, Any] = {}
         self._signal: int | None = None
         self._digest_of_data: tuple[bytes, str] | None = None
         sampler.before_draw = self._before_draw
@@ -187,7 +188,7 @@ class Checkpoints:
         self._by_first(lambda: self._files.write(at, state))
         return self._files.path(at)
 
-    def _of_all_ranks(self, generators: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    def _of_all_ranks(self, generators: Mapping[str, Any]) -> dict[str, Any]:
         """With the global generator (dropout) of every rank; the others are the first one's."""
         if self._team is None or not generators:
             return dict(generators)
@@ -198,7 +199,7 @@ class Checkpoints:
     def _counts(self) -> dict[str, int]:
         return self._ledger.record.counts()
 
-    def _generators(self) -> dict[str, Tensor | None]:
+    def _generators(self) -> dict[str, Any]:
         """The states of all that draws: batches, noise, posterior samples, and the global one (dropout)."""
         own = {
             "sampler": None if self._sampler.secure else self._sampler.generator,
@@ -206,7 +207,9 @@ class Checkpoints:
             "posterior": getattr(self._optimizer.original_optimizer, "generator", None),
         }
         states = {name: g.get_state() if g is not None else None for name, g in own.items()}
-        return {**states, "global": torch.get_rng_state()}
+        remembered = getattr(self._optimizer.noise, "memory", None)
+        past = {} if remembered is None else {"memory": remembered[1]}
+        return {**states, **past, "global": torch.get_rng_state()}
 
     def _before_draw(self) -> bytes:
         if self._due:  # making an iterator has drawn from the global generator; the run that never stopped had not
@@ -270,6 +273,7 @@ class Checkpoints:
         if self._first:
             noise.generator = torch.Generator()  # our own: one that the caller holds must not be able to draw our noise
             noise.generator.set_state(saved["noise"])
+            noise.memory = (this_process(), saved["memory"]) if "memory" in saved else None
         self._sampler.generator.set_state(saved["sampler"])
         drawing: Any = self._optimizer.original_optimizer
         if saved["posterior"] is not None and getattr(drawing, "generator", None) is not None:
@@ -299,7 +303,7 @@ class Checkpoints:
                     f"{self._ledger.path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: "
                     "it was cut short or replaced by an older copy. Put back the newest."
                 )
-        ours, begun = self._fingerprint(), state["config"]
+        ours, begun = self._fingerprint(), {"mechanism": Mechanism.name, **state["config"]}
         if "clipping" not in begun:  # from before it was written down: of a list of bounds there was their norm alone
             ours["max_grad_norm"] = self._optimizer.first_spec.max_grad_norm
         for name, value in begun.items():  # what was not written down when it was begun is not compared
@@ -321,6 +325,7 @@ class Checkpoints:
             "optimizer": type(optimizer.original_optimizer).__name__,
             **_described(optimizer.original_optimizer),
             "noise_multiplier": spec.noise_multiplier,
+            "mechanism": repr(spec.mechanism) if fields(spec.mechanism) else spec.mechanism.name,
             "clipping": clipping.name,
             "max_grad_norm": clipping.given,
             "sample_rate": spec.sample_rate,

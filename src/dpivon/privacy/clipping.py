@@ -17,8 +17,8 @@ An example whose gradient is not finite contributes zero, so that S(D) and S(D �
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,50 +35,50 @@ EXAMPLES_AT_ONCE = 64
 _ROWS_AT_ONCE = 16  # the same of gradients that have been made, where fewer cost no more
 
 
-class Clipping(Protocol):
-    """How per-example norms, one row a parameter, become clip factors of the same shape."""
-
-    @property
-    def sensitivity(self) -> float: ...
-
-    @property
-    def name(self) -> str:
-        """As ``make_private(clipping=…)`` knows it."""
-        ...
-
-    @property
-    def given(self) -> float | list[float]:
-        """The bound or bounds, as ``make_private(max_grad_norm=…)`` takes them."""
-        ...
-
-    @property
-    def joint(self) -> bool:
-        """Whether one factor clips all of an example's parameters, so that it matters not which rows they are in."""
-        ...
-
-    def factors(self, norms: Tensor) -> Tensor: ...
-
-    def rescaled(self, sensitivity: float) -> Clipping: ...
-
-
 @dataclass(frozen=True)
 class FlatClipping:
-    """One bound C on the norm over all parameters (the paper's)."""
+    """One bound C on an example's norm over all parameters (the paper's), and what other rules are made of.
+
+    A rule of one bound is a subclass with a ``name`` and a :meth:`factor` of its own; :func:`register_clipping` makes it known
+    to ``make_private(clipping=…)``, ``Stack`` and ``fit``, to ledgers and to checkpoints:
+
+    >>> @register_clipping
+    ... class Normalised(FlatClipping):
+    ...     name = "normalised"
+    ...     def factor(self, norm): return self.sensitivity / (norm + 0.01)
+
+    A rule may shrink examples as it likes: whatever it says, :func:`clip_factors` lets none of them count for more than C.
+    """
 
     sensitivity: float
     name = "flat"
-    joint = True
+    joint = True  # one factor clips all of an example's parameters, so that it matters not which rows they are in
+
+    @classmethod
+    def of(cls, max_grad_norm: float | Sequence[float], parameters: int) -> Self:
+        """The rule with the bound or bounds that ``make_private`` was given, for so many trainable parameters."""
+        if isinstance(max_grad_norm, Sequence):
+            raise bad(
+                "max_grad_norm", max_grad_norm, f"is a list but clipping={cls.name!r}", "Give one bound, such as 1.0"
+            )
+        return cls(check_number("max_grad_norm", max_grad_norm, "Use a finite bound such as 1.0", above=0.0))
 
     @property
-    def given(self) -> float:
+    def given(self) -> Any:
+        """The bound or bounds, as ``make_private(max_grad_norm=…)`` takes them."""
         return self.sensitivity
 
     def factors(self, norms: Tensor) -> Tensor:
-        total = torch.linalg.vector_norm(norms, dim=0, keepdim=True)
-        return _factor(total, self.sensitivity).expand_as(norms)
+        """Clip factors of examples whose norms are given, one row per parameter, in the same shape."""
+        return self.factor(torch.linalg.vector_norm(norms, dim=0, keepdim=True)).expand_as(norms)
 
-    def rescaled(self, sensitivity: float) -> FlatClipping:
-        return FlatClipping(sensitivity)
+    def factor(self, norm: Tensor) -> Tensor:
+        """Of examples with these norms over all parameters."""
+        return _factor(norm, self.sensitivity)
+
+    def rescaled(self, sensitivity: float) -> Self:
+        """The same rule with another C."""
+        return replace(self, sensitivity=sensitivity)
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,16 @@ class PerLayerClipping:
     name = "per_layer"
     joint = False
 
+    @classmethod
+    def of(cls, max_grad_norm: float | Sequence[float], parameters: int) -> Self:
+        if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != parameters:
+            fix = f"Give a list of {parameters} bounds, one for each trainable parameter"
+            raise bad("max_grad_norm", max_grad_norm, "does not fit clipping='per_layer'", fix)
+        fix = "Use a finite bound such as 1.0 for every parameter"
+        return cls(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm))
+
     @property
-    def given(self) -> list[float]:
+    def given(self) -> Any:
         return list(self.bounds)
 
     @property
@@ -103,28 +111,29 @@ class PerLayerClipping:
         usable = torch.isfinite(norms).all(dim=0, keepdim=True)
         return torch.where(usable, _factor(norms, bounds), torch.zeros_like(norms))
 
-    def rescaled(self, sensitivity: float) -> PerLayerClipping:
+    def rescaled(self, sensitivity: float) -> Self:
         scale = sensitivity / self.sensitivity
-        return PerLayerClipping(tuple(scale * bound for bound in self.bounds))
+        return replace(self, bounds=tuple(scale * bound for bound in self.bounds))
 
 
-def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], parameters: int) -> Clipping:
-    """The clipping named, with its bound or bounds."""
-    if clipping == "flat":
-        if isinstance(max_grad_norm, Sequence):
-            raise bad("max_grad_norm", max_grad_norm, "is a list but clipping='flat'", "Give one bound, such as 1.0")
-        norm = check_number("max_grad_norm", max_grad_norm, "Use a finite bound such as 1.0", above=0.0)
-        return FlatClipping(norm)
-    if clipping == "per_layer":
-        if not isinstance(max_grad_norm, Sequence) or len(max_grad_norm) != parameters:
-            raise bad(
-                "max_grad_norm",
-                max_grad_norm,
-                "does not fit clipping='per_layer'",
-                f"Give a list of {parameters} bounds, one for each trainable parameter",
-            )
-        fix = "Use a finite bound such as 1.0 for every parameter"
-        return PerLayerClipping(tuple(check_number("max_grad_norm", c, fix, above=0.0) for c in max_grad_norm))
+Clipping = FlatClipping | PerLayerClipping  # or a subclass of either
+FLAT = FlatClipping(1.0)
+CLIPPINGS: dict[str, type[Clipping]] = {"flat": FlatClipping, "per_layer": PerLayerClipping}
+_R = TypeVar("_R", bound=type[Clipping])
+
+
+def register_clipping(kind: _R) -> _R:
+    """Make a class of clipping rules known by its ``name``; usable as a decorator."""
+    if CLIPPINGS.setdefault(kind.name, kind) is not kind:
+        raise bad("name", kind.name, "is another clipping rule's", "Give the class a name of its own")
+    return kind
+
+
+def make_clipping(clipping: str | Clipping, max_grad_norm: float | Sequence[float], parameters: int) -> Clipping:
+    """The rule that was named with its bound or bounds, or the one given with its sensitivity made ``max_grad_norm``."""
+    known = " or ".join(map(repr, CLIPPINGS))
+    if isinstance(clipping, FlatClipping | PerLayerClipping) and CLIPPINGS.get(clipping.name) is type(clipping):
+        return clipping.rescaled(FlatClipping.of(max_grad_norm, parameters).sensitivity)
     if clipping == "adaptive":
         raise bad(
             "clipping",
@@ -132,7 +141,20 @@ def make_clipping(clipping: str, max_grad_norm: float | Sequence[float], paramet
             "is refused: its quantile is a second release that Opacus computes from the private batch size",
             "Use 'flat' with a clip scheduler, or 'per_layer'",
         )
-    raise bad("clipping", clipping, "is not one of 'flat', 'per_layer'", "Use 'flat', as the paper does")
+    if not isinstance(clipping, str) or clipping not in CLIPPINGS:
+        fix = "Use 'flat', as the paper does, or decorate a rule of your own with register_clipping"
+        raise bad("clipping", clipping, f"is not {known}", fix)
+    return CLIPPINGS[clipping].of(max_grad_norm, parameters)
+
+
+def clip_factors(clipping: Clipping, norms: Tensor) -> Tensor:
+    """The rule's factors; of a rule that is not ours, cut so that no example counts for more than its sensitivity."""
+    factors = clipping.factors(norms)
+    if type(clipping) in (FlatClipping, PerLayerClipping):
+        return factors
+    factors = factors.clamp(min=0.0)
+    lengths = torch.linalg.vector_norm(factors * norms, dim=0, keepdim=True)
+    return torch.where(torch.isfinite(norms).all(0), factors * _factor(lengths, clipping.sensitivity), 0.0)
 
 
 @torch.no_grad()
@@ -140,7 +162,7 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
     """Σ_i ḡ_i for every parameter, from per-example gradients of shape (B, *parameter)."""
     rows = [wide(g.flatten(1)) for g in grad_samples]
     norms = torch.stack([row_norms(g).to(rows[0].device) for g in rows])
-    factors = clipping.factors(norms)
+    factors = clip_factors(clipping, norms)
     struck = struck_examples(factors)
     sums = []
     for factor, g, sample in zip(factors, rows, grad_samples, strict=True):

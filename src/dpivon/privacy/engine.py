@@ -19,7 +19,7 @@ from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.recorded import replay
-from dpivon.privacy.clipping import make_clipping
+from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.wrapping import BookKeepingHooks, BookKeepingModule
@@ -27,7 +27,7 @@ from dpivon.privacy.guards import check_model, check_optimizer
 from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterion, try_loss
 from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
-from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
 from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
@@ -115,7 +115,8 @@ class PrivacyEngine(OpacusVerbs):
         batch_first: bool = True,
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
-        clipping: str = "flat",
+        clipping: str | Clipping = "flat",
+        mechanism: str | Mechanism = "gaussian",
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str | None = None,
         wrap_model: bool = True,
@@ -140,7 +141,8 @@ class PrivacyEngine(OpacusVerbs):
             batch_first: whether the batch is dimension 0 (True) or 1.
             loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.
             poisson_sampling: with False your loader is used as it is, recorded as non-private.
-            clipping: ``"flat"`` or ``"per_layer"``.
+            clipping: ``"flat"``, ``"per_layer"`` or a rule of your own (:func:`~dpivon.privacy.clipping.register_clipping`).
+            mechanism: ``"gaussian"`` or one of your own (:func:`~dpivon.privacy.mechanism.register_mechanism`).
             noise_generator: source of the noise, for reproducible experiments. Who knows its seed can remove the noise.
             grad_sample_mode: accepted for people from Opacus. All of ``"hooks"``, ``"functorch"``, ``"ew"`` and ``"ghost"``
                 mean ``"bookkeeping"``; the first three leave ``p.grad_sample`` as Opacus does, and with ``"ghost"`` the
@@ -175,6 +177,8 @@ class PrivacyEngine(OpacusVerbs):
                 loss_reduction=loss_reduction,
                 poisson=poisson_sampling,
                 unchecked=unchecked,
+                mechanism=check_mechanism(mechanism),
+                clipping=clip.name,
             )
             augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
             if mode == "ghost":  # whose criterion takes the mean itself
@@ -235,7 +239,7 @@ class PrivacyEngine(OpacusVerbs):
                 dp_optimizer,
                 data_loader.dataset,
                 dataset_size=sampling.dataset_size,
-                clipping=f"{clipping} {max_grad_norm}",
+                clipping=f"{clip.name} {clip.given}",
                 augmentations=augmentations,
                 accountant=self.accountant.mechanism(),
                 secure_mode=self.secure_mode,
@@ -327,6 +331,11 @@ class PrivacyEngine(OpacusVerbs):
             accountant=self.accountant.mechanism(),
             orders=self.accountant.orders,
         )
+        mechanism = check_mechanism(options.get("mechanism", "gaussian"))
+        planned = NoiseSpec(sigma, 1.0, sampling.expected_batch_size, sampling.sample_rate, mechanism=mechanism)
+        if planned.cost != (sigma, sampling.sample_rate):
+            fix = "Use make_private with a noise_multiplier, and get_epsilon"
+            raise bad("mechanism", mechanism.name, "is not charged as the Gaussian that σ is calibrated for", fix)
         if any(row[:2] != (sigma, sampling.sample_rate) for row in self.accountant.history):
             raise PrivacyError(
                 f"The ledger holds {len(self.accountant)} releases of another plan, which target_epsilon={target_epsilon!r} "
@@ -391,13 +400,14 @@ class PrivacyEngine(OpacusVerbs):
                 "was released. Use make_private to train without a guarantee."
             )
         if self._limit is not None:
-            self._limit.check(self.accountant, spec.noise_multiplier, spec.sample_rate)
+            self._limit.check(self.accountant, *spec.cost)
         if self.ledger is not None:
             self.ledger.charge((spec.terms,), 1, evidence)
         if spec.unaccounted:
             self.accountant.record_unaccounted(spec.unaccounted)
             return
-        self.accountant.step(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate)
+        sigma, rate = spec.cost
+        self.accountant.step(noise_multiplier=sigma, sample_rate=rate)
 
     def _remember_dataset(self, dataset: Any, size: int) -> None:
         if self._dataset is not None and self._dataset is not dataset:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,86 @@ from torch import Tensor, nn
 from dpivon.errors import bad, check_choice, check_number, check_whole
 from dpivon.optim.precision import full_dtype
 from dpivon.optim.tensors import TensorList
-from dpivon.privacy.noise import NoiseSource
+from dpivon.privacy.noise import NoiseSource, this_process
 from dpivon.release import Release
 
 if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer
 
 
+Memory = dict[str, Any]  # tensors (of a stack) or lists of them (of a model) that later noise depends on
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """How noise is drawn, what a release is charged as, and which variance corrections read: the Gaussian mechanism.
+
+    A subclass with a ``name`` of its own is another mechanism; :func:`register_mechanism` makes it known to
+    ``make_private(mechanism=…)`` and ``Stack(mechanism=…)``, to ledgers and to checkpoints:
+
+    >>> @register_mechanism
+    ... @dataclass(frozen=True)
+    ... class Correlated(Mechanism):
+    ...     name = "correlated"
+    ...     def cost(self, spec): return spec.noise_multiplier / 2, 1.0
+    ...     def variance(self, spec): return 1.25 * super().variance(spec)
+    ...     def init(self, zeros): return {"last": zeros}
+    ...     def noise(self, draw, std, memory): z = draw(std); return z - memory["last"] * 0.5, {"last": z}
+
+    A mechanism draws. The library charges before it asks for noise, and adds what it gets to sums that no mechanism sees.
+    """
+
+    name = "gaussian"
+    grid = 0.0  #: clipped sums are rounded to multiples of it, if it is not 0; ``cost`` has to cover that
+
+    def cost(self, spec: NoiseSpec) -> tuple[float, float]:
+        """(σ, q) of a Poisson-subsampled Gaussian release that is at most as private as this one: what is charged."""
+        return spec.noise_multiplier, spec.sample_rate
+
+    def variance(self, spec: NoiseSpec) -> float:
+        """Of the noise in each coordinate of the released gradient, (σC/b)²."""
+        return (spec.noise_std / spec.divisor) ** 2
+
+    def init(self, zeros: Any) -> Memory:
+        """What is remembered from one release to the next. ``zeros`` are shaped as noise is."""
+        return {}
+
+    def noise(self, draw: Callable[[Any], Any], std: Any, memory: Memory) -> tuple[Any, Memory]:
+        """The noise of one release, and what to remember.
+
+        Args:
+            draw: ``draw(s)`` is independent N(0, s²), new with every call: a tensor [K, P] in a stack of K runs, else a
+                :class:`~dpivon.optim.tensors.TensorList`.
+            std: σC; in a stack a column [K, 1].
+            memory: what :meth:`init` or the last call returned.
+        """
+        return draw(std), memory
+
+
+MECHANISMS: dict[str, type[Mechanism]] = {"gaussian": Mechanism}
+_M = TypeVar("_M", bound=type[Mechanism])
+
+
+def register_mechanism(kind: _M) -> _M:
+    """Make a class of mechanisms known by its ``name``; usable as a decorator."""
+    if MECHANISMS.setdefault(kind.name, kind) is not kind:
+        raise bad("name", kind.name, "is another mechanism's", "Give the class a name of its own")
+    return kind
+
+
+def check_mechanism(given: Any) -> Mechanism:
+    """A registered mechanism, by its name or as it is."""
+    if isinstance(given, str):
+        return MECHANISMS[check_choice("mechanism", given, tuple(MECHANISMS), "Register it, or use 'gaussian'")]()
+    if not isinstance(given, Mechanism) or MECHANISMS.get(given.name) is not type(given):
+        fix = "Subclass dpivon.privacy.mechanism.Mechanism and decorate it with register_mechanism"
+        raise bad("mechanism", given, "is not a registered mechanism", fix)
+    return given
+
+
 @dataclass(frozen=True)
 class NoiseSpec:
-    """A Poisson-subsampled Gaussian mechanism on a sum of clipped per-example gradients.
+    """A mechanism on a Poisson sample's sum of clipped per-example gradients.
 
     Every quantity is public: none may be computed from the batch that was drawn.
 
@@ -40,6 +110,8 @@ class NoiseSpec:
         poisson: whether batches are really drawn by Poisson sampling; without it q amplifies nothing.
         drawn_by: where noise and batches come from (:mod:`dpivon.privacy.noise`), for the ledger; it changes no number.
         unchecked: whether the caller answers for it that no row of a batch depends on another.
+        mechanism: how noise is drawn and what is charged.
+        clipping: the name of the rule that bounds every example (:mod:`dpivon.privacy.clipping`).
     """
 
     noise_multiplier: float
@@ -51,6 +123,8 @@ class NoiseSpec:
     poisson: bool = True
     drawn_by: tuple[str, str] = ("unstated", "unstated")
     unchecked: bool = False
+    mechanism: Mechanism = Mechanism()
+    clipping: str = "flat"
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -86,8 +160,18 @@ class NoiseSpec:
 
     @property
     def variance(self) -> float:
-        """(σC/b)²: variance of the noise in each coordinate of the released gradient."""
-        return (self.noise_std / self.divisor) ** 2
+        """Of the noise in each coordinate of the released gradient."""
+        return check_number("variance", self.mechanism.variance(self), "Let the mechanism state it", at_least=0.0)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """(σ, q) that a release under this spec is charged as."""
+        sigma, rate = self.mechanism.cost(self)
+        fix = f"Let cost() of the mechanism {self.mechanism.name!r} return a noise multiplier and a sampling rate"
+        return (
+            check_number("noise_multiplier", sigma, fix, at_least=0.0),
+            check_number("sample_rate", rate, fix, above=0.0, at_most=1.0),
+        )
 
     @property
     def unaccounted(self) -> str | None:
@@ -104,25 +188,29 @@ class NoiseSpec:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What a ledger says of a release under this spec."""
+        """What a ledger says of a release under this spec: its σ and q are those that are charged."""
+        sigma, rate = self.cost
         return {
-            "mechanism": "gaussian, Poisson-sampled" if self.poisson else "gaussian, not Poisson-sampled",
-            "noise_multiplier": self.noise_multiplier,
+            "mechanism": f"{self.mechanism.name}, {'' if self.poisson else 'not '}Poisson-sampled",
+            "noise_multiplier": sigma,
             "max_grad_norm": self.max_grad_norm,
-            "sample_rate": self.sample_rate,
+            "sample_rate": rate,
             "unaccounted": self.unaccounted,
             "noise": self.drawn_by[0],
             "batches": self.drawn_by[1],
             "spec": self.digest,
             **({"unchecked": True} if self.unchecked else {}),
+            **({"clipping": self.clipping} if self.clipping != "flat" else {}),
         }
 
     @property
     def digest(self) -> str:
         """A short fingerprint of the mechanism, the same for equal specs on every machine."""
         left_out = {"drawn_by", "unchecked"}  # which change no number
-        text = json.dumps({k: repr(v) for k, v in asdict(self).items() if k not in left_out}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        left_out |= {"mechanism"} if self.mechanism == Mechanism() else set()  # digests from before there was another
+        left_out |= {"clipping"} if self.clipping in ("flat", "per_layer") else set()
+        values = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
@@ -132,7 +220,7 @@ def release(
     noise: NoiseSource,
     charge: Callable[[NoiseSpec], None],
 ) -> Release:
-    """g_dp = (Σ clipped gradients + N(0, σ²C² I)) / b, charged first.
+    """g_dp = (Σ clipped gradients + noise) / b, charged first; by the Gaussian mechanism the noise is N(0, σ²C² I).
 
     If the process dies between the charge and the release, the budget has paid for something nobody saw; the other
     order could show something nobody paid for.
@@ -141,10 +229,34 @@ def release(
     anybody sees it: attacks on noise in floating point read its low bits.
     """
     charge(spec)
-    sums = TensorList([total.double() for total in clipped_sums.values()])
-    noises = sums.filled(lambda like: noise.normal(like, spec.noise_std), at_once=getattr(noise, "at_once", False))
-    released = ((noises + sums) / spec.divisor).copied([full_dtype(p) for p in clipped_sums])
+    sums = TensorList([on_grid(total.double(), spec) for total in clipped_sums.values()])
+    released = ((_noise(sums, spec, noise) + sums) / spec.divisor).copied([full_dtype(p) for p in clipped_sums])
     return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
+
+
+def on_grid(sums: Tensor, spec: NoiseSpec) -> Tensor:
+    """Sums as the mechanism's noise is added to them."""
+    grid = spec.mechanism.grid
+    return torch.round(sums / grid) * grid if grid else sums
+
+
+def _noise(like: TensorList, spec: NoiseSpec, source: NoiseSource) -> TensorList:
+    """From the mechanism, which remembers beside the source: copies share both, and new seeds forget."""
+    mechanism, at_once = spec.mechanism, getattr(source, "at_once", False)
+
+    def draw(std: float) -> TensorList:
+        return like.filled(lambda t: source.normal(t, std), at_once=at_once)
+
+    if type(mechanism) is Mechanism:
+        return draw(spec.noise_std)
+    here, remembered = this_process(), getattr(source, "memory", None)
+    if remembered is None or remembered[0] != here:
+        memory = mechanism.init(TensorList([torch.zeros_like(t) for t in like]))
+    else:
+        memory = {name: TensorList(values) for name, values in remembered[1].items()}
+    noise, memory = mechanism.noise(draw, spec.noise_std, memory)
+    source.memory = here, {name: list(values) for name, values in memory.items()}  # type: ignore[attr-defined]
+    return noise
 
 
 def as_release(gradients: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release:

@@ -33,6 +33,10 @@ def this_process() -> tuple[int, int]:
     return os.getpid(), _forks
 
 
+#: What a mechanism remembers of its draws, and the process that drew them.
+Remembered = tuple[tuple[int, int], dict[str, list[Tensor]]]
+
+
 class OfOneProcess:
     """A source of draws that is refreshed in a forked process, where its copy would draw what the original draws.
 
@@ -76,6 +80,7 @@ class TorchNoise(OfOneProcess):
     same noise again. With one it is reproducible from its seed, and only as secret as that seed.
     """
 
+    memory: Remembered | None = None
     at_once = True  # all parameters in one draw where they are joined; others may draw by parameter, and are asked so
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -118,7 +123,7 @@ class TorchNoise(OfOneProcess):
 
     def refresh(self) -> None:
         """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
-        self._generator, self._origin = renewed(torch.Generator(self._generator.device)), OS_ENTROPY
+        self._generator, self._origin, self.memory = renewed(torch.Generator(self._generator.device)), OS_ENTROPY, None
         self._elsewhere.clear()
 
     def branch(self, material: bytes) -> None:
@@ -144,7 +149,11 @@ class SecureNoise:
     """
 
     origin = CRYPTOGRAPHIC
+    memory: Remembered | None = None
     generator: torch.Generator | None = None  # none whose state could be saved, on purpose
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SecureNoise:
+        return self  # what is remembered must not be used twice
 
     def normal(self, like: Tensor, std: float) -> Tensor:
         if std == 0.0:

@@ -118,7 +118,9 @@ class ReplayJournal:
         assert generator is not None
         total = hashlib.sha256(spec.digest.encode())
         total.update(bytes_of(generator.get_state()))
-        for value in sums.values():
+        remembered = getattr(self._optimizer.noise, "memory", None)
+        past = [] if remembered is None else [t for values in remembered[1].values() for t in values]
+        for value in (*past, *sums.values()):
             total.update(f"{value.dtype} {list(value.shape)}".encode())
             total.update(bytes_of(value))
         return total.digest()

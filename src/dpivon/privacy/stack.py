@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from dpivon.durable.ledger import Ledger, Terms
 from dpivon.durable.tensors import bytes_of
-from dpivon.errors import PrivacyError
+from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.mechanism import Mechanism, Memory, NoiseSpec, on_grid
 from dpivon.privacy.precision import compiled
-from dpivon.privacy.streams import PRIVACY, Streams
+from dpivon.privacy.streams import PRIVACY, STREAMS, Streams
 
 
 class StackedGradients(Protocol):
@@ -47,6 +48,10 @@ class StackedMechanism:
     """
 
     def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
+        if any(s.mechanism != specs[0].mechanism for s in specs):
+            raise bad(
+                "mechanism", [s.mechanism for s in specs], "differs among the runs of a stack", "Stack them apart"
+            )
         self._specs, self.streams = list(specs), streams
         self.accountants = [Accountant() for _ in specs]
         column: dict[str, Any] = {"dtype": torch.float64, "device": device}
@@ -60,6 +65,8 @@ class StackedMechanism:
         self.key = b""
         self.covered = 0  # releases to be repeated, that were charged before a crash
         self._noise: Tensor | None = None
+        self.memory: Memory = {}  # what a mechanism of the caller's own remembers of its draws
+        self.remembered = list(streams.seeds)  # those that it was drawn with
         self._combine = compiled(_combine, device)
 
     @property
@@ -139,7 +146,8 @@ class StackedMechanism:
             if spec.unaccounted:
                 accountant.record_unaccounted(spec.unaccounted, releases)
             else:
-                accountant.charge(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate, steps=releases)
+                sigma, rate = spec.cost
+                accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=releases)
 
     def record(self, sums: Tensor, at: int) -> bool:
         """On disk before its noise is drawn. False if it was to repeat a lost release, and is another: do not release it."""
@@ -174,10 +182,29 @@ class StackedMechanism:
 
         Noise is drawn and added in double and the result is rounded here, as in :func:`dpivon.privacy.mechanism.release`.
         """
+        mechanism = self._specs[0].mechanism
+        if type(mechanism) is not Mechanism:
+            noise = self._noise_of(mechanism, sums, step)
+            return self._combine(on_grid(sums, self._specs[0]), noise, torch.ones_like(self.noise_std), self.divisor)
         if self._noise is None or self._noise.shape != sums.shape:
             self._noise = torch.empty(sums.shape, dtype=torch.float64, device=sums.device)
         noise = self.streams.normal(self._noise, step, PRIVACY)
         return self._combine(sums, noise, self.noise_std, self.divisor)
+
+    def _noise_of(self, mechanism: Mechanism, like: Tensor, step: Tensor) -> Tensor:
+        """Memory is written in place, where a captured step finds it; new seeds begin it anew."""
+        draws = itertools.count(PRIVACY, STREAMS)
+
+        def draw(std: Tensor) -> Tensor:
+            return self.streams.normal(torch.empty_like(like, dtype=torch.float64), step, next(draws)) * std
+
+        if not self.memory or self.remembered != self.streams.seeds:
+            self.memory = mechanism.init(torch.zeros_like(like, dtype=torch.float64))
+            self.remembered = list(self.streams.seeds)
+        noise, after = mechanism.noise(draw, self.noise_std, self.memory)
+        for name, value in self.memory.items():
+            value.copy_(after[name])
+        return noise
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dpivon.privacy.noise import OfOneProcess, this_process
 
 #: Streams of one run; two draws with different stream, step or element never share a counter.
 POSTERIOR, PRIVACY, SAMPLING, VIEWS, SEATS = 0, 1, 2, 3, 4
+STREAMS = 8  # further draws of a stream are so many apart
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -221,7 +221,8 @@ def charge_to(account: Accountant | PrivacyEngine) -> Charge:
         if spec.unaccounted:
             account.record_unaccounted(spec.unaccounted)
         else:
-            account.charge(noise_multiplier=spec.noise_multiplier, sample_rate=spec.sample_rate)
+            sigma, rate = spec.cost
+            account.charge(noise_multiplier=sigma, sample_rate=rate)
 
     return charge
 

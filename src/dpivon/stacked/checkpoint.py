@@ -74,6 +74,7 @@ class StackCheckpoints:
             "program": _program(stack),
             "drawn_by": stack.streams.origin,
             "extra": dict(extra),
+            **({"memory": stack.mechanism.memory} if stack.mechanism.memory else {}),
         }
         return self._files.write(at, state)
 
@@ -103,6 +104,9 @@ class StackCheckpoints:
             for part, saved in zip(stack.parts, state["rows"], strict=True):
                 for name, value in part.state.items():
                     value.copy_(saved[name])
+        # What noise remembers counts as long as its seeds do.
+        stack.mechanism.memory = {name: value.to(stack.device) for name, value in state.get("memory", {}).items()}
+        stack.mechanism.remembered = list(stack.streams.seeds)
         stack._t.fill_(state["step"])
         stack.steps_done = state["step"]
         stack.mechanism.key = bytes(state["key"].tolist())

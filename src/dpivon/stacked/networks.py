@@ -14,6 +14,7 @@ from dpivon.errors import bad
 from dpivon.models import PaperCNN
 from dpivon.optim.curvature import Matrices, matrix
 from dpivon.privacy.augmentation import Augmentation
+from dpivon.privacy.clipping import FLAT, Clipping, FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.guards import check_model
 from dpivon.privacy.independence import check_loss_rows, check_model_rows
@@ -54,6 +55,7 @@ class Network(Protocol):
         device: torch.device,
         dtype: torch.dtype,
         augment: Augmentation | None = None,
+        clipping: Clipping = FLAT,
     ) -> StackedGradients: ...
 
 
@@ -140,10 +142,11 @@ class AnyNetwork:
         device: torch.device,
         dtype: torch.dtype,
         augment: Augmentation | None = None,
+        clipping: Clipping = FLAT,
     ) -> StackedGradients:
         if device.type == "cuda":
-            return PaddedGradients(self, device, dtype, augment)
-        return LoopedGradients(self, dtype, augment)
+            return PaddedGradients(self, device, dtype, augment, clipping)
+        return LoopedGradients(self, dtype, augment, clipping)
 
 
 class PaperNetwork(AnyNetwork):
@@ -180,13 +183,17 @@ class PaperNetwork(AnyNetwork):
         device: torch.device,
         dtype: torch.dtype,
         augment: Augmentation | None = None,
+        clipping: Clipping = FLAT,
     ) -> StackedGradients:
         if device.type != "cuda":
-            return super().gradients(runs, capacity, device, dtype, augment)
+            return super().gradients(runs, capacity, device, dtype, augment, clipping)
         if augment is not None:
             raise bad(
                 "augment", augment, "the kernels of the paper's network make no views", "Use AnyNetwork(network.build)"
             )
+        if type(clipping) is not FlatClipping:
+            fix = "Use AnyNetwork(network.build)"
+            raise bad("clipping", clipping.name, "is not known to the kernels of the paper's network", fix)
         from dpivon.privacy.kernels.program import Program
 
         return Program(self.layout, runs, capacity, device, dtype)

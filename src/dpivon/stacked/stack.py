@@ -21,8 +21,9 @@ from dpivon.optim.ivon_rule import variance
 from dpivon.optim.steady_rule import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
+from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
 from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
@@ -58,6 +59,8 @@ class Stack:
         block: how many steps are drawn and charged at once.
         steps: how many steps are planned, if that is known: a step size may depend on it.
         augment: views of every drawn picture, over which its gradient is averaged before it is clipped.
+        clipping: the rule that bounds every example at its run's C, by its name or as an object.
+        mechanism: how the noise of all runs is drawn and charged.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Stack:
         block: int = 32,
         steps: int = 0,
         augment: Augmentation | None = None,
+        clipping: str | Clipping = "flat",
+        mechanism: str | Mechanism = "gaussian",
     ) -> None:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
@@ -95,11 +100,18 @@ class Stack:
         self.network, self.block = network, block
         self.steps = check_whole("steps", steps, "Use the planned number of steps, or 0 where nobody knows it")
         self.device = inputs.device
-        specs = [NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n) for r in self.runs]
+        tensors = len(network.matrices)
+        bounds: Any = [1.0] * tensors if clipping == "per_layer" else 1.0
+        rule = make_clipping(clipping, bounds, tensors)
+        same: dict[str, Any] = {"mechanism": check_mechanism(mechanism), "clipping": rule.name}
+        specs = [
+            NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n, **same) for r in self.runs
+        ]
         self.streams = Streams([r.seed for r in self.runs], self.device)
         self.mechanism = StackedMechanism(specs, self.streams, self.device)
         self.sampler = StackedSampler(specs, len(inputs), self.streams, self.device)
-        views = {} if self.augment is None else {"augment": self.augment}
+        views: dict[str, Any] = {} if self.augment is None else {"augment": self.augment}
+        views |= {} if rule.name == "flat" else {"clipping": rule}
         self.gradients = network.gradients(len(runs), self.sampler.capacity, self.device, dtype, **views)
         self.inputs, self.labels = self.gradients.prepare(inputs), labels
         self.steps_done = 0

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.clipping import Clipping, struck_examples
+from dpivon.privacy.clipping import Clipping, clip_factors, struck_examples
 from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.trees import map_tensors, structure, tensors_in
@@ -320,7 +320,7 @@ class BookKeeper(LayerWatch):
         norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
         table = torch.stack([torch.zeros_like(known) if n is None else n for n in norms])
-        factors = clipping.factors(table.clamp_(min=0.0).sqrt_() * self._share)
+        factors = clip_factors(clipping, table.clamp_(min=0.0).sqrt_() * self._share)
         if self.doubt is not None:
             factors = factors.masked_fill(self.doubt, 0.0)
         struck, recording = struck_examples(factors), capturing()

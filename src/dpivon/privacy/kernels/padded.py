@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpivon.privacy.augmentation import Augmentation, of_every_view
-from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FlatClipping
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.batch import Batch
@@ -56,12 +56,13 @@ class PaddedGradients:
         device: torch.device,
         dtype: torch.dtype,
         augment: Augmentation | None = None,
+        clipping: Clipping = FLAT,
         *,
         at_once: int | None = None,
         channels_last: bool | None = None,
     ) -> None:
         self.device, self.network, self.at_once = device, network, at_once
-        self.step = _Step(network, device, dtype, augment)
+        self.step = _Step(network, device, dtype, augment, clipping)
         convolves = any(isinstance(layer, nn.Conv2d) for layer in self.step.model.modules())
         kernels = conv_ops.wanted() and conv_ops.device_takes(device)
         self.step.channels_last = convolves and kernels if channels_last is None else channels_last
@@ -126,7 +127,7 @@ class PaddedGradients:
         # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as
         # they came. What is recorded must be what the compiler finds.
         parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
-        program = functools.partial(self._one, bound)
+        program = functools.partial(self._one, self.step.clipping.rescaled(bound))
         return make_fx(program, decomposition_table=parts)(*self._parameters(row), *batch)
 
     def _parameters(self, row: Tensor) -> Iterable[Tensor]:
@@ -137,13 +138,13 @@ class PaddedGradients:
             row = row.clone()
         return self._split(row).values()
 
-    def _one(self, bound: float, *tensors: Tensor) -> Tensor:
+    def _one(self, clipping: Clipping, *tensors: Tensor) -> Tensor:
         given, batch = tensors[: len(self.params)], tensors[len(self.params) :]
         values = {n: v.detach() for n, v in zip(self.params, given, strict=True)}
         with torch.enable_grad():
             leaves = {n: v.requires_grad_() for n, v in values.items()}
             # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
-            sums: Tensor = functional_call(self.step, leaves, (bound, *batch))
+            sums: Tensor = functional_call(self.step, leaves, (clipping, *batch))
         return sums
 
     def _split(self, row: Tensor) -> dict[str, Tensor]:
@@ -155,10 +156,15 @@ class _Step(nn.Module):
     """One run's clipped sum as a module, so that its parameters can be put in from outside."""
 
     def __init__(
-        self, network: TemplateModel, device: torch.device, dtype: torch.dtype, augment: Augmentation | None
+        self,
+        network: TemplateModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        augment: Augmentation | None,
+        clipping: Clipping,
     ) -> None:
         super().__init__()
-        self.network, self.device, self.dtype, self.augment = network, device, dtype, augment
+        self.network, self.device, self.dtype, self.augment, self.clipping = network, device, dtype, augment, clipping
         self.views = 1 if augment is None else augment.views
         self.model = network.template().to(device)
         self.keeper = BookKeeper(self.model, batch_first=True, loss_reduction="sum", augmentations=self.views)
@@ -166,7 +172,7 @@ class _Step(nn.Module):
 
     def forward(
         self,
-        bound: float,
+        clipping: Clipping,
         inputs: Tensor,
         labels: Tensor,
         places: Tensor,
@@ -180,7 +186,7 @@ class _Step(nn.Module):
             outputs = self.model(self._images(seen(self.augment, inputs[places], views, places)))
         labels = of_every_view(labels[places], self.augment)
         self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
-        row = self.keeper.clipped_row(params, FlatClipping(bound))
+        row = self.keeper.clipped_row(params, clipping)
         self.keeper.forget_passes()
         return row
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.augmentation import Augmentation, of_every_view
-from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.clipping import FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.precision import full_precision
@@ -33,8 +33,14 @@ EXAMPLES_AT_ONCE = 64  # so that activations stay in the cache, and cost grows n
 class LoopedGradients:
     """Clipped sums, run by run."""
 
-    def __init__(self, network: RowModel, dtype: torch.dtype, augment: Augmentation | None = None) -> None:
-        self.network, self.dtype, self.augment = network, dtype, augment
+    def __init__(
+        self,
+        network: RowModel,
+        dtype: torch.dtype,
+        augment: Augmentation | None = None,
+        clipping: Clipping = FLAT,
+    ) -> None:
+        self.network, self.dtype, self.augment, self.clipping = network, dtype, augment, clipping
         self.views = 1 if augment is None else augment.views
 
     def prepare(self, inputs: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ class LoopedGradients:
                 continue
             model = self.network.model(row)
             params = [p for p in model.parameters() if p.requires_grad]
-            clipped = self._sums(model, params, batch, slice(begin, end), FlatClipping(float(bound[k])))
+            clipped = self._sums(model, params, batch, slice(begin, end), self.clipping.rescaled(float(bound[k])))
             if not torch.equal(self.network.pack(model).view(torch.int32), row.view(torch.int32)):  # NaN is NaN
                 raise PrivacyError(
                     "The model's forward has changed its parameters, which would carry private data around the mechanism. "
@@ -68,7 +74,7 @@ class LoopedGradients:
         params: list[nn.Parameter],
         batch: Batch,
         rows: slice,
-        clipping: FlatClipping,
+        clipping: Clipping,
     ) -> list[Tensor]:
         keeper = BookKeeper(model, batch_first=True, loss_reduction="sum", augmentations=self.views)
         total: list[Tensor] = []
