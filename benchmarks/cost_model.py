@@ -76,7 +76,7 @@ def constants() -> Constants:
     data = 50_000 * 3 * 32 * 32 * 4
     cpu = json.loads((FOLDER / "cost-cpu.json").read_text())
     ray = json.loads((FOLDER / "ray-overhead-cpu.json").read_text())
-    load = json.loads((FOLDER.parent / "reliability" / "load.json").read_text())
+    load = json.loads((FOLDER.parents[1] / "tests" / "reliability" / "load.json").read_text())
     largest = next(r for r in cpu["communication"] if r["ranks"] == 2 and r["doubles"] == 10**7)
     widths = cpu["parameters"]
     transformer = cpu["transformer"]

@@ -2,7 +2,7 @@
 # Every table of benchmarks/results that needs a GPU, with nothing else running on it: about ten minutes on an H200, an estimate.
 #   sh benchmarks/gpu.sh [FOLDER]         PYTHON=python3 by default; what is already in FOLDER is not measured again
 set -u
-folder=${1:-results/benchmarks}
+folder=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 plain="plain-bf16 plain-bf16-cl plain-bf16-compiled plain-bf16-cl-compiled plain-bf16-captured plain-bf16-cl-captured
        plain-bf16-compiled-captured plain-bf16-cl-compiled-captured"

@@ -38,10 +38,15 @@ app = command_line(__doc__)
 def rebuild(context: typer.Context) -> None:
     """Rebuild every page and figure of the experiment."""
     if context.invoked_subcommand is None:
+        from experiments.strong_privacy import choosing, estimators, few_steps, recipe, spread
+
         written = [
             path for folder in study_folders(Path(__file__).parent) for path in write_pages(folder, command=COMMAND)
         ]
-        for path in [*written, *judged(COMPARED, RESULTS / "comparison", tunings=TUNED, command=COMMAND)]:
+        written += judged(COMPARED, RESULTS / "comparison", tunings=TUNED, command=COMMAND)
+        for part in (recipe.report, few_steps.report, estimators.report, spread.report, choosing.report):
+            written += part(RESULTS)
+        for path in written:
             say(path)
 
 

@@ -16,7 +16,7 @@ from dpivon.methods import METHODS
 
 METHODS_PAGE = (DOCS / "methods.md").read_text()
 CHOOSING = (DOCS / "choosing.md").read_text()
-RUNS = json.loads((ROOT / "benchmarks" / "results" / "choosing.json").read_text())
+RUNS = json.loads((ROOT / "experiments" / "strong_privacy" / "results" / "choosing.json").read_text())
 
 
 def test_the_tables_say_what_the_registry_says() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.spread import choice, differences, on_the_test_set, scores
+from experiments.strong_privacy.spread import choice, differences, on_the_test_set, scores
 
 from dpivon.recipe import WIDTH
 

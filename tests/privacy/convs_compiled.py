@@ -13,10 +13,9 @@ import torch
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.hopper import SHORT, conv_binary, made
-
 from dpivon.privacy.kernels import conv_ops, convs, positions
 from dpivon.privacy.kernels.conv_ops import Geometry
+from programs.hopper import SHORT, conv_binary, made
 
 THREE = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
 HALVED = Geometry((3, 3), (2, 2), (1, 1), (1, 1))

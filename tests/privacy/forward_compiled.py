@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.hopper import SHORT, made
-
 from dpivon.privacy.kernels import conv, norm_pool
 from dpivon.privacy.kernels.forward import TUNING, tuned
 from dpivon.privacy.kernels.layout import Layout
+from programs.hopper import SHORT, made
 
 LAYOUT = Layout()
 

@@ -112,7 +112,7 @@ def capturing() -> bool:
 
 def options(*, again: bool) -> _Options:
     """How a program is compiled. ``again`` lets the compiler compute more a second time: less memory is moved, and a value that
-    is measured and summed must then be known to be stored. `python -m benchmarks.where` counts that, with kernels for the
+    is measured and summed must then be known to be stored. `tests/programs/where.py` counts that, with kernels for the
     convolutions; elsewhere it is neither counted nor tried."""
     return _OPTIONS | (_AGAIN if again else {})
 

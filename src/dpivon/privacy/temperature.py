@@ -17,7 +17,7 @@ every accountant composes them with the training. Rényi, PRV and PLD bounds hol
 **Why this one.** Near the best τ = log T the summed NLL is n a (τ − τ*)²/2. An exponential mechanism over a grid, of the same
 Rényi cost α/(2σ²) (bounded range R an example, ε = 2/σ, which is ε²/8-zCDP), returns τ with variance R σ/(2 n a): it errs by
 the order of (σ/n)^½. A noisy gradient errs by B σ √k/(n a), the order of σ/n. Noise on the NLLs of a grid of G has
-sensitivity B √G. ``python -m benchmarks.strong temperature`` measures all three. B = 3 nats: of predictions that are right
+sensitivity B √G. ``experiments.strong_privacy.recipe`` measures all three. B = 3 nats: of predictions that are right
 about themselves the root moves by 3 % at most, from 2 classes to 100; a tighter bound has less noise and leans to too sure.
 
 **Which data.** Calibration data are private people too. If they may also be training data, charge the training's own

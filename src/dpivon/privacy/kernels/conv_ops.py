@@ -99,15 +99,14 @@ def _span(t: Tensor) -> int:
 
 def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
     """Chosen by shape alone, so that the operators' shapes are known without a device; nothing is tuned, so there is one binary
-    a kernel and shape to compile (`python -m benchmarks.compiling` lists them: seconds, registers, shared memory).
+    a kernel and shape to compile (compiled ahead in tests/privacy/convs_compiled.py).
 
     Tiles are 64×64 at most, for bf16 with four warps. A larger one reads less, but statistics of standardised weights hold four
     tiles in registers: of 64×64 two programs fit side by side, and one multiplies while the other reduces. Where an example
     takes several rounds, the sums go over examples and rounds in one loop, so that reading does not pause between two examples.
     On an H200 each of the two was faster for every 3×3 layer of a WRN-16-4 that it concerns; both at once took the norms and
-    sums of its whole step from 3.14 to 2.93 ms. Layers of other networks are not timed one by one yet (`python -m
-    benchmarks.convs --candidates`). An example is cut into three parts, so that a batch of 256 gives each of 132 processors
-    about six programs.
+    sums of its whole step from 3.14 to 2.93 ms. Layers of other networks are not timed one by one yet. An example is
+    cut into three parts, so that a batch of 256 gives each of 132 processors about six programs.
     """
     bt = _positions_at_once(positions, 64 if dtype == torch.bfloat16 else 32)
     bd, bo = min(64, _power_of_two(rows)), min(64, _power_of_two(out))

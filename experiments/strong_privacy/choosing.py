@@ -1,6 +1,6 @@
 """What σ, C, b, the learning rate, N_ess and h₀ do to DP-IVON: the figures of docs/choosing.md, on the digits.
 
-    python -m benchmarks.choosing       # one thread; docs/images/choosing-*.png and benchmarks/results/choosing.json
+    python -m experiments.strong_privacy.choosing       # one thread; docs/images/choosing-*.png and results/choosing.json
 
 An MLP of 2,410 weights (64–32–10), 20 epochs of 1,297 digits, δ = 1e-4, three seeds a cell (0, 1, 2 for the first weights;
 noise and batches have seeds of their own, counted from 1), scores on the 200 validation digits; no test digit is read. Where
@@ -19,12 +19,12 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.estimators import DELTA, EPOCHS
-from benchmarks.mlp import BatchedMLP, graded, layers
 from dpivon.data import load_digits
 from dpivon.stacked import Run, Stack
+from experiments.strong_privacy.estimators import DELTA, EPOCHS
+from experiments.strong_privacy.mlp import BatchedMLP, graded, layers
 
-ROOT = Path(__file__).parents[1]
+OUT, IMAGES = Path(__file__).parent / "results", Path(__file__).parents[2] / "docs" / "images"
 SEEDS, DRAWS, BATCH, BOUND, EPSILON, LR = 3, 32, 256, 1.0, 4.0, 1.0
 SIGMAS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 BOUNDS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -109,7 +109,7 @@ def everything():
         for b in (64, 256, 1024)
     }
     return {
-        "command": "python -m benchmarks.choosing",
+        "command": "python -m experiments.strong_privacy.choosing",
         "torch": torch.__version__.split("+")[0],
         "threads": 1,
         "seeds": SEEDS,
@@ -211,18 +211,18 @@ def draw(result, folder):
     save(figure, "width")
 
 
+def report(out):
+    """The figures again, from the runs in ``out``."""
+    draw(json.loads((out / "choosing.json").read_text()), IMAGES)
+    return sorted(IMAGES.glob("choosing-*.png"))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--draw", action="store_true", help="draw the figures again from benchmarks/results/choosing.json"
-    )
-    args = parser.parse_args()
+    parser.parse_args()
     torch.set_num_threads(1)
-    path = ROOT / "benchmarks" / "results" / "choosing.json"
-    if not args.draw:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(everything(), indent=1, ensure_ascii=False) + "\n")
-    draw(json.loads(path.read_text()), ROOT / "docs" / "images")
+    (OUT / "choosing.json").write_text(json.dumps(everything(), indent=1, ensure_ascii=False) + "\n")
+    report(OUT)
 
 
 if __name__ == "__main__":

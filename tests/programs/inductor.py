@@ -1,13 +1,13 @@
 """How long torch's compiler takes for a captured step, on a machine without a GPU: seconds of this process up to the source of
 its kernels, how many of those there are, and in how many configurations each is compiled and timed at first use.
 
-    python -m benchmarks.inductor --model wrn --batch 256
-    python -m benchmarks.inductor --model wrn --batch 256 --kernels --save program.py
+    PYTHONPATH=src:tests:. python -m programs.inductor --model wrn --batch 256
+    PYTHONPATH=src:tests:. python -m programs.inductor --model wrn --batch 256 --kernels --save program.py
 
 The program is traced on the CPU with tensors that hold nothing; then every tensor is said to be on an H200, and the compiler is
 stopped before it would compile its kernels. Needs Triton, and reaches into torch: made for 2.13. What comes before (recording,
 guards) and after (Triton for every configuration, side by side; timing them) is not in the count. What the kernels read and
-write is in :mod:`benchmarks.where`.
+write is in :mod:`programs.where`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.traffic import _cleaned, part, private_program
 from dpivon.privacy import precision
+from programs.traffic import _cleaned, part, private_program
 
 GPU = torch.device("cuda:0")
 H200 = SimpleNamespace(

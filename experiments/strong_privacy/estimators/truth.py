@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-import experiments.strong_privacy  # noqa: F401  registers the estimators of the ablations
 import torch
 from torch import nn
 
-from benchmarks.estimators import BATCH, BOUND, RHO, noise
+import experiments.strong_privacy  # noqa: F401  registers the estimators of the ablations
 from dpivon.optim.curvature import ESTIMATORS, Evidence, estimate, memory_of, remembered
+from experiments.strong_privacy.estimators import BATCH, BOUND, RHO, noise
 
 
 class Regression:

@@ -1,7 +1,7 @@
 """Which curvature can be estimated under privacy, and what it is worth: a simulation on the digits, on one CPU thread.
 
-    python -m benchmarks.estimators                # both parts, about six minutes; simulation.*
-    python -m benchmarks.estimators --part truth   # the estimators against the truth alone
+    python -m experiments.strong_privacy.estimators                # both parts, about six minutes; simulation.*
+    python -m experiments.strong_privacy.estimators --part truth   # the estimators against the truth alone
 
 Truth: softmax regression (650 weights) held where some epochs of training left it, so that every example's clipped gradient is
 known. Releases are drawn as a private run would (Poisson batches, noise for the stated ε), the estimators read nothing else,
@@ -13,12 +13,13 @@ iterates; the validation digits choose the learning rate, one for all ε or one 
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
 import dpivon
 
-OUT = Path(__file__).parents[2] / "experiments" / "strong_privacy" / "results"
+OUT = Path(__file__).parents[1] / "results"
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 DELTA, EPOCHS, BATCH, BOUND, EMA, SEEDS, DRAWS = 1e-4, 20, 256, 1.0, 0.95, 3, 16
 RHO = 0.99
@@ -29,3 +30,13 @@ def noise(n, epsilon):
     """σ for ε."""
     facts = {"dataset_size": n, "batch_size": BATCH, "epochs": EPOCHS, "delta": DELTA}
     return dpivon.budget(target_epsilon=epsilon, **facts).noise_multiplier
+
+
+def report(out):
+    """The page and the figure again, from the runs in ``out``."""
+    from experiments.strong_privacy.estimators.page import figure, tables
+
+    result = json.loads((out / "simulation.json").read_text())
+    (out / "simulation.md").write_text(tables(result))
+    figure(result, out / "simulation.png")
+    return [out / "simulation.md", out / "simulation.png"]

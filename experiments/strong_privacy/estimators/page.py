@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.estimators import BATCH, BOUND, DELTA, DRAWS, EPOCHS, EPSILONS, SEEDS
+from experiments.strong_privacy.estimators import BATCH, BOUND, DELTA, DRAWS, EPOCHS, EPSILONS, SEEDS
 
 
 def tables(result):
-    command = "python -m benchmarks.estimators"
+    command = "python -m experiments.strong_privacy.estimators"
     lines = [
         "# Curvature under privacy: a simulation on the digits",
         "",

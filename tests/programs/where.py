@@ -1,15 +1,15 @@
 """Where the milliseconds of a captured step go, kernel by kernel as torch's compiler makes them; no GPU is needed, but Triton.
 
-    python -m benchmarks.where --model wrn --batch 256 --kernels
-    python -m benchmarks.where --model text --batch 512 --kernels --largest 40
-    python -m benchmarks.where --model wrn --batch 256 --plain        # forward and backward without privacy
+    PYTHONPATH=src:tests:. python -m programs.where --model wrn --batch 256 --kernels
+    PYTHONPATH=src:tests:. python -m programs.where --model text --batch 512 --kernels --largest 40
+    PYTHONPATH=src:tests:. python -m programs.where --model wrn --batch 256 --plain
 
 Every kernel that Inductor would generate for an H200 and every call of a library's is listed with the bytes it reads and
 writes, each buffer once, in its own dtype, and the longer of bytes at 4.3 TB/s and products at 700 TFLOP/s (60 in fp32).
-Unlike :mod:`benchmarks.traffic`, which counts for a good compiler, this counts what the compiler that is there has joined and
+Unlike :mod:`programs.traffic`, which counts for a good compiler, this counts what the compiler that is there has joined and
 what it has not. Launches cost nothing here, nor do θ, noise and update, which are not in the program. A kernel belongs to the
 part that most of what it writes belongs to. What the tiles of the library's own kernels ask of the cache, which is more than
-this, is in ``python -m benchmarks.compiling --roofline``.
+this, is in ``benchmarks.compiling --roofline` of version 0.1`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.inductor import functional, pretend, source
-from benchmarks.traffic import EXTERN, FP32_PRODUCTS, PRODUCTS, _flops, _name, _rate, plain_program, private_program
 from dpivon.privacy.precision import options as told
+from programs.inductor import functional, pretend, source
+from programs.traffic import EXTERN, FP32_PRODUCTS, PRODUCTS, _flops, _name, _rate, plain_program, private_program
 
 BANDWIDTH, BF16 = 4.3e12, 700e12
 LIBRARY = {"conv_statistics": "conv statistics", "conv_sums": "conv sums", "position_sums": "position sums"}

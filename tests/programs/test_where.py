@@ -6,15 +6,15 @@ import importlib.util
 
 import pytest
 import torch
-from benchmarks.traffic import private_program
 
 from dpivon.privacy.precision import options
+from programs.traffic import private_program
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 def test_a_kernel_takes_the_longer_of_bytes_and_products():
-    from benchmarks.where import BANDWIDTH, BF16, Kernel, again
+    from programs.where import BANDWIDTH, BF16, Kernel, again
 
     bytes_ = int(BANDWIDTH)
     kernel = Kernel("forward", "mm", {"a": bytes_}, {"b": bytes_}, ("float32[2]",), "mm", flops=BF16)
@@ -31,8 +31,8 @@ def test_a_kernel_takes_the_longer_of_bytes_and_products():
 @pytest.mark.slow
 def test_the_compilers_kernels_are_counted_where_they_are_known():
     """x → relu(x) @ w, and the product's columns added up: the product's bytes are known, and nothing is read twice."""
-    from benchmarks.traffic import _recorded, part
-    from benchmarks.where import kernels
+    from programs.traffic import _recorded, part
+    from programs.where import kernels
 
     def program(x, w):
         with part("forward"):
@@ -88,7 +88,7 @@ def test_biases_are_added_up_once_from_what_their_weights_are_measured_by(model,
 @pytest.mark.parametrize(("model", "layers"), [("text", 8), ("vit", 17)])
 def test_the_compiler_measures_and_sums_from_the_same_buffers(model, layers):
     """Every layer; and no gradient is rounded once for its bias and once for its weight."""
-    from benchmarks.where import again, kernels, shared
+    from programs.where import again, kernels, shared
 
     found = kernels(private_program(model, 64, kernels=True), options(again=True))
     assert shared(found) == (layers, layers)

@@ -1,6 +1,6 @@
 """How wide the recipe's posterior is: the widest whose held-out NLL, after the temperature, cannot be told from the lowest.
 
-    python -m benchmarks.spread     # from strong-spread-tuning and -small-tuning: spread.md
+    python -m experiments.strong_privacy.spread     # from strong-spread-tuning and -small-tuning: spread.md
 
 A score is a mean over cells of means over seeds, its standard error that of the seeds within cells. What is within
 one standard error of the difference cannot be told apart. Of those the widest is taken: width is what a prediction has beyond
@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dpivon.study import table
 from experiments.strong_privacy.compare.statistics import interval
 
-from dpivon.study import table
-
-RESULTS = Path(__file__).parents[1] / "experiments" / "strong_privacy" / "results"
+RESULTS = Path(__file__).parent / "results"
 FOLDERS = ("strong-spread-tuning", "strong-spread-small-tuning")
 FINAL = ("strong-epsilon", "strong-paper", "strong-fashion")
 MEASURES = ("tempered_nll", "tempered_ece", "tempered_accuracy")
@@ -100,13 +99,13 @@ def counted(found: Scores) -> str:
     return f"{len(cells)} cells, {' or '.join(map(str, seeds))} repetitions each"
 
 
-def main() -> None:
+def report(out: Path = RESULTS) -> list[Path]:
     tuned, final = scores(), scores(FINAL, "runs.csv")
     width, lines = choice(tuned)
     text = [
         "# How wide: trace by held-out pictures",
         "",
-        "    python -m benchmarks.spread",
+        "    python -m experiments.strong_privacy.spread",
         "",
         f"From {' and '.join(f'`{f}`' for f in FOLDERS)}: {counted(tuned)}.",
         "",
@@ -121,9 +120,9 @@ def main() -> None:
         *on_the_test_set(final),
         "",
     ]
-    (RESULTS / "spread.md").write_text("\n".join(text), encoding="utf-8")
-    print("\n".join(text))
+    (out / "spread.md").write_text("\n".join(text), encoding="utf-8")
+    return [out / "spread.md"]
 
 
 if __name__ == "__main__":
-    main()
+    report()

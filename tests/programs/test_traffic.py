@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.traffic import FP32_PRODUCTS, PRODUCTS, _traced, kernels_of, plain_trace, private_trace
 
 from dpivon.privacy.stack import _room
+from programs.traffic import FP32_PRODUCTS, PRODUCTS, _traced, kernels_of, plain_trace, private_trace
 
 X, W = torch.randn(8, 16), torch.randn(16, 4)
 

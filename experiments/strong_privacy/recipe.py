@@ -1,9 +1,9 @@
 """The recipe for strong privacy against DP-SGD, DP-Adam and the paper's method, on CPU; every part taken away in turn.
 
-    python -m benchmarks.strong digits        # one thread: about five minutes; digits.json
-    python -m benchmarks.strong fashion       # about ten; --data /usr/share/datasets/fashion-mnist, where Debian has it
-    python -m benchmarks.strong temperature   # a minute: three private ways to choose a temperature
-    python -m benchmarks.strong report        # tables and figure from the three: recipe.{md,png}
+    python -m experiments.strong_privacy.recipe digits        # one thread: about five minutes; digits.json
+    python -m experiments.strong_privacy.recipe fashion       # about ten; --data /usr/share/datasets/fashion-mnist
+    python -m experiments.strong_privacy.recipe temperature   # a minute: three private ways to choose a temperature
+    python -m experiments.strong_privacy.recipe report        # tables and figure from the three: recipe.{md,png}
 
 Every method has the same number of learning rates (five on digits, three on Fashion-MNIST), about √10 apart, the recipe's 2
 apart; all average their iterates over a tenth of the training. The rate of least mean NLL on validation data is reported on
@@ -27,15 +27,15 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.mlp import BatchedMLP, graded, layers
 from dpivon.data import load_digits, load_fashion_mnist, normalised
 from dpivon.privacy.temperature import clipped_sum, temperature_cost, temperature_noise
 from dpivon.recipe import RATE, WIDTH, WORTH, blur
 from dpivon.stacked import Run, Stack
 from dpivon.stacked.temperature import calibrate_stack
 from dpivon.temperature import log_probabilities, temper
+from experiments.strong_privacy.mlp import BatchedMLP, graded, layers
 
-OUT = Path(__file__).parents[1] / "experiments" / "strong_privacy" / "results"
+OUT = Path(__file__).parent / "results"
 EPSILONS = (0.3, 1.0, 3.0, 8.0)
 BOUND, SHARE = 1.0, 0.1
 
@@ -381,8 +381,8 @@ def report(out):
     lines = [
         "# The recipe for strong privacy, on CPU",
         "",
-        "`python -m benchmarks.strong digits`, `… fashion`, `… temperature`, `… report`. How it is done stands at the head of "
-        "`benchmarks/strong.py`. Every ε is the whole: training and the temperature.",
+        "`python -m experiments.strong_privacy.recipe digits`, `… fashion`, `… temperature`, `… report`. How it is done stands "
+        "at the head of `experiments/strong_privacy/recipe.py`. Every ε is the whole: training and the temperature.",
         "",
     ]
     results = {}
@@ -406,7 +406,7 @@ def report(out):
             lines.append(f"| {r['n']:,} | {r['epsilon']:g} | {r['raw']:.3f} | {cells} |")
     (out / "recipe.md").write_text("\n".join(lines) + "\n")
     figure(results, out / "recipe.png")
-    print("\n".join(lines))
+    return [out / "recipe.md", out / "recipe.png"]
 
 
 def figure(results, path):

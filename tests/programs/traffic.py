@@ -1,7 +1,7 @@
 """What a captured step must read, write and multiply, counted from its trace; no GPU is needed.
 
-    python -m benchmarks.traffic --model text --batch 512
-    python -m benchmarks.traffic --model vit --batch 256 --kernels --largest 20
+    PYTHONPATH=src:tests:. python -m programs.traffic --model text --batch 512
+    PYTHONPATH=src:tests:. python -m programs.traffic --model vit --batch 256 --kernels --largest 20
 
 The program that a GPU compiles is traced with tensors that hold nothing, at its true size, beside a plain step of the batch.
 Chains of elementwise operations are taken as the compiler takes them: computed where they are read, stored only where a
@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
+from benchmarks.step import batch_of, build
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-
-from benchmarks.step import batch_of, build
 
 BANDWIDTH, PRODUCTS, FP32_PRODUCTS = 4.0e12, 600e12, 60e12
 FUSED_READS = 4  # a chain of elementwise operations that reads more large tensors than this is stored
@@ -141,7 +140,7 @@ def private_program(model, batch, kernels=False):
         stack.enter_context(labelled(type(gradients.step.model)))
 
         def program(*tensors):
-            return gradients._one(1.0, False, *tensors)
+            return gradients._one(1.0, *tensors)
 
         parameters = [p.clone() for p in gradients._parameters(network.initial(0))]
         return _recorded(program, *parameters, inputs, labels, torch.arange(room))

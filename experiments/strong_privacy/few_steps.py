@@ -1,9 +1,9 @@
 """The recipe with few steps, on CPU: where its large first steps break a network, and what a ramp or a cap does about it.
 
-    python -m benchmarks.few_steps TASK      # one thread, minutes; few-steps-TASK.json; the tasks:
+    python -m experiments.strong_privacy.few_steps TASK      # one thread, minutes; few-steps-TASK.json; the tasks:
                                              # digits-mlp, digits-relu, digits-cnn, fashion-mlp
-    python -m benchmarks.few_steps units     # half a minute: how many hidden units are dead, step by step
-    python -m benchmarks.few_steps report    # tables and figure from them: few-steps.{md,png}
+    python -m experiments.strong_privacy.few_steps units     # half a minute: how many hidden units are dead, step by step
+    python -m experiments.strong_privacy.few_steps report    # tables and figure from them: few-steps.{md,png}
 
 Fashion-MNIST is read from --data, /usr/share/datasets/fashion-mnist where Debian has it.
 
@@ -28,12 +28,12 @@ from statistics import fmean, stdev
 import torch
 
 import dpivon
-from benchmarks.mlp import BatchedMLP, graded
-from benchmarks.strong import BOUND, OUT, Digits, Fashion, hardware, score
 from dpivon.models import MLP, SmallCNN
 from dpivon.optim.average import window_decay
 from dpivon.recipe import RATE
 from dpivon.stacked import AnyNetwork, Run, Stack
+from experiments.strong_privacy.mlp import BatchedMLP, graded
+from experiments.strong_privacy.recipe import BOUND, OUT, Digits, Fashion, hardware, score
 
 EPSILONS = (0.5, 1.0, 3.0, 8.0)
 SEEDS, DRAWS, RATES = 3, 8, (0.01, 0.03, 0.1)
@@ -237,8 +237,8 @@ def report(out):
     lines = [
         "# The recipe with few steps, on CPU",
         "",
-        "`python -m benchmarks.few_steps TASK` for each task, `… units`, `… report`. How it is done stands at the head of "
-        "`benchmarks/few_steps.py`. Test data; r = 3.5 but for the earlier default.",
+        "`python -m experiments.strong_privacy.few_steps TASK` for each task, `… units`, `… report`. How it is done stands at "
+        "the head of `experiments/strong_privacy/few_steps.py`. Test data; r = 3.5 but for the earlier default.",
         "",
         "**Accuracy and NLL, means over ε = .5, 1, 3, 8, over b and over seeds.**",
         "",
@@ -271,7 +271,7 @@ def report(out):
             lines += ["", f"**{title}.**", "", *table(result["runs"], key)]
     (out / "few-steps.md").write_text("\n".join(lines) + "\n")
     figure(results, counted, out / "few-steps.png")
-    print("\n".join(lines[:36]))
+    return [out / "few-steps.md", out / "few-steps.png"]
 
 
 def figure(results, counted, path):
