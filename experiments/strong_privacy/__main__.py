@@ -38,13 +38,13 @@ app = command_line(__doc__)
 def rebuild(context: typer.Context) -> None:
     """Rebuild every page and figure of the experiment."""
     if context.invoked_subcommand is None:
-        from experiments.strong_privacy import choosing, estimators, few_steps, recipe, spread
+        from experiments.strong_privacy import choosing, few_steps, recipe, simulation, spread
 
         written = [
             path for folder in study_folders(Path(__file__).parent) for path in write_pages(folder, command=COMMAND)
         ]
         written += judged(COMPARED, RESULTS / "comparison", tunings=TUNED, command=COMMAND)
-        for part in (recipe.report, few_steps.report, estimators.report, spread.report, choosing.report):
+        for part in (recipe.report, few_steps.report, simulation.report, spread.report, choosing.report):
             written += part(RESULTS)
         for path in written:
             say(path)

@@ -21,8 +21,8 @@ import torch
 import dpivon
 from dpivon.data import load_digits
 from dpivon.stacked import Run, Stack
-from experiments.strong_privacy.estimators import DELTA, EPOCHS
 from experiments.strong_privacy.mlp import BatchedMLP, graded, layers
+from experiments.strong_privacy.simulation import DELTA, EPOCHS
 
 OUT, IMAGES = Path(__file__).parent / "results", Path(__file__).parents[2] / "docs" / "images"
 SEEDS, DRAWS, BATCH, BOUND, EPSILON, LR = 3, 32, 256, 1.0, 4.0, 1.0

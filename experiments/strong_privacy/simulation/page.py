@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from experiments.strong_privacy.estimators import BATCH, BOUND, DELTA, DRAWS, EPOCHS, EPSILONS, SEEDS
+from experiments.strong_privacy.simulation import BATCH, BOUND, DELTA, DRAWS, EPOCHS, EPSILONS, SEEDS
 
 
 def tables(result):
-    command = "python -m experiments.strong_privacy.estimators"
+    command = "python -m experiments.strong_privacy.simulation"
     lines = [
         "# Curvature under privacy: a simulation on the digits",
         "",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from experiments.strong_privacy.estimators.truth import Regression, spearman
 from experiments.strong_privacy.mlp import BatchedMLP, build
+from experiments.strong_privacy.simulation.truth import Regression, spearman
 from torch import nn
 
 from dpivon.stacked import AnyNetwork, Run, Stack

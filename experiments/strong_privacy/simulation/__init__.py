@@ -1,7 +1,7 @@
 """Which curvature can be estimated under privacy, and what it is worth: a simulation on the digits, on one CPU thread.
 
-    python -m experiments.strong_privacy.estimators                # both parts, about six minutes; simulation.*
-    python -m experiments.strong_privacy.estimators --part truth   # the estimators against the truth alone
+    python -m experiments.strong_privacy.simulation                # both parts, about six minutes; simulation.*
+    python -m experiments.strong_privacy.simulation --part truth   # the estimators against the truth alone
 
 Truth: softmax regression (650 weights) held where some epochs of training left it, so that every example's clipped gradient is
 known. Releases are drawn as a private run would (Poisson batches, noise for the stated ε), the estimators read nothing else,
@@ -34,7 +34,7 @@ def noise(n, epsilon):
 
 def report(out):
     """The page and the figure again, from the runs in ``out``."""
-    from experiments.strong_privacy.estimators.page import figure, tables
+    from experiments.strong_privacy.simulation.page import figure, tables
 
     result = json.loads((out / "simulation.json").read_text())
     (out / "simulation.md").write_text(tables(result))

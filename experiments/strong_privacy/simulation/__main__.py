@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-import experiments.strong_privacy.estimators
+import experiments.strong_privacy.simulation
 from dpivon.data import load_digits
-from experiments.strong_privacy.estimators import EPSILONS, OUT, SEEDS
-from experiments.strong_privacy.estimators.page import figure, tables
-from experiments.strong_privacy.estimators.training import summary, trained
-from experiments.strong_privacy.estimators.truth import against_truth
+from experiments.strong_privacy.simulation import EPSILONS, OUT, SEEDS
+from experiments.strong_privacy.simulation.page import figure, tables
+from experiments.strong_privacy.simulation.training import summary, trained
+from experiments.strong_privacy.simulation.truth import against_truth
 
 
 def main():
     parser = argparse.ArgumentParser(
-        "python -m experiments.strong_privacy.estimators",
-        description=experiments.strong_privacy.estimators.__doc__,
+        "python -m experiments.strong_privacy.simulation",
+        description=experiments.strong_privacy.simulation.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", choices=["both", "truth", "training"], default="both")

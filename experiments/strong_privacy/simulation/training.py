@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dpivon.stacked import Run, Stack
-from experiments.strong_privacy.estimators import BATCH, BOUND, DRAWS, EMA, EPOCHS, noise
 from experiments.strong_privacy.mlp import BatchedMLP, graded, layers
+from experiments.strong_privacy.simulation import BATCH, BOUND, DRAWS, EMA, EPOCHS, noise
 
 POINT = {"momentum": 0.9, "weight_decay": 0.0}
 #: label: (method, learning rates, options). IVON's estimators at β₂ = .99: at .99999 h does not move in 120 steps.

@@ -10,7 +10,7 @@ from torch import nn
 
 import experiments.strong_privacy  # noqa: F401  registers the estimators of the ablations
 from dpivon.optim.curvature import ESTIMATORS, Evidence, estimate, memory_of, remembered
-from experiments.strong_privacy.estimators import BATCH, BOUND, RHO, noise
+from experiments.strong_privacy.simulation import BATCH, BOUND, RHO, noise
 
 
 class Regression:
