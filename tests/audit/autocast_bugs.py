@@ -10,6 +10,7 @@ from sowing import Patch, attr, both, everywhere
 from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
+import dpivon.privacy.gradients.means as means
 import dpivon.privacy.gradients.side_by_side as side_by_side
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
@@ -39,7 +40,7 @@ def mean_undone_in_bf16() -> dict[str, Patch | str]:
 
     def rounded(original: Any) -> Any:
         def undone(z: Tensor, rows: int | None) -> Tensor:
-            return z if rows is None or not z.requires_grad else bookkeeping._Undone.apply(z, rows)
+            return z if rows is None or not z.requires_grad else means.undo_mean(z, rows)
 
         return undone
 

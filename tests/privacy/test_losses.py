@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dpivon
 from dpivon import ArgumentError, PerExampleLoss, PrivacyError
 from dpivon.privacy import losses
-from dpivon.privacy.losses import _roots
+from dpivon.privacy.gradients.means import intercept_backward, losses_under_way
 
 C = 0.3
 WEIGHT = torch.tensor([100.0, 1.0, 0.01])
@@ -168,10 +168,11 @@ def test_the_loss_is_found_from_another_thread_as_on_a_gpu():
     found: list[Any] = []
 
     def look(g: Tensor) -> None:
-        thread = threading.Thread(target=lambda: found.extend(_roots()))
+        thread = threading.Thread(target=lambda: found.extend(losses_under_way()))
         thread.start()
         thread.join()
 
+    intercept_backward()
     z = torch.randn(4, CLASSES, requires_grad=True) * 2
     z.register_hook(look)
     loss = F.cross_entropy(z, torch.zeros(4, dtype=torch.long), weight=WEIGHT)
@@ -180,7 +181,7 @@ def test_the_loss_is_found_from_another_thread_as_on_a_gpu():
 
 
 def renamed_function(monkeypatch):
-    monkeypatch.setattr(losses, "_started_by", lambda frame: [])  # as if it were found under no name
+    monkeypatch.setattr(losses, "losses_under_way", list)  # as if it were found under no name
 
 
 def renamed_node(monkeypatch):
@@ -209,7 +210,7 @@ def test_a_backward_whose_losses_are_not_found_is_refused(monkeypatch):
     """As on a device whose threads torch starts in another way: the trial before was on a CPU."""
     run = make("bookkeeping", optimizer=sgd)
     renamed_function(monkeypatch)
-    with pytest.raises(PrivacyError, match="nobody knows which losses"):
+    with pytest.raises(PrivacyError, match="losses it began with are unknown"):
         run.release(*data())
     assert len(run.engine.accountant) == 0
     assert run.contributions == []

@@ -1,7 +1,6 @@
 """What one example moves the sum by, on inputs chosen against its arithmetic: large, cancelling, repeated, subnormal.
 
-A mean over the batch would round every example's gradient anew when one is removed, and here roundings are all there is: the
-loss is a sum, as it is in stacks and in ``dpivon.fit``.
+Here roundings are all there is, so that a mean over the batch that was divided by its size would show at once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("inputs", ["cancelling", "large and cancelling", "offset 1e6", "mixed positions", "subnormal"])
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("path", ["eager", "eager, unmade", "looped"])
+@pytest.mark.parametrize("path", ["eager", "eager, mean", "eager, unmade", "looped"])
 def test_one_example_moves_the_sum_by_at_most_the_bound(path, network, inputs):
     assert max(moved(path, network, inputs, examples=5, bound=1e-2, scale=1e3)) <= 1 + TOLERANCE
 

@@ -151,13 +151,23 @@ def loss_of(scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda outputs, labels: scale * (outputs * torch.linspace(-1.3, 0.9, outputs.shape[1]).to(outputs)).sum(1)
 
 
-def eager(model: nn.Module, x: Tensor, loss: Any, bound: float) -> Tensor:
+def own_loop(model: nn.Module, x: Tensor, loss: Any, bound: float, reduction: str = "sum", whole: Any = None) -> Tensor:
+    """The caller's own loop; ``whole`` is the loss of the outputs of a batch, if it is not the reduced ``loss``."""
     model = copy.deepcopy(model)
-    keeper = BookKeeper(model, batch_first=True, loss_reduction="sum")
+    keeper = BookKeeper(model, batch_first=True, loss_reduction=reduction)
     params = [p for p in model.parameters() if p.requires_grad]
-    loss(model(x), None).sum().backward()
+    outputs = model(x)
+    (getattr(loss(outputs, None), reduction)() if whole is None else whole(outputs)).backward()
     with full_precision():
         return torch.cat([s.flatten() for s in keeper.clipped_sums(params, FlatClipping(bound))])
+
+
+def eager(*args: Any) -> Tensor:
+    return own_loop(*args)
+
+
+def mean_loss(*args: Any) -> Tensor:
+    return own_loop(*args, reduction="mean")
 
 
 def unmade(*args: Any) -> Tensor:
@@ -192,6 +202,7 @@ def all_of(x: Tensor, spare: int = 0) -> Batch:
 
 PATHS: dict[str, Callable[..., Tensor]] = {
     "eager": eager,
+    "eager, mean": mean_loss,
     "eager, unmade": unmade,
     "looped": looped,
     "captured": captured,

@@ -16,16 +16,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
-import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpivon.errors import DpivonError, PrivacyError, bad, check_choice
+from dpivon.privacy.gradients.means import intercept_backward, losses_under_way
 from dpivon.privacy.gradients.trees import tensors_in
 from dpivon.privacy.made_up import Kind, NotTried, made_up, some_rows
 
@@ -244,9 +242,8 @@ class WeightedLossError(PrivacyError):
 class LossWatch:
     """Refuses a backward into a private model's output through one of torch's weighted means, or through the wrong reduction.
 
-    It reads what torch does not promise to keep: names in the graph, and the frame of the function that starts a
-    backward. So it is tried on losses that it must refuse before it is relied on, and a backward whose losses it
-    cannot find is refused.
+    It reads what torch does not promise to keep: names in the graph, and the function that starts a backward. So it is
+    tried on losses that it must refuse before it is relied on, and a backward whose losses it cannot find is refused.
 
     Attributes:
         checked: whether the loss of the last backward was a :class:`PerExampleLoss`, which was tried.
@@ -267,6 +264,7 @@ class LossWatch:
 @functools.cache
 def check_watch() -> None:
     """Refuse a torch in which weighted losses would pass unseen. Made-up numbers; once a process."""
+    intercept_backward()
     labels, weight = torch.tensor([0, 1]), torch.tensor([1.0, 2.0])
     for options in ({"weight": weight}, {"ignore_index": 1}):
         with torch.enable_grad():
@@ -296,9 +294,9 @@ class _Look:
         self._watch = watch
 
     def __call__(self, g: Tensor) -> None:
-        roots = [r.grad_fn for r in _roots() if isinstance(r, Tensor)]
+        roots = [r.grad_fn for r in losses_under_way() if isinstance(r, Tensor)]
         if not roots:
-            raise _unseen("nobody knows which losses it began with")
+            raise _unseen("the losses it began with are unknown")
         nodes = _below(roots, self._end)
         ignored = self._watch is not None and self._watch.ignored()
         for node in nodes if not ignored else _below(roots, None):
@@ -359,18 +357,3 @@ def _check_reduction(node: Any, path: list[Any], loss_reduction: str) -> None:
         f"batch, which one example changes, so nothing was released. Use loss_reduction={found!r} in make_private, or "
         f"reduction={loss_reduction!r} in the loss."
     )
-
-
-def _roots() -> list[Any]:
-    """The losses of the backward under way, from the frame that started it: on a GPU that is another thread's."""
-    here = threading.get_ident()
-    elsewhere = [frame for ident, frame in sys._current_frames().items() if ident != here]
-    return _started_by(sys._getframe()) or [loss for frame in elsewhere for loss in _started_by(frame)]
-
-
-def _started_by(frame: FrameType | None) -> list[Any]:
-    while frame is not None:
-        if frame.f_code.co_name == "_engine_run_backward" and "t_outputs" in frame.f_locals:
-            return list(frame.f_locals["t_outputs"])
-        frame = frame.f_back
-    return []

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping, clip_factors, struck_examples
+from dpivon.privacy.gradients.means import intercept_backward, undo_mean
 from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.trees import map_tensors, structure, tensors_in
@@ -98,6 +99,7 @@ class BookKeeper(LayerWatch):
         self._passes = _Passes()
         self._pool = Pool()
         settle_allocator()
+        intercept_backward()
         self._generation = 0
         self._running = False  # inside the model's forward
         self._pass = 0  # the forward that is running, or ran last
@@ -383,20 +385,7 @@ def _loss_of_each(z: Tensor, rows: int | None) -> Tensor:
     """
     if not z.requires_grad or not z.is_floating_point():
         return z
-    return wide(z) if rows is None else _Undone.apply(wide(z), rows)  # type: ignore[no-untyped-call]
-
-
-class _Undone(torch.autograd.Function):
-    """The same numbers, with their gradient multiplied by the rows of the batch."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, rows: int) -> Tensor:
-        ctx.rows = rows
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g * ctx.rows, None
+    return wide(z) if rows is None else undo_mean(wide(z), rows)
 
 
 class _Seed(torch.autograd.Function):
