@@ -14,7 +14,7 @@ from torch import Tensor
 from dpivon.audit.subject import PATHS
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.ranks.group import Group
-from dpivon.privacy.ranks.replicated import Replicated
+from dpivon.privacy.ranks.team import Replicated
 from dpivon.privacy.sampling import PoissonSampler
 from dpivon.release import Release
 

@@ -32,10 +32,9 @@ from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_gener
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group, current
-from dpivon.privacy.ranks.ledger import FollowedLedger, open_ledger
 from dpivon.privacy.ranks.sharded import Sharded
-from dpivon.privacy.ranks.start import Start, choose_team
-from dpivon.privacy.ranks.wrappers import unwrap_parallel
+from dpivon.privacy.ranks.start import choose_team, starting, unwrap_parallel
+from dpivon.privacy.ranks.states import FollowedLedger, open_ledger
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 from dpivon.privacy.twins import check_noise_alone
@@ -156,7 +155,7 @@ class PrivacyEngine(OpacusVerbs):
                 depends on another; the ledger records it.
         """
         group = self._group()
-        with Start(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
+        with starting(group, afresh=self._inherited > 0) as start:  # which speaks to other ranks when all here is made
             module = unwrap_parallel(module, wrap_model)
             mode = check_mode(grad_sample_mode)
             check_model(module)

@@ -24,7 +24,7 @@ from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import NoiseSource, SecureNoise
-from dpivon.privacy.ranks.ledger import FollowedLedger
+from dpivon.privacy.ranks.states import FollowedLedger
 
 if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer

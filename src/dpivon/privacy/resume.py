@@ -30,7 +30,7 @@ from dpivon.errors import PrivacyWarning
 from dpivon.privacy.mechanism import AGAIN, DROP, NEW, Decision, NoiseSpec
 from dpivon.privacy.noise import NoiseSource, TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
-from dpivon.privacy.ranks.ledger import FollowedLedger
+from dpivon.privacy.ranks.states import FollowedLedger
 from dpivon.privacy.sampling import PoissonSampler
 from dpivon.release import Release
 

@@ -1,7 +1,6 @@
-"""The processes that train one model together, and the few things they say to each other.
+"""The processes that train one model together, and what they exchange.
 
-What they exchange before a release is as secret as the data: all ranks are on the same side of the boundary, and so must the
-network between them be.
+Before a release that is as secret as the data: all ranks, and the network between them, are on one side of the boundary.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ class Group:
     def numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """Everybody's numbers, by rank."""
         sent = torch.tensor(list(mine), dtype=torch.int64, device=self._letters)
-        got = [torch.empty_like(sent) for _ in range(self.world)]
-        with self._speaking("compare where they are"):
-            dist.all_gather(got, sent)
-        return [t.tolist() for t in got]
+        return [t.tolist() for t in self._gathered(sent, "compare where they are")]
 
     def everybody(self, mine: Any) -> list[Any]:
         """Everybody's values, by rank: anything that JSON can hold."""
@@ -55,10 +51,7 @@ class Group:
         most = max(n for (n,) in self.numbers([len(text)]))
         sent = torch.zeros(most, dtype=torch.uint8)
         sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        sent = sent.to(self._letters)
-        got = [torch.empty_like(sent) for _ in range(self.world)]
-        with self._speaking("compare what they have"):
-            dist.all_gather(got, sent)
+        got = self._gathered(sent.to(self._letters), "compare what they have")
         return [json.loads(bytes(t.tolist()).rstrip(b"\0")) for t in got]
 
     def tell(self, value: Any = None) -> Any:
@@ -139,11 +132,7 @@ class Group:
 
     def tensors(self, mine: Tensor) -> list[Tensor]:
         """Everybody's tensors of one shape, by rank."""
-        sent = self._carried(mine)
-        got = [torch.empty_like(sent) for _ in range(self.world)]
-        with self._speaking("collect their states"):
-            dist.all_gather(got, sent)
-        return [t.to(mine.device) for t in got]
+        return [t.to(mine.device) for t in self._gathered(self._carried(mine), "collect their states")]
 
     def sum_to_shards(self, parts: Tensor) -> Tensor:
         """[W, …] on every rank to the sum over ranks of row r, on rank r."""
@@ -153,6 +142,12 @@ class Group:
         with self._speaking("add up their clipped sums"):
             scatter(mine, sent.flatten(0, 1))
         return mine.to(parts.device)
+
+    def _gathered(self, sent: Tensor, what: str) -> list[Tensor]:
+        got = [torch.empty_like(sent) for _ in range(self.world)]
+        with self._speaking(what):
+            dist.all_gather(got, sent)
+        return got
 
     def _carried(self, t: Tensor) -> Tensor:
         """A copy on the device that the backend sends from, in one piece."""

@@ -7,7 +7,6 @@ what a rank keeps of it is its own part. Each coordinate has one owner, who adds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +16,10 @@ from dpivon.errors import bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.releases import LearnsFromReleases
 from dpivon.optim.rule_optimizer import RuleOptimizer
-from dpivon.privacy import mechanism
 from dpivon.privacy.layers.registry import plain_type
-from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import TorchNoise, expanded
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.team import Team
-from dpivon.privacy.ranks.wrappers import fsdp_modules
-from dpivon.release import Release
 from dpivon.shards import is_sharded, part_of
 
 if TYPE_CHECKING:
@@ -41,6 +36,11 @@ LAYERS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
+
+
+def fsdp_modules(module: nn.Module) -> list[nn.Module]:
+    """The parts of a model that ``fully_shard`` was applied to."""
+    return [m for m in module.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
 
 
 class Sharded(Team):
@@ -80,30 +80,6 @@ class Sharded(Team):
     def stepped(self, optimizer: DPOptimizer) -> None:
         self.settle(optimizer.module)
         super().stepped(optimizer)
-
-    def _add_up(self, sums: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor] | None:
-        return sums  # done, layer by layer
-
-    def _make(
-        self,
-        optimizer: DPOptimizer,
-        total: Mapping[Tensor, Tensor],
-        spec: NoiseSpec,
-        charge: Callable[[NoiseSpec], None],
-    ) -> Release:
-        return mechanism.release(total, spec, optimizer.noise, charge)
-
-    def _hand_out(self, made: Release) -> Release:
-        return made
-
-    def _follow(
-        self,
-        optimizer: DPOptimizer,
-        sums: Mapping[Tensor, Tensor],
-        spec: NoiseSpec,
-        charge: Callable[[NoiseSpec], None],
-    ) -> Release:
-        return mechanism.release(sums, spec, optimizer.noise, charge)
 
 
 def check_sharded(module: nn.Module, optimizer: Any, group: Group | None) -> None:

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.optim import Optimizer
 
 from dpivon.durable.tensors import bytes_of
+from dpivon.errors import bad
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group
-from dpivon.privacy.ranks.replicated import Replicated
-from dpivon.privacy.ranks.sharded import Sharded, check_sharded
-from dpivon.privacy.ranks.wrappers import fsdp_modules
+from dpivon.privacy.ranks.sharded import Sharded, check_sharded, fsdp_modules
+from dpivon.privacy.ranks.team import Replicated
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import held_tensors
+
+
+def unwrap_parallel(module: nn.Module, wrap_model: bool) -> nn.Module:
+    """The network in ``DistributedDataParallel`` or Opacus's counterpart of it, which need not be there.
+
+    Their own work (averaging gradients, handing out the first weights) is not used: gradients are raw, and both are
+    done at the boundary. The wrapper's hooks stay silent, since its ``forward`` is never called.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel | DifferentiallyPrivateDistributedDataParallel):
+        if not wrap_model:  # then the caller would go on calling the wrapper
+            fix = "Pass module.module and call that, or leave wrap_model=True"
+            raise bad("wrap_model", False, f"{type(module).__name__} would average raw gradients itself", fix)
+        inner: nn.Module = module.module
+        return inner
+    if isinstance(module, nn.DataParallel):
+        fix = "Start one process a device with torchrun, and pass the plain module"
+        raise bad("module", type(module).__name__, "runs several devices in one process", fix)
+    if type(module).__name__ == "FullyShardedDataParallel":
+        fix = "Use torch.distributed.fsdp.fully_shard (FSDP2)"
+        raise bad("module", type(module).__name__, "flattens parameters, so that layers cannot be told apart", fix)
+    return module
 
 
 def choose_team(
@@ -31,28 +54,44 @@ def choose_team(
     return None if group is None else Replicated(group, check_every)
 
 
-class Start:
+@contextmanager
+def starting(group: Group | None, *, afresh: bool) -> Iterator[Start]:
     """A block in which one rank makes its things. Leaving it, all ranks go on together or none does.
 
     A rank whose σ, C, q, N, b, data or model differ from the others' would add to a release what the charge does not
     cover, so every rank refuses. ``afresh``: noise and batches then come from new seeds.
     """
+    start = Start()
+    try:
+        yield start
+    except Exception as error:  # not Ctrl-C, which does not wait for anybody
+        if group is not None:
+            group.all_fine(error, {})
+        raise
+    if group is not None:
+        group.all_fine(None, start.facts)
+    if start.made is None:
+        return
+    module, optimizer = start.made
+    if isinstance(optimizer.together, Replicated | Sharded):
+        optimizer.together.begin(module, optimizer)
+    if afresh:
+        refresh(optimizer)
 
-    def __init__(self, group: Group | None, *, afresh: bool) -> None:
-        self._group, self._afresh = group, afresh
-        self._facts: dict[str, Any] = {}
-        self._made: tuple[nn.Module, DPOptimizer] | None = None
 
-    def __enter__(self) -> Start:
-        return self
+class Start:
+    """What one rank has made, and what must be equal on all ranks."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.made: tuple[nn.Module, DPOptimizer] | None = None
 
     def note(self, module: nn.Module, optimizer: DPOptimizer, dataset: Any, **facts: Any) -> None:
-        """What was made, and what must be equal on all ranks."""
-        self._made = module, optimizer
-        if self._group is None:
+        self.made = module, optimizer
+        if not isinstance(optimizer.together, Replicated | Sharded):
             return
         spec = optimizer.spec
-        self._facts = {
+        self.facts = {
             "noise_multiplier": spec.noise_multiplier,
             "max_grad_norm": spec.max_grad_norm,
             **{name: str(value) for name, value in facts.items()},
@@ -63,21 +102,6 @@ class Start:
             "model": _shapes(module),
             "data": _data(dataset),
         }
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # Ctrl-C does not wait for anybody
-        if self._group is not None:
-            self._group.all_fine(error, self._facts)
-        if self._made is None or error is not None:
-            return
-        module, optimizer = self._made
-        if isinstance(optimizer.together, Replicated | Sharded):
-            optimizer.together.begin(module, optimizer)
-        if self._afresh:
-            refresh(optimizer)
 
 
 def _shapes(module: nn.Module) -> str:

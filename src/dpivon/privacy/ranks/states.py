@@ -1,23 +1,63 @@
-"""The state of a run on several ranks as one process would have it: written by the first rank, cut up again when read.
+"""The ledger and the checkpoints of a run on several ranks: the first rank has the files, the others follow.
 
-Checkpoints stay one file in one format, with its checksum, its single rename and nothing in it that is executed, and fit any
-number of ranks. (torch.distributed.checkpoint would write in parallel, but a pickle and several files.) The price: the first
-rank holds all of model and optimizer state in the memory of its host while it writes or reads. Tensors travel one at a time,
-so a device never holds more than one whole tensor besides its own part.
+A checkpoint is what one process would write: one file, with its checksum and nothing in it that is executed, for any number
+of ranks. So the first rank holds all of model and optimizer state in the memory of its host while it writes or reads.
+Tensors travel one at a time: a device never holds more than one whole tensor besides its own part.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dpivon.durable.ledger import Ledger, Record, Terms
 from dpivon.durable.tensors import flatten, unflatten
-from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group
 from dpivon.shards import is_sharded, like_parameter, local, part_of, whole
+
+if TYPE_CHECKING:
+    from dpivon.privacy.optimizer import DPOptimizer
+
+
+class FollowedLedger:
+    """The record of a ledger that another rank writes. A charge here follows one that is on that rank's disk already."""
+
+    def __init__(self, path: str | os.PathLike[str], record: Record) -> None:
+        self.path, self.record = Path(path), record
+
+    def charge(self, terms: Terms, n: int = 1, evidence: str = "") -> None:
+        self.record.note(terms, n, evidence)
+
+    def close(self) -> None:
+        """Nothing is open here."""
+
+
+def open_ledger(path: str | os.PathLike[str], group: Group | None) -> Ledger | FollowedLedger:
+    """The ledger, where this process keeps it; an error on one rank is one on all."""
+    if group is None:
+        return Ledger(path)
+    ledger = group.by_first(lambda: Ledger(path))
+    said = group.tell(None if ledger is None else _plain(ledger.record))
+    return ledger if ledger is not None else FollowedLedger(path, _record(said))
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "rows": [[list(map(dict, terms)), n] for terms, n in record.rows],
+        "evidence": [[at, text] for at, text in record.evidence.items()],
+        "releases": record.releases,
+    }
+
+
+def _record(said: dict[str, Any]) -> Record:
+    rows = [(tuple(terms), n) for terms, n in said["rows"]]
+    return Record(said["id"], rows, dict(said["evidence"]), releases=said["releases"])
 
 
 def whole_model(optimizer: DPOptimizer, keep: bool) -> dict[str, Tensor]:

@@ -11,13 +11,17 @@ The order is the guarantee's:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dpivon.errors import PrivacyError
+from dpivon.durable.tensors import bytes_of
+from dpivon.errors import DpivonError, PrivacyError
+from dpivon.optim.precision import full_dtype
+from dpivon.privacy import mechanism
 from dpivon.privacy.mechanism import DROP, Decision, NoiseSpec, charge_for, decide
 from dpivon.privacy.ranks.group import Group, failure
 from dpivon.release import Release
@@ -25,9 +29,12 @@ from dpivon.release import Release
 if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer
 
+Sums = Mapping[Tensor, Tensor]
+Charge = Callable[[NoiseSpec], None]
+
 
 class Team:
-    """Several processes that make one release. A subclass says where sums, noise and releases are."""
+    """Several processes that make one release."""
 
     sharded = False
 
@@ -46,7 +53,7 @@ class Team:
         if generator is not None:
             generator.set_state(self.group.from_first(generator.get_state()))
 
-    def release(self, optimizer: DPOptimizer, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release | None:
+    def release(self, optimizer: DPOptimizer, sums: Sums, spec: NoiseSpec) -> Release | None:
         self._agree(optimizer, spec)
         total = self._add_up(sums)
         if total is not None and self.group.first:
@@ -58,14 +65,14 @@ class Team:
         self.releases += made is not None
         return made
 
-    def _lead(self, optimizer: DPOptimizer, total: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release | None:
+    def _lead(self, optimizer: DPOptimizer, total: Sums, spec: NoiseSpec) -> Release | None:
         made: Release | None = None
         try:
             decision = decide(optimizer, total, spec)
             if decision[0] != DROP:
                 charge = charge_for(optimizer, decision)
                 assert charge is not None
-                made = self._make(optimizer, total, spec, charge)
+                made = mechanism.release(total, spec, optimizer.noise, charge)
         except BaseException as error:
             self.group.tell(failure(error))
             raise
@@ -97,32 +104,91 @@ class Team:
     def settle(self, module: nn.Module) -> None:
         pass
 
-    # ---- where things are
+    # ---- where sums, noise and releases are: by default each rank has its own part of all of them
 
-    def _add_up(self, sums: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor] | None:
+    def _add_up(self, sums: Sums) -> Sums | None:
         """The sums over all ranks, where the first rank will have them; None elsewhere."""
-        raise NotImplementedError
-
-    def _make(
-        self,
-        optimizer: DPOptimizer,
-        total: Mapping[Tensor, Tensor],
-        spec: NoiseSpec,
-        charge: Callable[[NoiseSpec], None],
-    ) -> Release:
-        """The first rank's part of the release, charged."""
-        raise NotImplementedError
+        return sums
 
     def _hand_out(self, made: Release) -> Release:
         """What the first rank sends to the others."""
-        raise NotImplementedError
+        return made
 
-    def _follow(
-        self,
-        optimizer: DPOptimizer,
-        sums: Mapping[Tensor, Tensor],
-        spec: NoiseSpec,
-        charge: Callable[[NoiseSpec], None],
-    ) -> Release:
+    def _follow(self, optimizer: DPOptimizer, sums: Sums, spec: NoiseSpec, charge: Charge) -> Release:
         """Another rank's part of the release, after the first one's charge."""
-        raise NotImplementedError
+        return mechanism.release(sums, spec, optimizer.noise, charge)
+
+
+class Replicated(Team):
+    """Data parallel: every rank has the whole model and a part of the batch. Sums go to the first rank, the release comes back.
+
+    Only the first rank draws noise, so the others can release nothing but what they were sent. With one seed for all, a rank
+    out of step would noise the same sum a second time under one charge; with a share of the noise from each, a missing share
+    is too little noise. A reduction and a broadcast cost no more than an all-reduce.
+
+    Every ``check_every`` releases the ranks compare a digest of parameters and optimizer state; 0 never.
+    """
+
+    def __init__(self, group: Group, check_every: int) -> None:
+        super().__init__(group)
+        self.check_every = check_every
+
+    @torch.no_grad()
+    def begin(self, module: nn.Module, optimizer: DPOptimizer) -> None:
+        """Every rank starts from the first one's weights, batches and θ-samples."""
+        for t in [*module.parameters(), *module.buffers()]:
+            t.copy_(self.group.from_first(t))
+        self.share(optimizer.sampler_generator)
+        inner: Any = optimizer.original_optimizer
+        if hasattr(inner, "generator"):
+            if inner.generator is None:  # the global one is each rank's own
+                inner.generator = torch.Generator(optimizer.params[0].device)
+                inner.generator.manual_seed(int(torch.randint(2**63 - 1, (1,))))
+            self.share(inner.generator)
+        self.check_replicas(optimizer)
+
+    def stepped(self, optimizer: DPOptimizer) -> None:
+        if self.check_every and self.releases % self.check_every == 0:
+            self.check_replicas(optimizer)
+        super().stepped(optimizer)
+
+    def check_replicas(self, optimizer: DPOptimizer) -> None:
+        """All ranks have the same posterior to the bit, or an error."""
+        said = [n for (n,) in self.group.numbers([state_digest(optimizer)])]
+        for rank, digest in enumerate(said):
+            if digest != said[0]:
+                raise DpivonError(
+                    f"After {self.releases} releases rank {rank} has other weights or another optimizer state than rank 0, "
+                    "though both learned from the same releases. Write to the model on every rank alike, and run them on "
+                    "machines and libraries of one kind; go on from the last checkpoint."
+                )
+
+    def _add_up(self, sums: Sums) -> Sums | None:
+        total = self.group.sum_to_first(torch.cat([t.flatten() for t in sums.values()]))
+        return None if total is None else _split(total, sums)
+
+    def _hand_out(self, made: Release) -> Release:
+        self.group.from_first(torch.cat([g.flatten() for g in made.gradients.values()]))
+        return made
+
+    def _follow(self, optimizer: DPOptimizer, sums: Sums, spec: NoiseSpec, charge: Charge) -> Release:
+        charge(spec)
+        room = torch.cat([t.new_empty(t.numel(), dtype=full_dtype(p)) for p, t in sums.items()])
+        sent = _split(self.group.from_first(room), sums)
+        return mechanism.as_release({p: g.to(full_dtype(p)) for p, g in sent.items()}, spec)
+
+
+def _split(flat: Tensor, like: Sums) -> dict[Tensor, Tensor]:
+    parts = flat.split([t.numel() for t in like.values()])
+    return {p: part.view(t.shape) for (p, t), part in zip(like.items(), parts, strict=True)}
+
+
+def state_digest(optimizer: DPOptimizer) -> int:
+    """Of all that the optimizer has learned."""
+    total = hashlib.sha256()
+    inner = optimizer.original_optimizer
+    for group in inner.param_groups:
+        for p in group["params"]:
+            for value in (p, *(inner.state[p].values() if p in inner.state else ())):
+                total.update(bytes_of(value) if isinstance(value, Tensor) else repr(value).encode())
+    return int.from_bytes(total.digest()[:7], "little")
