@@ -88,7 +88,7 @@ def shown(row, eager):
 @torch.no_grad()
 def tiles(device, rows, pictures, rounds):
     """Passes a second of the paper's kernels with other tiles in one block at a time; all must say the same."""
-    from dpivon.privacy.kernels import forward  # needs Triton
+    from dpivon.privacy.kernels.paper import forward  # needs Triton
 
     network = PaperNetwork()
     theta = torch.stack([network.initial(i) for i in range(rows)]).to(device)

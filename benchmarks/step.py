@@ -145,9 +145,8 @@ def captured_step(model, model_name, batch, device, examples=50_000, block=16):
     """Blocks of whole steps as ``dpivon.fit`` makes them, sampling included, over resident data."""
     import torch
 
-    from dpivon.fit import network_for
     from dpivon.stacked import Run, Stack
-    from dpivon.stacked.networks import cross_entropy
+    from dpivon.stacked.networks import cross_entropy, network_for
 
     network = network_for(model, cross_entropy)
     x, y = batch_of(model_name, examples, device)

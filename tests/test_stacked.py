@@ -10,10 +10,10 @@ from torch import nn
 from dpivon import PrivacyError, budget
 from dpivon.models import StandardisedConv2d
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.streams import SAMPLING, Streams, philox
-from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
+from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack, register_program
 
 LAYOUT = Layout(image=16, widths=(8, 8, 16), hidden=16, groups=4)
 
@@ -380,3 +380,25 @@ def test_looped_sums_stay_in_double(data):
     batch = stack._batch(*stack.sampler.parts(0)[0])
     sums = stack.gradients.clipped_sums(stack._theta(), batch, stack.mechanism.bound)
     assert not torch.equal(sums, sums.float().double())
+
+
+def test_a_program_of_ones_own_is_one_registration(monkeypatch):
+    from dpivon.stacked.networks import PROGRAMS, cross_entropy, network_for
+
+    class Mine(nn.Sequential):
+        pass
+
+    class MyProgram(AnyNetwork):
+        pass
+
+    monkeypatch.setattr("dpivon.stacked.networks.PROGRAMS", dict(PROGRAMS))
+    register_program(Mine, lambda model: MyProgram(lambda: model) if len(model) == 1 else None)
+    assert type(network_for(Mine(nn.Linear(2, 3)))) is MyProgram
+    assert type(network_for(Mine(nn.Linear(2, 3), nn.ReLU()))) is AnyNetwork  # which it does not apply to
+    assert type(network_for(nn.Sequential(nn.Linear(2, 3)))) is AnyNetwork
+    assert (
+        type(network_for(Mine(nn.Linear(2, 3)), lambda outputs, labels: cross_entropy(outputs, labels))) is AnyNetwork
+    )
+    frozen = Mine(nn.Linear(2, 3))
+    frozen[0].bias.requires_grad_(False)
+    assert type(network_for(frozen)) is AnyNetwork

@@ -14,8 +14,8 @@ from dpivon import ArgumentError, Augmentation
 from dpivon.models import CompactCNN, PaperCNN
 from dpivon.privacy.augmentation import of_every_view
 from dpivon.privacy.gradients import bookkeeping
-from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.reference import LoopedGradients
 from dpivon.privacy.kernels.room import examples_at_once, footprint
 from dpivon.privacy.layers import conv
@@ -344,7 +344,7 @@ def test_fit_takes_views(data):
 
 
 def test_the_papers_network_gets_views_without_its_kernels(data):
-    from dpivon.fit import cross_entropy, network_for
+    from dpivon.stacked.networks import cross_entropy, network_for
 
     assert isinstance(network_for(PaperCNN(), cross_entropy), PaperNetwork)
     assert type(network_for(PaperCNN(), cross_entropy, FOUR)) is AnyNetwork

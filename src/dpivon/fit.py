@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.models import PaperCNN
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
 from dpivon.privacy.accounting.history import History
-from dpivon.privacy.augmentation import Augmentation, used
+from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.clipping import Clipping
-from dpivon.stacked.networks import AnyNetwork, PaperNetwork, cross_entropy
+from dpivon.stacked.networks import cross_entropy, network_for
 from dpivon.stacked.run import Run
 from dpivon.stacked.stack import Stack
 
@@ -135,14 +133,3 @@ def fit(
         on_progress(done, plan.steps)
     at = {"averaged": run.averaged}
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
-
-
-def network_for(
-    model: nn.Module, loss: Loss, augment: Augmentation | None = None, clipping: str | Clipping = "flat"
-) -> AnyNetwork:
-    """The fastest way to train this model with this loss; the paper's kernels make no views of pictures."""
-    plain = used(augment) is None and clipping == "flat"
-    trained = all(p.requires_grad for p in model.parameters()) and plain
-    if loss is cross_entropy and trained and repr(model) == repr(PaperCNN()):  # nothing added, replaced or resized
-        return PaperNetwork()
-    return AnyNetwork(lambda: copy.deepcopy(model), loss)

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
 from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
 from dpivon.study.beyond import Condition, beyond_rows
 from dpivon.study.plan import Evaluation

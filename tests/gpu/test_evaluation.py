@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 
 from dpivon.metrics import batch_ood_scores, batch_scores
 from dpivon.models import MLP, CompactCNN, SmallCNN, WideResNet
-from dpivon.privacy.kernels.forward import MEMORY, Blocks, Forward
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper.forward import MEMORY, Blocks, Forward
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.passes.choice import chosen
 from dpivon.study.passes.compiled import CompiledPasses

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from dpivon.privacy.kernels import conv, norm_pool
-from dpivon.privacy.kernels.forward import TUNING, tuned
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper import kernels
+from dpivon.privacy.kernels.paper.forward import TUNING, tuned
+from dpivon.privacy.kernels.paper.layout import Layout
 from programs.hopper import SHORT, made
 
 LAYOUT = Layout()
@@ -26,12 +26,12 @@ def main() -> None:
             options = tuned(TUNING[kernel][i], side * side)
             shape = {"H": side, "W": side, "CIN": into, "COUT": out, "BM": options["BM"]}
             kept = {} if not keep and i == 0 else {"PICTURE": None}
-            found = check(conv.conv_forward, dtype, shape | kept | {"SIGN": 1, "HAS_BIAS": True}, options)
+            found = check(kernels.conv_forward, dtype, shape | kept | {"SIGN": 1, "HAS_BIAS": True}, options)
             assert "mma" in found.ptx
             options = tuned(TUNING["pool_forward"][i], side * side // 4)
             shape = {"H": side, "W": side, "C": out, "CG": out // LAYOUT.groups, "BP": options["BP"], "KEEP": keep}
             unkept = {} if keep else dict.fromkeys(("WHICH", "ZBEST", "MEAN", "RSTD"))
-            check(norm_pool.norm_pool_forward, dtype, shape | unkept, options)
+            check(kernels.norm_pool_forward, dtype, shape | unkept, options)
 
 
 def check(kernel, dtype, constants, options):

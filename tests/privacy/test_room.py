@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpivon.privacy.kernels.layout import Layout
-from dpivon.privacy.kernels.room import passes_at_once
+from dpivon.privacy.kernels.paper.layout import Layout
 
 MIB = 2**20
 
@@ -30,5 +29,5 @@ def test_the_rules_are_those_of_the_allocator():
 @pytest.mark.parametrize("memory", [2**31, 2**30, 2**31 + 12_345])
 @pytest.mark.parametrize("layout", [Layout(), Layout(classes=8), Layout(widths=(16, 32, 64)), Layout(image=64)])
 def test_what_is_allocated_stays_within_what_was_given(layout, memory):
-    passes = passes_at_once(layout, memory)
+    passes = layout.passes_at_once(memory)
     assert 0.98 * memory < sum(map(allocated, buffers(layout, passes))) <= memory

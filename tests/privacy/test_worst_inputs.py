@@ -183,6 +183,6 @@ def test_merged_uses_of_a_recorded_program_are_one_tensor():
 
 
 def test_kernels_for_norms_and_for_sums_add_up_positions_in_one_order():
-    program = pytest.importorskip("dpivon.privacy.kernels.program")
+    program = pytest.importorskip("dpivon.privacy.kernels.paper.program")
     norms, sums = (program.TUNING[kernel] for kernel in ("norms", "sums"))
     assert [options["BT"] for options in norms] == [options["BT"] for options in sums]

@@ -9,7 +9,7 @@ from torch import nn
 from dpivon.errors import ArgumentError
 from dpivon.models import MLP, CompactCNN
 from dpivon.predict import entropy
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.passes import compiled
 from dpivon.study.passes.choice import SWITCH, apart, eager_will_do, fast_ways, first_that_agrees

@@ -16,7 +16,7 @@ from dpivon.data.fashion_mnist import SIZES
 from dpivon.data.images import SHARE
 from dpivon.errors import bad
 from dpivon.models import CompactCNN, PaperCNN, SmallCNN
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, Network, PaperNetwork
 from dpivon.study.plan import CLASSES, Plan
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.privacy.kernels.layout import Layout
 from dpivon.privacy.layers.uses import MEMORY_CAP, MEMORY_CAP_CUDA
 
 CPU_MEMORY = 2 * 2**30
@@ -20,8 +19,6 @@ CPU_MEMORY = 2 * 2**30
 COPIES = 4
 #: Below so many examples a pass is too small to fill a GPU, and large gradients are better left unmade.
 WORTH_IT = 256
-#: Bytes that torch's allocator on a GPU may leave unused behind a large buffer, and counts as allocated.
-LEFT_OVER = 2**20
 
 
 @dataclass
@@ -42,12 +39,6 @@ def examples_at_once(model: nn.Module, inputs: Tensor, views: int) -> int:
     fit = _memory(inputs.device) // each
     kept = (MEMORY_CAP_CUDA if inputs.is_cuda else MEMORY_CAP) // (4 * max(1, counted.largest))
     return int(max(1, min(fit, kept) if kept >= WORTH_IT else fit))
-
-
-def passes_at_once(layout: Layout, memory: int) -> int:
-    """Of the paper's network in evaluation: each block has two fp32 buffers, before and after pooling."""
-    each = 4 * sum(s * s * d + s * s * d // 4 for s, _, d in layout.convs)
-    return (memory - 2 * len(layout.convs) * LEFT_OVER) // each
 
 
 def footprint(model: nn.Module, inputs: Tensor, views: int = 1) -> Footprint:

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper.layout import Layout
 
 
 class KernelPasses:
-    """All rows at once: :class:`dpivon.privacy.kernels.forward.Forward`."""
+    """All rows at once: :class:`dpivon.privacy.kernels.paper.forward.Forward`."""
 
     name = "kernels"
     at_once = 32768  # their answers are small; how many pictures go through at once is the kernels' business
     joins = True
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        from dpivon.privacy.kernels.forward import Forward  # needs Triton
+        from dpivon.privacy.kernels.paper.forward import Forward  # needs Triton
 
         self.forward = Forward(layout, device)
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpivon.privacy.kernels import conv as conv_kernels
-from dpivon.privacy.kernels import norm_pool as norm_kernels
-from dpivon.privacy.kernels.layout import Layout
-from dpivon.privacy.kernels.room import passes_at_once
+from dpivon.privacy.kernels.paper import kernels
+from dpivon.privacy.kernels.paper.layout import Layout
 
 #: Block sizes and warps of each kernel by block of the network, tuned on an H200 in bf16.
 TUNING: dict[str, list[dict[str, int]]] = {
@@ -56,12 +54,12 @@ class Blocks:
         x, passes = inputs, len(model)
         for i, (s, c, d) in enumerate(self.layout.convs):
             options = tuned(TUNING[self.kernel][i], s * s)
-            conv_kernels.conv_forward[(passes * (s * s // options["BM"]),)](
+            kernels.conv_forward[(passes * (s * s // options["BM"]),)](
                 x, w[f"w{i}"], w[f"b{i}"], model, None if i else picture, self.z[i], s, s, c, d,
                 SIGN=1, HAS_BIAS=True, **options,
             )  # fmt: skip
             which, z_best, mean, rstd = (self.which[i], self.z_best[i], *self.stats[i]) if self.keep else (None,) * 4
-            norm_kernels.norm_pool_forward[(passes,)](
+            kernels.norm_pool_forward[(passes,)](
                 self.z[i], w[f"gain{i}"], w[f"shift{i}"], model, self.y[i], which, z_best, mean, rstd,
                 1e-5, s, s, d, d // self.layout.groups, KEEP=self.keep, **tuned(TUNING["pool_forward"][i], s * s // 4),
             )  # fmt: skip
@@ -74,7 +72,7 @@ class Forward:
 
     def __init__(self, layout: Layout, device: torch.device, *, memory: int = MEMORY) -> None:
         self.layout, self.device = layout, device
-        self.capacity = max(ROWS, passes_at_once(layout, memory))
+        self.capacity = max(ROWS, layout.passes_at_once(memory))
         self.blocks = Blocks(layout, self.capacity, device, torch.float32, keep=False)
 
     def logits(self, theta: Tensor, images: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EPS_NUM
-from dpivon.privacy.kernels import conv as conv_kernels
-from dpivon.privacy.kernels import norm_pool as norm_kernels
 from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.forward import Blocks, head_logits, parameters, tuned
-from dpivon.privacy.kernels.layout import Layout
+from dpivon.privacy.kernels.paper import kernels
+from dpivon.privacy.kernels.paper.forward import Blocks, head_logits, parameters, tuned
+from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.precision import compiled, product
 
 #: Block sizes, taps at a time and warps of each kernel of the backward pass by block of the network, tuned on an H200. Norms
@@ -88,18 +87,18 @@ class Program:
             s, c, d = self.layout.convs[i]
             mean, rstd = blocks.stats[i]
             options = tuned(TUNING["pool_backward"][i], s * s // 4)
-            norm_kernels.norm_pool_backward[(self.capacity,)](
+            kernels.norm_pool_backward[(self.capacity,)](
                 blocks.z[i], self.dy[i], blocks.which[i], blocks.z_best[i], w[f"gain{i}"], batch.model, mean, rstd, self.dz[i],
                 self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **options,
             )  # fmt: skip
             x = blocks.y[i - 1] if i else batch.inputs
-            conv_kernels.weight_norms[(self.capacity,)](
+            kernels.weight_norms[(self.capacity,)](
                 x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **tuned(TUNING["norms"][i], s * s)
             )
             if i:
                 options = tuned(TUNING["input"][i], s * s)
                 tiles = s * s // options["BM"]
-                conv_kernels.conv_forward[(self.capacity * tiles,)](
+                kernels.conv_forward[(self.capacity * tiles,)](
                     self.dz[i], w[f"turned{i}"], w[f"b{i}"], batch.model, None, self.dy[i - 1], s, s, d, c,
                     SIGN=-1, HAS_BIAS=False, **options,
                 )  # fmt: skip
@@ -109,7 +108,7 @@ class Program:
             x = self.blocks.y[i - 1] if i else batch.inputs
             options = tuned(TUNING["sums"][i], s * s)
             parts = 1 if c == 3 else 9 // options["TAPS"]
-            conv_kernels.weight_sums[(self.runs, parts, self.chunks)](
+            kernels.weight_sums[(self.runs, parts, self.chunks)](
                 x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d, CHUNKS=self.chunks, **options
             )
 
