@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dpivon.csv_cells import cell
-from dpivon.train import predictions
+from dpivon.train import published as publishing
 
 FORMULAS = ['=HYPERLINK("http://x","y")', "+1+1", "-cmd|' /C calc'!A0", "@SUM(1)", "\t=1", "\r=1", "＝1+1"]
 
@@ -35,9 +35,9 @@ def test_predictions_hold_no_formula(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mutual_information=torch.zeros(2),
     )
     description = SimpleNamespace(inputs=source, classes=("-1", "=1+1"))
-    monkeypatch.setattr(predictions, "kind_of", lambda where: "image")
+    monkeypatch.setattr(publishing, "kind_of", lambda where: "image")
     published = SimpleNamespace(description=description, predict=lambda *a: found)
-    predictions.predict_file(published, "photos", tmp_path / "p.csv")  # type: ignore[arg-type]
+    publishing.predict_file(published, "photos", tmp_path / "p.csv")  # type: ignore[arg-type]
     with open(tmp_path / "p.csv", newline="") as file:
         header, first, second = csv.reader(file)
     assert header == ["file", "predicted", "p(-1)", "p(=1+1)", "entropy", "mutual_information"]

@@ -9,9 +9,9 @@ import yaml
 
 from dpivon.errors import ArgumentError
 from dpivon.report.run_folder import _config
+from dpivon.sources.schema import read_schema
 from dpivon.study import config as studies
 from dpivon.train import config as trainings
-from dpivon.train.schema import read_schema
 from dpivon.yaml_files import parse_yaml
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))

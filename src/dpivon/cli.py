@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dpivon import ledger_commands, train_commands
+from dpivon import ledger_commands
 from dpivon._version import __version__
 from dpivon.errors import DpivonError, bad
 from dpivon.privacy.accounting import ACCOUNTANTS, tuning_costs
@@ -21,6 +21,7 @@ from dpivon.privacy.accounting import budget as plan
 from dpivon.report.command import report
 from dpivon.study import commands
 from dpivon.terminal import say, warnings_as_lines
+from dpivon.train import commands as train_commands
 
 
 class _Commands(TyperGroup):

@@ -14,9 +14,9 @@ from docs_pages import PAGES, ROOT, fences, inline_code, without_fences
 from typer.testing import CliRunner
 
 from dpivon.cli import app
+from dpivon.sources.schema import read_schema
 from dpivon.study.__main__ import __file__ as _study_main
 from dpivon.study.config import resolve
-from dpivon.train.schema import read_schema
 
 CLI = typer.main.get_command(app)
 CHEAP = ("budget", "methods", "version")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpivon.train.columns import Categorical, Numeric, find, number
+from dpivon.sources.columns import Categorical, Numeric, find, number
 
 AGE = Numeric(min=0, max=120)
 SEX = Categorical(categories=("f", "m"))

@@ -13,11 +13,11 @@ from clinic import HEADER, rows, write_csv
 from PIL import Image
 
 from dpivon import ArgumentError, DpivonError
-from dpivon.train.columns import Categorical, Numeric
-from dpivon.train.sources import kind_of
-from dpivon.train.sources.arrays import Arrays, example_shape
-from dpivon.train.sources.images import Images
-from dpivon.train.sources.table import Table, column_names
+from dpivon.sources import kind_of
+from dpivon.sources.arrays import Arrays, example_shape
+from dpivon.sources.columns import Categorical, Numeric
+from dpivon.sources.images import Images
+from dpivon.sources.table import Table, column_names
 
 TABLE = Table(
     columns={
@@ -108,7 +108,7 @@ def test_images_are_brought_to_the_declared_size_and_scaled_by_constants(tmp_pat
     assert read.targets.tolist() == [1, 1, 0]
     assert tuple(read.inputs.shape[1:]) == source.shape == (3, 6, 6)
     assert read.inputs.amin((2, 3)).tolist() == [[1, 1, 1], [-1, -1, -1], pytest.approx([1, -1, 51 / 127.5 - 1])]
-    assert read.pictures.shape == (3, 6, 6, 3)
+    assert read.images.shape == (3, 6, 6, 3)
     grey = Images(size=6, channels=1).read(str(tmp_path), None)
     assert tuple(grey.inputs.shape) == (3, 1, 6, 6)
     assert grey.targets is None

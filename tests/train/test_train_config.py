@@ -11,10 +11,10 @@ import yaml
 from clinic import clinic
 
 from dpivon import DpivonError, budget
+from dpivon.sources.schema import draft, draft_from_sample, read_schema
 from dpivon.train import config as configs
 from dpivon.train import resolve
 from dpivon.train.networks import choose
-from dpivon.train.schema import draft, draft_from_sample, read_schema
 
 BASE: dict[str, Any] = {"data": "x.csv", "epsilon": 2.0, "delta": 1e-4, "dataset_size": 800, "classes": ["a", "b"]}
 

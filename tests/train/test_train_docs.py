@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from dpivon.cli import app
-from dpivon.train.schema import read_schema
+from dpivon.sources.schema import read_schema
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "train.md").read_text()

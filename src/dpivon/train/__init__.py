@@ -1,13 +1,12 @@
 """``dpivon train`` and ``dpivon predict``: from one's own data to a private model, and from a published model to predictions.
 
-    columns.py    a declared column, and what becomes of a cell        schema.py   the schema file, and how one is drafted
-    sources/      tables, folders of images, arrays                    task.py     configuration → source
-    networks.py   which network, by public sizes                       config.py   YAML and flags → one validated Config
-    loop.py       the private loop, kept by Checkpoints                run.py      a run from configuration to RUN folder
-    published.py  the folder model/ that may be given away             artefacts.py, statements.py  what RUN says of the run
+    config.py     YAML and flags → one validated Config               networks.py  which network, by public sizes
+    loop.py       the private loop, kept by Checkpoints                run.py       a run from configuration to RUN folder
+    published.py  the folder model/ that may be given away             artefacts.py the other files of RUN
+    commands.py   what people type                                     display.py   what they see
 
-Nothing here reads a statistic off the data: what preprocessing and network depend on is declared, or is a name of a column or
-the shape of an array, which no row changes.
+How data is read and encoded is :mod:`dpivon.sources`. Nothing reads a statistic off the data: preprocessing and network depend
+on what was declared, on names of columns and on shapes of arrays, which no row changes.
 """
 
 from dpivon.train.config import Config, resolve

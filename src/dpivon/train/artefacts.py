@@ -16,9 +16,9 @@ from dpivon.durable.files import replace as replace_file
 from dpivon.durable.files import replacing
 from dpivon.errors import StorageError
 from dpivon.metrics import evaluate
-from dpivon.train.columns import Array
+from dpivon.sources import Examples
+from dpivon.sources.columns import Array
 from dpivon.train.published import Published
-from dpivon.train.sources import Examples
 
 PROGRESS, TEST, POSTERIOR, SUMMARY = "progress.jsonl", "test.npz", "posterior.json", "summary.json"
 SHOWN = 16  # images of the test data that are kept: the surest, and as many of the least sure
@@ -87,9 +87,9 @@ def write_test(published: Published, test: Examples, folder: Path) -> dict[str, 
         "mean_probabilities": mean.probs.float().numpy(),
         "targets": test.targets.numpy(),
     }
-    if test.pictures is not None:
+    if test.images is not None:
         shown = _most_and_least_certain(averaged.entropy)
-        arrays |= {"images": test.pictures[shown], "image_index": shown.astype(np.int64)}
+        arrays |= {"images": test.images[shown], "image_index": shown.astype(np.int64)}
     with replacing(folder / TEST) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its own flag comes by keyword too
     scores = evaluate(mean.probs, test.targets)

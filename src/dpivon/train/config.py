@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,18 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dpivon.durable.files import SECRET, replace
-from dpivon.errors import bad
+from dpivon.errors import DpivonError, bad
 from dpivon.methods import METHODS
-from dpivon.privacy.accounting import ACCOUNTANTS
-from dpivon.train.columns import Column, Labels, Numeric
-from dpivon.train.defaults import METHOD, defaults
+from dpivon.privacy.accounting import ACCOUNTANTS, budget
+from dpivon.sources.columns import Column, Labels, Numeric
+from dpivon.sources.schema import read_schema
 from dpivon.train.networks import KINDS, Width, current_name
-from dpivon.train.schema import read_schema
 from dpivon.yaml_files import read_yaml, validated
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=10**9)]
 NAME = "config.yaml"
+METHOD, EPOCHS = "dp-ivon-gradsq", 40
+_LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
 PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
 
 #: What may be different when a run goes on: none of it changes what is released, or what a release costs.
@@ -106,7 +109,7 @@ _NEEDED = {
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
     """The configuration of a run. Flags override the file, both override the schema, and the rest are defaults.
 
-    The defaults of batch, epochs and step size are functions of public numbers: defaults.py.
+    The defaults of batch, epochs and step size are functions of public numbers: :func:`defaults`.
     """
     given = _read(file) if file is not None else {}
     given = {**given, **{name: value for name, value in flags.items() if value is not None}}
@@ -175,3 +178,41 @@ def fixed(config: Config) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+# ---- batch, epochs and step size where the user says nothing: rules of public numbers, never of a row
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not given yet. Of values that cannot be used something is returned too: validation will name them."""
+    method = METHODS.get(str(given.get("method", METHOD)), METHODS[METHOD])
+    try:
+        n = max(1, int(given["dataset_size"]))
+    except (TypeError, ValueError, OverflowError):
+        n = 1
+    found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
+    if given.get("lr") is not None:
+        return found
+    return {**found, "lr": method.lr * (_calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0)}
+
+
+def _calm(given: Mapping[str, Any]) -> float:
+    """The share of IVON's step size that noise leaves room for.
+
+    T steps of noise σC/b walk a weight by about lr·√T·σC/b; that is held to half a unit, and the share to 0.5.
+    """
+    try:
+        b = int(given["batch_size"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to warn of is said when the run is planned
+            plan = budget(
+                dataset_size=int(given["dataset_size"]),
+                batch_size=b,
+                epochs=int(given["epochs"]),
+                delta=float(given["delta"]),  # YAML reads 1e-5 as a text
+                target_epsilon=float(given["epsilon"]),
+            )
+        walk = math.sqrt(plan.steps) * plan.noise_multiplier * float(given.get("max_grad_norm", 1.0)) / b
+        return min(_LARGEST, _WANDER / walk)
+    except (DpivonError, KeyError, TypeError, ValueError, ArithmeticError):
+        return _LARGEST

@@ -20,10 +20,10 @@ from dpivon.errors import BudgetSpent, bad
 from dpivon.metrics import accuracy, nll
 from dpivon.optim.ivon import IVON
 from dpivon.privacy import BatchMemoryManager, Checkpoints, PrivacyEngine
+from dpivon.sources import Examples
 from dpivon.train.artefacts import Line, Progress
 from dpivon.train.config import Config, fixed
 from dpivon.train.published import Description
-from dpivon.train.sources import Examples
 
 HELDOUT_DRAWS = 8
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from dpivon.errors import bad
 from dpivon.models import network
-from dpivon.train.columns import Strict
+from dpivon.sources.columns import Strict
 
 Kind = Literal["mlp", "small", "paper", "wrn-16-4"]
 KINDS: tuple[str, ...] = ("auto", "mlp", "small", "paper", "wrn-16-4")

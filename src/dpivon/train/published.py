@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from dpivon._version import __version__
+from dpivon.csv_cells import cell
 from dpivon.durable.files import replace, sync_folder
 from dpivon.errors import bad
 from dpivon.methods import Learner, Method, describe
@@ -19,11 +22,9 @@ from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction
 from dpivon.privacy.export import export
-from dpivon.train.columns import Labels
+from dpivon.sources import AnySource, kind_of
+from dpivon.sources.columns import Labels
 from dpivon.train.networks import Network
-from dpivon.train.sources.arrays import Arrays
-from dpivon.train.sources.images import Images
-from dpivon.train.sources.table import Table
 from dpivon.yaml_files import validated
 
 FOLDER, NAME = "model", "model.json"
@@ -37,7 +38,7 @@ class Description(BaseModel):
 
     format: Literal[1] = 1
     dpivon: str = __version__
-    inputs: Annotated[Table | Images | Arrays, Field(discriminator="kind")]
+    inputs: Annotated[AnySource, Field(discriminator="kind")]
     classes: Labels
     network: Network
     method: str
@@ -115,3 +116,38 @@ def load(where: Path) -> Published:
         model = description.learner().model
     posterior.for_model(model)
     return Published(description, model, posterior)
+
+
+def predict_file(
+    published: Published, where: str, out: Path, *, samples: int | None = None, seed: int = 0
+) -> ClassPrediction:
+    """Read and encode ``where`` as the model's own data was, predict, and write a CSV. Spends no privacy.
+
+    One line per example: the probability of every class, and how uncertain the model is. Names of files and classes that a
+    spreadsheet would execute stand after an apostrophe.
+    """
+    source = published.description.inputs
+    if (kind := kind_of(where)) != source.kind:
+        raise bad("data", where, f"is of the kind {kind}, and the model takes {source.told()}", "Give data like it")
+    if not out.parent.is_dir():
+        raise bad("out", str(out), "is in a folder that does not exist", "Create the folder first")
+    examples = source.read(where, None)
+    found = published.predict(examples.inputs, samples, seed)
+    classes = published.description.classes
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    first = "file" if kind == "image" else "row"
+    writer.writerow([first, "predicted", *(f"p({name})" for name in classes), "entropy", "mutual_information"])
+    rows = zip(
+        examples.names,
+        found.label.tolist(),
+        found.probs.tolist(),
+        found.entropy.tolist(),
+        found.mutual_information.tolist(),
+        strict=True,
+    )
+    for name, label, probs, entropy, information in rows:
+        numbers = (f"{value:.9g}" for value in (*probs, entropy, information))
+        writer.writerow([cell(str(name)), cell(classes[label]), *numbers])
+    replace(out, text.getvalue().encode())
+    return found

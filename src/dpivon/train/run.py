@@ -18,6 +18,7 @@ from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.sources import Examples, files_of, kind_of, source_for
 from dpivon.train import config as configs
 from dpivon.train.artefacts import PROGRESS as PROGRESS_FILE
 from dpivon.train.artefacts import SUMMARY, Line, read_progress, write_json, write_test, write_widths
@@ -25,11 +26,14 @@ from dpivon.train.config import Config
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
 from dpivon.train.published import FOLDER, Description, load, publish
-from dpivon.train.sources import Examples, files_of, kind_of
-from dpivon.train.statements import choices_not_made, public_inputs
-from dpivon.train.task import source_of
 
 REPORT = "report.html"
+_NOT_CHOSEN = (
+    "No class weights and no resampling by class: how frequent a class is stays private.",
+    "No early stopping and no choice among models by held-out or test results.",
+    "Network, batch, epochs and step size were given, or follow from declared numbers. If you chose them by trying runs on "
+    "this data, ε does not cover that choice: see `dpivon budget --tuning`.",
+)
 Show = Callable[[Line | None, int], None]
 
 
@@ -76,7 +80,8 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
 
 def describe(config: Config) -> Description:
     """``model.json``, before any row is encoded: a function of what was declared."""
-    source = source_of(config)
+    declared = ("columns", "target", "ignore", "value_bounds", "delimiter", "image_size", "channels")
+    source = source_for(config.data, **{name: getattr(config, name) for name in declared})
     return Description(
         inputs=source,
         classes=config.classes,
@@ -184,8 +189,8 @@ def _finish(
             "network": description.network.told(),
         },
         "metrics": metrics,
-        "public_inputs": public_inputs(config, description),
-        "choices_not_made": choices_not_made(description),
+        "public_inputs": _public_inputs(config, description),
+        "choices_not_made": [*description.inputs.not_chosen(), *_NOT_CHOSEN],
         "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
         "heldout_is_private": False,
         "test_is_private": False,
@@ -194,6 +199,20 @@ def _finish(
     write_json(folder / SUMMARY, summary)
     _report(folder, watcher)
     return summary
+
+
+def _public_inputs(config: Config, description: Description) -> list[str]:
+    """Facts that the guarantee does not protect, because they were declared."""
+    said = [
+        f"The number of examples N = {config.dataset_size}, as declared; the rows were not counted for it.",
+        f"The classes {', '.join(config.classes)}.",
+        f"Expected batch {config.batch_size}, {config.epochs} epochs, step size {config.lr:g}, clip bound "
+        f"{config.max_grad_norm:g}, method {config.method}, network {description.network.told()}.",
+        description.inputs.public(),
+    ]
+    if config.source:
+        said.append(f"Where these ranges and categories come from, in the words of who declared them: {config.source}")
+    return said
 
 
 def _report(folder: Path, watcher: Watcher) -> None:

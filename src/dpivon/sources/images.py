@@ -1,4 +1,4 @@
-"""A folder of images: one folder a class, PNG or JPEG, brought to a declared size and scaled by public constants."""
+"""A folder of images: one folder per class, PNG or JPEG, brought to a declared size and scaled by public constants."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from pydantic import Field
 
 from dpivon.errors import ArgumentError, bad
-from dpivon.train.columns import Array, Strict
-from dpivon.train.sources import Examples, index_of, no_examples, targets
+from dpivon.sources.base import Examples, Source, class_of, no_examples
+from dpivon.sources.columns import Array
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-class Images(Strict):
+class Images(Source):
     """Every image is turned upright, resized to ``size`` × ``size``, and its bytes mapped from 0…255 to [−1, 1]."""
 
     kind: Literal["image"] = "image"
@@ -30,6 +30,12 @@ class Images(Strict):
     def told(self) -> str:
         return f"{'a grey' if self.channels == 1 else 'an RGB'} image of {self.size} × {self.size}"
 
+    def not_chosen(self) -> list[str]:
+        return [
+            "No mean image and no channel statistics: bytes 0 to 255 are mapped to −1 to 1.",
+            "No size was read off the images: each was resized to the declared one.",
+        ]
+
     def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
         folder = Path(where)
         if classes is None:
@@ -37,15 +43,15 @@ class Images(Strict):
             found = None
         else:
             labelled = _labelled(folder, classes)
-            files, found = [path for path, _ in labelled], targets([index for _, index in labelled])
+            files, found = [path for path, _ in labelled], torch.tensor([index for _, index in labelled])
         if not files:
             raise no_examples(where)
-        pictures = np.stack([self._picture(path) for path in files])  # uint8 [n, H, W, channels]
-        inputs = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        images = np.stack([self._read(path) for path in files])  # uint8 [n, H, W, channels]
+        inputs = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1.0
         names = [path.relative_to(folder).as_posix() if path != folder else path.name for path in files]
-        return Examples(inputs.contiguous(), found, names, np.broadcast_to(pictures, (*pictures.shape[:3], 3)))
+        return Examples(inputs.contiguous(), found, names, np.broadcast_to(images, (*images.shape[:3], 3)))
 
-    def _picture(self, path: Path) -> Array:
+    def _read(self, path: Path) -> Array:
         from PIL import Image, ImageOps
 
         fix = "Replace it with a PNG or JPEG of 8 bits a channel, or remove it"
@@ -55,10 +61,8 @@ class Images(Strict):
                     raise bad("data", str(path), "has more than 8 bits a channel", fix)
                 mode = "L" if self.channels == 1 else "RGB"
                 upright: Any = ImageOps.exif_transpose(opened)
-                image = (
-                    upright.convert("RGBA").convert(mode) if "transparency" in opened.info else upright.convert(mode)
-                )
-                image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
+                upright = upright.convert("RGBA") if "transparency" in opened.info else upright
+                image = upright.convert(mode).resize((self.size, self.size), Image.Resampling.BILINEAR)
         except ArgumentError:
             raise
         except Exception as error:  # a damaged image raises one of a dozen kinds
@@ -76,7 +80,7 @@ def _labelled(folder: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
             problem = f"holds {inner.name}, which is in no class"
             raise bad("data", str(folder), problem, "Put every image into the folder of its class")
         found = classes.index(inner.name) if inner.name in classes else None
-        index = index_of(found, inner.name, f"a folder in {folder}", classes)
+        index = class_of(found, inner.name, f"a folder in {folder}", classes)
         out += [(path, index) for path in _files(inner, deep=False)]
     return out
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from dpivon.errors import bad
 from dpivon.integrations.need import need
-from dpivon.train.columns import Categorical, Column, Strict, find, is_missing, number
-from dpivon.train.sources import Examples, index_of, no_examples, targets
+from dpivon.sources.base import Examples, Source, no_examples, rows
+from dpivon.sources.columns import Categorical, Column, is_missing, number
 
 
-class Table(Strict):
+class Table(Source):
     """Columns by their declared ranges and categories, side by side in the declared order."""
 
     kind: Literal["table"] = "table"
@@ -34,18 +34,20 @@ class Table(Strict):
     def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
         wanted = [*self.columns, *([self.target] if classes is not None else [])]
         cells = read_columns(Path(where), wanted, self.delimiter)
-        rows = len(cells[wanted[0]])
-        if not rows:
+        if not cells[wanted[0]]:
             raise no_examples(where)
         encoded = np.concatenate([column.encode(cells[name]) for name, column in self.columns.items()], axis=1)
-        found = None
-        if classes is not None:
-            given = enumerate(cells[self.target], start=1)
-            found = targets([index_of(find(cell, classes), cell, f"row {i}", classes) for i, cell in given])
-        return Examples(torch.from_numpy(encoded.astype(np.float32)), found, [str(i + 1) for i in range(rows)])
+        return rows(encoded, cells.get(self.target), classes)
+
+    def public(self) -> str:
+        columns = "; ".join(f"{name}: {column.told()}" for name, column in self.columns.items())
+        return f"The names of the columns and what they may hold: {columns}."
+
+    def not_chosen(self) -> list[str]:
+        other = "No list of the values that occur: an undeclared category goes to one slot for all others."
+        return [*super().not_chosen(), other]
 
     def oddities(self, where: str) -> list[str]:
-        """What of the data does not fit its declaration. For its owner's eyes: these counts are not private."""
         cells = read_columns(Path(where), list(self.columns), self.delimiter)
         lines = []
         for name, column in self.columns.items():
@@ -65,11 +67,10 @@ class Table(Strict):
 def column_names(path: Path, delimiter: str = ",") -> list[str]:
     """The header. Adding or removing a row does not change it, so it is public."""
     if path.suffix.lower() == ".parquet":
-        names = [str(name) for name in _parquet(path, []).schema_arrow.names]
+        names = _parquet(path, lambda file: file.schema_arrow.names)
     else:
-        rows = _csv_rows(path, delimiter)
-        names = next(rows, [])
-    names = [name.strip() for name in names]
+        names = next(_csv_rows(path, delimiter), [])
+    names = [str(name).strip() for name in names]
     if not any(names):
         raise bad("data", str(path), "has no header", "Put the names of the columns in its first line")
     if len(set(names)) < len(names) or "" in names:
@@ -86,12 +87,13 @@ def read_columns(path: Path, wanted: list[str], delimiter: str = ",") -> dict[st
             problem = f"has no column {name!r}, but {', '.join(map(repr, names))}"
             raise bad("data", str(path), problem, "Correct the name in the schema, or the file")
     if path.suffix.lower() == ".parquet":
-        return _parquet_columns(path, wanted)
+        table = _parquet(path, lambda file: file.read(columns=wanted))
+        return {name: table.column(name).to_pylist() for name in wanted}
     where = [names.index(name) for name in wanted]
     out: list[list[str]] = [[] for _ in wanted]
-    rows = _csv_rows(path, delimiter)
-    next(rows)
-    for i, row in enumerate(rows, start=1):
+    lines = _csv_rows(path, delimiter)
+    next(lines)
+    for i, row in enumerate(lines, start=1):
         if not row:
             continue
         if len(row) != len(names):
@@ -110,18 +112,9 @@ def _csv_rows(path: Path, delimiter: str) -> Any:
         raise bad("data", str(path), f"cannot be read as CSV ({error})", "Save it as CSV in UTF-8") from None
 
 
-def _parquet(path: Path, columns: list[str]) -> Any:
+def _parquet(path: Path, take: Callable[[Any], Any]) -> Any:
     parquet = need("pyarrow.parquet", "parquet")
     try:
-        return parquet.ParquetFile(str(path))
-    except (OSError, ValueError) as error:  # pyarrow's errors are among them
-        raise bad("data", str(path), f"cannot be read as Parquet ({error})", "Write the file again") from None
-
-
-def _parquet_columns(path: Path, wanted: list[str]) -> dict[str, list[Any]]:
-    file = _parquet(path, wanted)
-    try:
-        table = file.read(columns=wanted)
-        return {name: table.column(name).to_pylist() for name in wanted}
-    except (OSError, ValueError, KeyError) as error:
+        return take(parquet.ParquetFile(str(path)))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are among them
         raise bad("data", str(path), f"cannot be read as Parquet ({error})", "Write the file again") from None

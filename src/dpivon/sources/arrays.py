@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from dpivon.bounds import Bounds
 from dpivon.errors import bad
-from dpivon.train.columns import Array, Numeric, Strict, find, scaled
-from dpivon.train.sources import Examples, files_of, index_of, no_examples, targets
+from dpivon.sources.base import Examples, Source, files_of, no_examples, rows
+from dpivon.sources.columns import Array, Numeric, scaled
 
 _KINDS = "biuf"  # bool, int, unsigned, float
 
 
-class Arrays(Strict):
+class Arrays(Source):
     """Numbers clamped to a declared range and mapped to [−1, 1]. NaN is the middle; flat rows get an indicator of it each.
 
     ``sizes`` is the shape of one example: [features], [height, width], or [channels, height, width].
@@ -36,6 +35,9 @@ class Arrays(Strict):
     def told(self) -> str:
         return f"an array of {' × '.join(map(str, self.sizes))}"
 
+    def public(self) -> str:
+        return f"Every example is {self.told()}, of values from {self.bounds.told()}."
+
     def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
         x, y = _arrays(where, labels=classes is not None)
         if x.shape[1:] != self.sizes:
@@ -45,14 +47,9 @@ class Arrays(Strict):
             raise no_examples(where)
         values, missing = scaled(x.astype(np.float64), Bounds.check("bounds", (self.bounds.min, self.bounds.max), 1))
         encoded = np.concatenate([values, missing], axis=1) if len(self.sizes) == 1 else values.reshape(-1, *self.shape)
-        found = None
-        if classes is not None:
-            assert y is not None
-            if y.shape != (len(x),):
-                raise bad("data", where, f"has labels of shape {y.shape} for {len(x)} examples", "Give one label each")
-            given = enumerate(y.tolist(), start=1)
-            found = targets([index_of(find(cell, classes), cell, f"row {i}", classes) for i, cell in given])
-        return Examples(torch.from_numpy(encoded.astype(np.float32)), found, [str(i + 1) for i in range(len(x))])
+        if y is not None and y.shape != (len(x),):
+            raise bad("data", where, f"has labels of shape {y.shape} for {len(x)} examples", "Give one label each")
+        return rows(encoded, None if y is None else y.tolist(), classes)
 
 
 def example_shape(where: str) -> tuple[int, ...]:
@@ -91,6 +88,5 @@ def _load(path: Path) -> dict[str, Array]:
         with loaded:
             return {name: loaded[name] for name in loaded.files if name in ("x", "y")}
     except Exception as error:  # a damaged archive or header raises one of a dozen kinds
-        raise bad(
-            "data", str(path), f"cannot be read as arrays ({error})", "Write it with numpy.savez or save"
-        ) from None
+        fix = "Write it with numpy.savez or save"
+        raise bad("data", str(path), f"cannot be read as arrays ({error})", fix) from None

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dpivon.durable.files import replace
 from dpivon.errors import bad
-from dpivon.train.columns import Column, Labels, Strict, is_missing, label, number
+from dpivon.sources.columns import Column, Labels, Strict, is_missing, label, number
 from dpivon.yaml_files import read_yaml, validated
 
 _FIX = "Compare it with examples/patients.yaml, or draft one with `dpivon train DATA --write-schema schema.yaml`"

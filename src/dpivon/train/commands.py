@@ -1,0 +1,290 @@
+"""``dpivon train`` and ``dpivon predict``: what people type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpivon.errors import bad, check_whole
+from dpivon.methods import METHODS
+from dpivon.privacy.accounting import ACCOUNTANTS
+from dpivon.terminal import say, warnings_as_lines
+
+_DATA, _PUBLIC, _MODEL, _RUN = "Data", "What is public", "Model and training", "Running"
+
+
+def _method_names(incomplete: str) -> list[str]:
+    return [name for name in METHODS if name.startswith("dp") and name.startswith(incomplete)]
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """An option of ``dpivon train`` besides its name: those that are no field of a configuration have their own code."""
+
+    kind: Any
+    panel: str
+    help: str
+    names: tuple[str, ...] = ()
+    complete: Any = None
+
+    def parameter(self, name: str) -> Parameter:
+        """As typer reads it: unset is None, or False for a switch without a negation."""
+        given = {"help": self.help, "rich_help_panel": self.panel, "autocompletion": self.complete}
+        switch = self.kind is bool and not any("/" in name for name in self.names)
+        kind: Any = bool if switch else self.kind | None
+        annotation: Any = Annotated[kind, typer.Option(*self.names, **given)]
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=False if switch else None, annotation=annotation)
+
+
+_FLAGS = {
+    "epsilon": _Flag(float, _PUBLIC, "The privacy budget ε."),
+    "delta": _Flag(float, _PUBLIC, "Its δ, below 1/N."),
+    "dataset_size": _Flag(int, _PUBLIC, "The public number of examples N. Rows are never counted."),
+    "classes": _Flag(str, _PUBLIC, "Every class, by commas. Of images: the names of the folders."),
+    "target": _Flag(str, _PUBLIC, "The column of a table to predict."),
+    "bounds": _Flag(
+        list[str],
+        _PUBLIC,
+        "COLUMN:LOW:HIGH, repeated; LOW:HIGH for arrays, or for all other columns. Known without the data.",
+    ),
+    "categories": _Flag(list[str], _PUBLIC, "COLUMN:A,B,C, repeated: a column of texts or codes."),
+    "schema": _Flag(Path, _PUBLIC, "A YAML file with all of these; --write-schema drafts one."),
+    "ignore": _Flag(list[str], _PUBLIC, "A column that is not used; repeat it."),
+    "image_size": _Flag(int, _PUBLIC, "Images are resized to this side; 32 by default."),
+    "channels": _Flag(int, _PUBLIC, "1 for grey, 3 for RGB (default)."),
+    "source": _Flag(str, _PUBLIC, "Where the bounds come from; printed beside them."),
+    "test": _Flag(str, _DATA, "Scored at the end, never trained on. Its scores are NOT private."),
+    "heldout": _Flag(str, _DATA, "Scored after every epoch, never trained on. NOT private."),
+    "delimiter": _Flag(str, _DATA, "Of a CSV; a comma by default."),
+    "write_schema": _Flag(Path, _DATA, "Draft a schema from the names of the columns, train nothing."),
+    "public_sample": _Flag(Path, _DATA, "With --write-schema: a PUBLIC table to take ranges from."),
+    "check": _Flag(bool, _DATA, "Show, to the owner, what does not fit. NOT private; train nothing.", ("--check",)),
+    "method": _Flag(str, _MODEL, "By its name in `dpivon methods`; dp-ivon-gradsq by default.", complete=_method_names),
+    "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
+    "network": _Flag(str, _MODEL, "auto, mlp, small, paper or wrn-16-4."),
+    "hidden": _Flag(str, _MODEL, "Widths of an MLP's hidden layers, by commas; 64 by default."),
+    "epochs": _Flag(int, _MODEL, "Passes of ⌈N/b⌉ steps; 40 by default."),
+    "batch_size": _Flag(int, _MODEL, "Expected batch b; N/8 by default, 16 to 1024."),
+    "lr": _Flag(float, _MODEL, "Step size; by default the method's, smaller under much noise."),
+    "max_grad_norm": _Flag(float, _MODEL, "Clip bound C; 1 by default."),
+    "ema": _Flag(float, _MODEL, "Average the iterates with this decay."),
+    "samples": _Flag(int, _MODEL, "Posterior draws that a prediction averages."),
+    "accountant": _Flag(str, _MODEL, f"One of {', '.join(ACCOUNTANTS)}; rdp by default."),
+    "task": _Flag(str, _MODEL, "classification."),
+    "out": _Flag(str, _RUN, "The RUN folder; dpivon-run by default."),
+    "config": _Flag(Path, _RUN, "YAML with any of these options; flags override it."),
+    "seed": _Flag(int, _RUN, "Decides the noise too: only for public data. Default: a secret."),
+    "secure": _Flag(bool, _RUN, "Noise from the operating system; no exact resume.", ("--secure/--no-secure",)),
+    "device": _Flag(str, _RUN, "cpu (default) or cuda."),
+    "physical_batch_size": _Flag(int, _RUN, "Most examples in memory at once; 256 by default."),
+    "checkpoint_seconds": _Flag(float, _RUN, "Longest time between checkpoints; 30 by default."),
+    "as_json": _Flag(bool, _RUN, "Print the summary as JSON.", ("--json",)),
+    "quiet": _Flag(bool, _RUN, "Print nothing.", ("--quiet", "-q")),
+}
+_DATA_HELP = "A folder with a folder of images a class, a .csv or .parquet table, an .npz, or x.npy,y.npy."
+
+
+def train(data: str | None = None, **flags: Any) -> None:
+    """Train a private classifier on your own data. Nothing is learned from the data without privacy.
+
+    Classes, ranges, categories, image size and N are declared by you and become public; values outside a range are clamped.
+    Stop it at any time: the same command goes on, to the bit on a CPU, and ε never falls.
+
+    Example: dpivon train patients.csv --schema patients.yaml --epsilon 3 --delta 1e-4 --dataset-size 400 --out run
+
+    Example: dpivon train photos/ --classes cat,dog --image-size 32 --epsilon 8 --delta 1e-5 --dataset-size 10000
+
+    Example: dpivon train digits.npz --classes 0,1,2,3,4,5,6,7,8,9 --bounds 0:16 --epsilon 4 --delta 1e-4 --dataset-size 1400
+
+    Example: dpivon train patients.csv --target ill --write-schema patients.yaml
+    """
+    from dpivon.train.config import resolve
+
+    to, sample, config, check, as_json, quiet = map(
+        flags.pop, ("write_schema", "public_sample", "config", "check", "as_json", "quiet")
+    )
+    if to is not None:
+        _draft(data, flags["target"], to, sample, flags["delimiter"] or ",")
+        return
+    if sample is not None:
+        raise bad("public-sample", str(sample), "was given without --write-schema", "Give --write-schema FILE too")
+    hidden = _listed(flags.pop("hidden"))
+    given = {**flags, "data": data, "classes": _listed(flags["classes"]), "options": _options(flags["option"])}
+    given["hidden"] = None if hidden is None else [_width(text) for text in hidden]
+    given |= _declared(flags["bounds"], flags["categories"])
+    for name in ("option", "bounds", "categories"):
+        del given[name]
+    with warnings_as_lines():
+        settings = resolve(given, config)
+        if check:
+            _show_oddities(settings)
+            return
+        _train(settings, as_json, quiet)
+
+
+def _for_typer() -> None:
+    """Give ``train`` the signature that typer reads its options from."""
+    data = Annotated[str | None, typer.Argument(help=_DATA_HELP)]
+    first = Parameter("data", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=data)
+    parameters = [first, *(flag.parameter(name) for name, flag in _FLAGS.items())]
+    train.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    train.__annotations__ = {p.name: p.annotation for p in parameters}
+
+
+_for_typer()
+
+
+def _train(settings: Any, as_json: bool, quiet: bool) -> None:
+    from rich.console import Console
+
+    from dpivon.train.display import Display, conclude
+    from dpivon.train.run import train as run
+
+    if settings.seed is not None:
+        why = "decides the privacy noise, so whoever knows it can take the noise away"
+        say(f"warning: seed={settings.seed}: {why}. Leave it out unless the data is public.", err=True)
+    try:
+        summary = run(settings, Display(quiet or as_json))
+    except SystemExit:  # by a signal, after the checkpoint was written
+        if not quiet:
+            say(f"stopped and saved in {settings.out}; the same command goes on", err=True)
+        raise
+    if as_json:
+        say(json.dumps(summary, allow_nan=False))
+    elif not quiet:
+        conclude(summary, Path(settings.out), Console(highlight=False))
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="The RUN folder of `dpivon train`, or the published model/ of one.")],
+    data: Annotated[str, typer.Argument(help="Data like that of training; labels are not needed and not read.")],
+    out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv).")] = Path("predictions.csv"),
+    samples: Annotated[
+        int | None, typer.Option(help="Posterior draws to average; by default as trained. 0: the posterior mean.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the posterior draws; the same gives the same predictions.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+) -> None:
+    """Predict with a private model: probabilities averaged over its posterior, and two measures of uncertainty.
+
+    entropy is the whole uncertainty in nats; mutual_information is the part that more data would remove. The folder
+    model/ is all that is needed, and loading it executes nothing. It spends no privacy.
+
+    Example: dpivon predict run new-patients.csv --out predictions.csv
+
+    Example: dpivon predict model photos/ --samples 100
+    """
+    from dpivon.train.published import load, predict_file
+
+    fix = "Use a whole number of draws, or 0 for the posterior mean"
+    samples = None if samples is None else check_whole("samples", samples, fix)
+    if check_whole("seed", seed, "Use a small number such as 0") >= 2**63:
+        raise bad("seed", seed, "is too large", "Use a small number such as 0")
+    found = predict_file(load(model), data, out, samples=samples, seed=seed)
+    told = {
+        "out": str(out),
+        "examples": len(found.probs),
+        "samples": found.samples,
+        "mean_entropy": float(found.entropy.mean()),
+        "mean_mutual_information": float(found.mutual_information.mean()),
+    }
+    if as_json:
+        say(json.dumps(told))
+    elif not quiet:
+        how = f"averaged over {found.samples} posterior draws" if found.samples else "at the posterior mean"
+        say(f"{told['examples']} predictions in {out}, {how}; mean entropy {told['mean_entropy']:.3f} nats")
+
+
+def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, delimiter: str) -> None:
+    from dpivon.sources import kind_of
+    from dpivon.sources.schema import draft, draft_from_sample, write_draft
+    from dpivon.sources.table import column_names, read_columns
+
+    if data is None or kind_of(data) != "table":
+        raise bad("data", data, "is no table, and only tables have a schema", "Give a .csv or .parquet")
+    names = column_names(Path(data), delimiter)
+    if target is not None and target not in names:
+        raise bad("target", target, "is no column of the table", f"Name one of {', '.join(names)}")
+    if sample is None:
+        text = draft(names, target)
+    else:
+        if sample.exists() and sample.samefile(data):
+            fix = "Give a table that is public, or leave it out and fill in the blanks"
+            raise bad("public-sample", str(sample), "is the private data itself", fix)
+        kind_of(str(sample))
+        text = draft_from_sample(read_columns(sample, names, delimiter), target, sample)
+    write_draft(to, text)
+    say(f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}")
+
+
+def _show_oddities(settings: Any) -> None:
+    from dpivon.train.run import describe
+
+    inputs = describe(settings).inputs
+    examples = inputs.read(settings.data, settings.classes)
+    lines = inputs.oddities(settings.data)
+    say("NOT PRIVATE: these numbers are about single rows. Keep them with the data.", err=True)
+    for line in [*lines, f"{len(examples)} examples, every label is among the classes"]:
+        say(line)
+
+
+def _declared(bounds: Sequence[str] | None, categories: Sequence[str] | None) -> dict[str, Any]:
+    """--bounds and --categories as columns, and the range of all others."""
+    columns: dict[str, Any] = {}
+    out: dict[str, Any] = {}
+    for text in bounds or ():
+        parts = text.rsplit(":", 2)
+        try:
+            low, high = float(parts[-2]), float(parts[-1])
+        except (IndexError, ValueError):
+            raise bad("bounds", text, "is not COLUMN:LOW:HIGH or LOW:HIGH", "Write --bounds age:0:120") from None
+        if len(parts) == 3:
+            columns[parts[0]] = {"min": low, "max": high}
+        else:
+            out["value_bounds"] = {"min": low, "max": high}
+    for text in categories or ():
+        name, separator, values = text.rpartition(":")
+        if not separator or not values:
+            raise bad("categories", text, "is not COLUMN:A,B,C", "Write --categories sex:f,m")
+        columns[name] = {"categories": _listed(values)}
+    if columns:
+        out["columns"] = columns
+    return out
+
+
+def _listed(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _width(text: str) -> int:
+    return check_whole("hidden", text, "Use the widths of the hidden layers, such as 64,32", at_least=1)
+
+
+def _options(given: Sequence[str] | None) -> dict[str, Any] | None:
+    if not given:
+        return None
+    out: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise bad("option", text, "is not NAME=VALUE", "Write --option hess_init=0.5")
+        out[name] = _value(value)
+    return out
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
