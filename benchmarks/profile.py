@@ -139,7 +139,7 @@ def captured(model, batch, contenders=CAPTURED):
     from benchmarks.step import make_step
     from dpivon.privacy.kernels import conv_ops
 
-    print(f"norms and sums of convolutions and linear layers by kernels: {'yes' if conv_ops.wanted() else 'no'}")
+    print(f"norms and sums of convolutions and linear layers by kernels: {'yes' if conv_ops.enabled else 'no'}")
     for contender in contenders:
         step = make_step(contender, model, batch, "cuda")
         for _ in range(3):

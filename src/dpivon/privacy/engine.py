@@ -22,7 +22,7 @@ from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.wrapping import BookKeepingHooks, BookKeepingModule
+from dpivon.privacy.gradients.model_io import BookKeepingHooks, BookKeepingModule
 from dpivon.privacy.guards import check_model, check_optimizer
 from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterion, try_loss
 from dpivon.privacy.independence import check_model_rows

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.trees import map_tensors
+from dpivon.privacy.gradients.model_io import map_tensors
 from dpivon.privacy.independence import check_loss_rows
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.made_up import NotTried

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpivon.errors import DpivonError, PrivacyError
-from dpivon.privacy.attributes import Attributes, different
+from dpivon.privacy.forward_watch import Attributes, different
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.trees import tensors_in
+from dpivon.privacy.gradients.model_io import tensors_in
 from dpivon.privacy.made_up import Kind, NotTried, kinds, made_up, poisoned, same_for_every_row, scaled, some_rows
 
 EXAMPLES = 3

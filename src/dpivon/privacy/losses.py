@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import DpivonError, PrivacyError, bad, check_choice
 from dpivon.privacy.gradients.means import intercept_backward, losses_under_way
-from dpivon.privacy.gradients.trees import tensors_in
+from dpivon.privacy.gradients.model_io import tensors_in
 from dpivon.privacy.made_up import Kind, NotTried, made_up, some_rows
 
 _MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph

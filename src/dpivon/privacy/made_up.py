@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.gradients.trees import map_tensors, tensors_in
-
-IGNORED = -100  # torch's default ignore_index
+from dpivon.privacy.gradients.model_io import IGNORED, map_tensors
 
 
 class NotTried(PrivacyError):
@@ -78,11 +76,6 @@ def _numbers(shape: list[int], like: Tensor, kind: Kind, dtype: torch.dtype, gen
     else:
         numbers[..., 0] = min(1, kind.classes - 1)  # a mask hides not all of a row
     return numbers.to(like.dtype)
-
-
-def has_ignored(value: Any) -> bool:
-    """Whether any integer is one that torch's losses leave out of their mean."""
-    return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
 
 
 def some_rows(value: Any, index: list[int], rows: int, dim: int) -> Any:

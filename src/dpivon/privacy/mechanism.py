@@ -161,12 +161,16 @@ class NoiseSpec:
     @property
     def variance(self) -> float:
         """Of the noise in each coordinate of the released gradient."""
+        if type(self.mechanism) is Mechanism:
+            return self.mechanism.variance(self)
         return check_number("variance", self.mechanism.variance(self), "Let the mechanism state it", at_least=0.0)
 
     @property
     def cost(self) -> tuple[float, float]:
         """(σ, q) that a release under this spec is charged as."""
         sigma, rate = self.mechanism.cost(self)
+        if type(self.mechanism) is Mechanism:
+            return sigma, rate
         fix = f"Let cost() of the mechanism {self.mechanism.name!r} return a noise multiplier and a sampling rate"
         return (
             check_number("noise_multiplier", sigma, fix, at_least=0.0),

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.made_up import has_ignored
+from dpivon.privacy.gradients.model_io import has_ignored
 from dpivon.privacy.noise import (
     CRYPTOGRAPHIC,
     OS_ENTROPY,

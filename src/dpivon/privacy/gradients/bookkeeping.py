@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping, clip_factors, struck_examples
 from dpivon.privacy.gradients.means import intercept_backward, undo_mean
-from dpivon.privacy.gradients.saved import check_unchanged, stored, version_of
+from dpivon.privacy.gradients.model_io import map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
-from dpivon.privacy.gradients.trees import map_tensors, structure, tensors_in
-from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules
+from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.made_up import NotTried

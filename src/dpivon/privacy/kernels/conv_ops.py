@@ -28,7 +28,7 @@ from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 _PROGRAMS = (
     528  # four for each processor of an H200: a sum is cut into so many chunks that there are about as many programs
 )
-_wanted = os.environ.get("DPIVON_CONV_KERNELS", "0") == "1"
+enabled = os.environ.get("DPIVON_CONV_KERNELS", "0") == "1"  # whether kernels are wanted; :func:`kernels` changes it
 
 
 class Geometry(NamedTuple):
@@ -65,16 +65,12 @@ class Tile:
 @contextmanager
 def kernels(on: bool) -> Iterator[None]:
     """Inside, the kernels are used where they can be, or not at all."""
-    global _wanted
-    before, _wanted = _wanted, on
+    global enabled
+    before, enabled = enabled, on
     try:
         yield
     finally:
-        _wanted = before
-
-
-def wanted() -> bool:
-    return _wanted
+        enabled = before
 
 
 @cache

@@ -64,7 +64,7 @@ class PaddedGradients:
         self.device, self.network, self.at_once = device, network, at_once
         self.step = _Step(network, device, dtype, augment, clipping)
         convolves = any(isinstance(layer, nn.Conv2d) for layer in self.step.model.modules())
-        kernels = conv_ops.wanted() and conv_ops.device_takes(device)
+        kernels = conv_ops.enabled and conv_ops.device_takes(device)
         self.step.channels_last = convolves and kernels if channels_last is None else channels_last
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[float, Sums] = {}
@@ -117,7 +117,7 @@ class PaddedGradients:
                 self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
                 traced = self._trace(bound, *args)
             _check_free_of_constants(traced, self.params.values())
-            program = compiled(traced, self.device, again=conv_ops.wanted())
+            program = compiled(traced, self.device, again=conv_ops.enabled)
             self._program[bound] = lambda row, *rest: program(*self._parameters(row), *rest)
             return self._program[bound](*args)
 

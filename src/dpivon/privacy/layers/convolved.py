@@ -30,7 +30,7 @@ _FEW = 256  # positions up to which making a gradient a second time is faster th
 def kernels_take(x: Tensor, g: Tensor) -> bool:
     """Whether the kernels are there, wanted, and made for tensors like these."""
     return (
-        conv_ops.wanted()
+        conv_ops.enabled
         and g.dtype in (torch.bfloat16, torch.float32)
         and conv_ops.device_takes(g.device)
         and conv_ops.shapes_fit(x, g)
@@ -58,7 +58,7 @@ def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False)
         shape: of the weight: [p, d], or [d, p] if ``transposed``.
         transposed: whether the weight is stored the other way round.
     """
-    if not conv_ops.wanted():
+    if not conv_ops.enabled:
         return outer_or_dense(a, g, shape, transposed)
     left, right = (g, a) if transposed else (a, g)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last

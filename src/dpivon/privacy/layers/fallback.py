@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.gradients.trees import map_tensors, tensors_in
+from dpivon.privacy.gradients.model_io import map_tensors, tensors_in
 from dpivon.privacy.layers.registry import Observe
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import wide

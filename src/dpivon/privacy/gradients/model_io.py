@@ -1,4 +1,4 @@
-"""What the caller goes on using as the model: wrapped, or with hooks only.
+"""What a model takes and returns: tensors in nested values, and the model as its caller goes on using it.
 
 An empty batch is run as one made-up example whose output is cut off again, so that every layer can run it. Its gradient is
 exactly zero, and the release with its noise still happens.
@@ -6,15 +6,77 @@ exactly zero, and the release with its noise still happens.
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
-from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.trees import map_tensors, tensors_in
+if TYPE_CHECKING:
+    from dpivon.privacy.gradients.bookkeeping import BookKeeper
+
+IGNORED = -100  # torch's default ignore_index
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a nested value, in order."""
+    return list(_tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in _parts(value).values():
+            yield from _tensors(part)
+
+
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nested value with ``fn`` of every tensor. Nothing that is given is changed."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    parts = _parts(value)
+    mapped = {key: map_tensors(fn, part) for key, part in parts.items()}
+    if all(mapped[key] is part for key, part in parts.items()):
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)(*mapped.values()) if hasattr(value, "_fields") else type(value)(mapped.values())
+    made = copy.copy(value)
+    for key, part in mapped.items():
+        if isinstance(value, Mapping):
+            made[key] = part
+        else:
+            object.__setattr__(made, key, part)  # also of a frozen dataclass
+    return made
+
+
+def structure(value: Any) -> Any:
+    """What two values have in common that differ in numbers and sizes only; it can be compared and hashed."""
+    if isinstance(value, Tensor):
+        return value.dim(), value.dtype
+    parts = _parts(value)
+    if not parts:
+        return type(value).__name__
+    return type(value).__name__, tuple((key, structure(part)) for key, part in parts.items())
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    fields = getattr(value, "__dict__", None)  # a dataclass, or an object that holds tensors among other things
+    if fields is None or isinstance(value, type) or callable(value):
+        return {}
+    return {key: part for key, part in fields.items() if isinstance(part, Tensor | Mapping | tuple | list)}
+
+
+def has_ignored(value: Any) -> bool:
+    """Whether any integer is one that torch's losses leave out of their mean."""
+    return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
 
 
 class _EmptyBatch:
