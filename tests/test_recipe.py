@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.strong_privacy.stacked_temperature import calibrate_stack
 from torch import Tensor, nn
 
 import dpivon
@@ -19,7 +20,6 @@ from dpivon.privacy.temperature import choose, temperature_cost, temperature_noi
 from dpivon.recipe import WORTH, blur
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
-from dpivon.stacked.temperature import calibrate_stack
 from dpivon.temperature import log_probabilities
 
 N = 120

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,15 +18,15 @@ from dpivon.cli import app
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import names, read
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError, PrivacyWarning
+from dpivon.methods import METHODS
 from dpivon.optim.curvature import resolve
-from dpivon.optim.steady_rule import Steady
+from dpivon.optim.steady import Steady
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.stacked.networks import cross_entropy
-from dpivon.stacked.rules import RULES, PointRows
 
 RUNS = [
     Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 8),
@@ -173,7 +174,7 @@ def test_a_default_estimator_that_is_another_one_by_now_is_not_put_in_its_place(
     """Beside a run that remembers what the old default did, so that the rows' shapes do not tell."""
     runs = [Run("dp-calm", 1, 1.0, 1.0, 0.01, 8), Run("dp-steady", 2, 1.0, 1.0, 3.5, 8)]
     with monkeypatch.context() as patch:
-        patch.setitem(RULES, "dp-steady", PointRows(Steady(resolve(before))))
+        patch.setitem(METHODS, "dp-steady", replace(METHODS["dp-steady"], rule=Steady(resolve(before))))
         if not written:  # as checkpoints were
             patch.setattr("dpivon.stacked.checkpoint.Rotation.write", without_estimators(Rotation.write))
         first, disk = kept(tmp_path, runs=runs)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number
-from dpivon.optim.precision import full_mean
+from dpivon.optim.parameters import full_mean
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, unwrap
 

@@ -6,10 +6,11 @@ the right (:mod:`dpivon.optim` and everything after it) sees nothing else, so al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,23 @@ class Release:
     gradients: Mapping[Tensor, Tensor]
     variance: float
     batch_size: float | None = None
+
+
+@runtime_checkable
+class LearnsFromReleases(Protocol):
+    """An optimizer that is handed the :class:`Release` itself: g_dp as it was released, and the variance of its noise.
+
+    An ordinary torch optimizer reads ``p.grad``, into which the boundary copies g_dp before it steps. After
+    ``bind_to_releases()`` this one must refuse a ``step()`` without a release: ``p.grad`` may be raw.
+    """
+
+    def bind_to_releases(self) -> None: ...
+
+    def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any: ...
+
+
+@runtime_checkable
+class HasPosterior(Protocol):
+    """An optimizer that knows more about the weights than where they are."""
+
+    def posterior(self, model: nn.Module | None = None) -> Any: ...

@@ -33,7 +33,7 @@ from dpivon.audit.run import Audit, audit
 from dpivon.audit.subject import PATHS, STACK_PATHS, probe
 from dpivon.audit.tier_c import Audited, single_releases
 from dpivon.audit.tiers import CHECKS
-from dpivon.stacked.rules import RULES
+from dpivon.stacked.rules import stackable
 
 SEEDS = (1, 2, 3)
 OTHER_METHODS = ("dp-sgd", "dp-adam", "dp-psgld", "dp-bbp", "dp-mc-dropout")
@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     options = parser.parse_args()
     begun, rows = time.perf_counter(), mutants()
-    methods = [(path, m, 0) for m in OTHER_METHODS for path in PATHS if m in RULES or path not in STACK_PATHS]
+    methods = [(path, m, 0) for m in OTHER_METHODS for path in PATHS if m in stackable() or path not in STACK_PATHS]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=context, initializer=one_thread) as pool:
         whole = [pool.submit(sound, path) for path in PATHS]

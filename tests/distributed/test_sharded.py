@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dpivon
 from dpivon.optim import RuleOptimizer
-from dpivon.optim.calm_rule import Calm
-from dpivon.optim.steady import SteadyOptimizer
+from dpivon.optim.steady import Calm, SteadyOptimizer
 
 STEPS, ROUNDING = 6, 2e-6
 

@@ -13,12 +13,11 @@ from resumable import DELTA, STEPS, Run
 from dpivon import ArgumentError, Checkpoints, PrivacyEngine, PrivacyError, PrivacyWarning, budget
 from dpivon.durable.ledger import read
 from dpivon.errors import DpivonError
-from dpivon.optim.adam_rule import Adam
-from dpivon.optim.calm_rule import Calm
+from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import resolve
-from dpivon.optim.dpagd_rule import DPAGD
-from dpivon.optim.moments import Gradient, One
-from dpivon.optim.sgd_rule import SGD
+from dpivon.optim.dpagd import DPAGD, Gradient, One
+from dpivon.optim.sgd import SGD
+from dpivon.optim.steady import Calm
 from dpivon.privacy.accounting.recorded import drawn
 from dpivon.privacy.noise import SecureNoise
 from dpivon.privacy.resume import repeatable

@@ -10,10 +10,10 @@ from torch import nn
 
 import dpivon
 from dpivon.methods import METHODS, describe
-from dpivon.methods.base import rule_defaults
+from dpivon.methods.base import options_of
 from dpivon.optim import IVON, RuleOptimizer
 from dpivon.optim.curvature import ESTIMATORS
-from dpivon.optim.moments import Gradient
+from dpivon.optim.dpagd import Gradient
 from dpivon.stacked.rules import estimator_of
 
 
@@ -45,7 +45,7 @@ def test_options_reach_the_optimizer(name: str) -> None:
 def test_defaults_are_those_of_the_rule(name: str) -> None:
     learner = dpivon.method(name, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), dataset_size=10)
     if type(learner.optimizer) is RuleOptimizer and name != "dpagd":
-        assert learner.method.defaults == rule_defaults(learner.optimizer.rule)
+        assert learner.method.defaults == options_of(learner.optimizer.rule)
     for group in learner.optimizer.param_groups:
         for key, value in learner.method.defaults.items():
             if key in group and value is not None:

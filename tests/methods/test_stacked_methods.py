@@ -17,7 +17,7 @@ from dpivon.optim.curvature import ESTIMATORS
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import predict
 from dpivon.stacked import AnyNetwork, Ensemble, Run, Stack, ensemble_noise, joint_epsilon
-from dpivon.stacked.rules import DEFAULTS, RULES
+from dpivon.stacked.rules import defaults_of, stackable
 
 N, STEPS = 40, 6
 
@@ -46,11 +46,11 @@ def options_of(name: str) -> dict[str, float]:
         "fade": 0.8,
         "ramp": 90.0,
     }
-    return {key: value for key, value in special.items() if key in DEFAULTS[name]}
+    return {key: value for key, value in special.items() if key in defaults_of(name)}
 
 
 @pytest.mark.parametrize("ema", [None, 0.7])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", stackable())
 def test_a_row_is_the_method_alone_on_the_same_releases(name: str, ema: float | None, data: Any) -> None:
     check_row(name, options_of(name) | ({} if ema is None else {"ema": ema}), data)
 
@@ -62,7 +62,7 @@ def test_so_it_is_with_any_estimator(curvature: str, data: Any) -> None:
         check_row("dp-calm", {**options_of("dp-calm"), "curvature": curvature, "ema": 0.7}, data)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", stackable())
 def test_so_it_is_with_the_spread_of_its_iterates(name: str, data: Any) -> None:
     check_row(name, {**options_of(name), "ema": 0.7, "trace": 2.5}, data)
 
@@ -122,8 +122,8 @@ def check_row(name: str, options: dict[str, Any], data: Any) -> None:
 
 
 def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> None:
-    runs = [Run(name, i, 1.0, 1.0, 0.02, 8) for i, name in enumerate(RULES)]
-    runs += [Run(name, 100 + i, 1.0, 1.0, 0.02, 8, {"ema": 0.5}) for i, name in enumerate(RULES)]
+    runs = [Run(name, i, 1.0, 1.0, 0.02, 8) for i, name in enumerate(stackable())]
+    runs += [Run(name, 100 + i, 1.0, 1.0, 0.02, 8, {"ema": 0.5}) for i, name in enumerate(stackable())]
     together = Stack(runs, AnyNetwork(build), *data)
     for _ in together.train(4):
         pass
@@ -140,7 +140,7 @@ def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> 
 @pytest.fixture(scope="module")
 def of_every_rule(data: Any) -> Stack:
     """On a GPU a stack compiles its rules and captures them in a graph: nothing in them may need Python between kernels."""
-    runs = [Run(name, i, 1.0, 1.0, 0.02, 8, {"ema": 0.5} if i % 2 else {}) for i, name in enumerate(RULES)]
+    runs = [Run(name, i, 1.0, 1.0, 0.02, 8, {"ema": 0.5} if i % 2 else {}) for i, name in enumerate(stackable())]
     runs += [Run("dp-ivon-gradsq", 50 + i, 1.0, 1.0, 0.02, 8, {"curvature": c}) for i, c in enumerate(ESTIMATORS)]
     return Stack(runs, AnyNetwork(build), *data)
 
@@ -180,10 +180,10 @@ def test_every_rule_can_be_compiled_whole(of_every_rule: Stack) -> None:
 
 
 def test_every_method_with_a_stacked_rule_has_the_defaults_of_the_registry() -> None:
-    assert set(RULES) <= set(METHODS)
-    for name, defaults in DEFAULTS.items():
+    assert set(stackable()) <= set(METHODS)
+    for name in stackable():
         registered = METHODS[name].defaults
-        for key, value in defaults.items():
+        for key, value in defaults_of(name).items():
             assert registered[key] in (value, None), (name, key)
 
 

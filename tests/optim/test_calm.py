@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import dpivon
 from dpivon import Release
-from dpivon.optim.calm import CalmOptimizer
-from dpivon.optim.calm_rule import Calm
 from dpivon.optim.curvature import ESTIMATORS, SecondMoment, resolve
 from dpivon.optim.ivon_rule import curvature_update
+from dpivon.optim.steady import Calm, CalmOptimizer
 
 NAMES = [name for name, e in ESTIMATORS.items() if isinstance(e, SecondMoment)]
 

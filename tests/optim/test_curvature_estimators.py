@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import dpivon
 from dpivon import IVON, Release
-from dpivon.optim.calm import CalmOptimizer
 from dpivon.optim.curvature import (
     ESTIMATORS,
     Averaged,
@@ -27,6 +26,7 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.ivon_rule import curvature_update
+from dpivon.optim.steady import CalmOptimizer
 from dpivon.optim.tensors import TensorList
 
 # ---- closed forms, coordinate by coordinate

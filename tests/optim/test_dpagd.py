@@ -11,12 +11,25 @@ from torch import Tensor, nn
 
 from dpivon import Release
 from dpivon.optim import RuleOptimizer
-from dpivon.optim.adam_rule import Adam
+from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import CorrectedSquaredGradient, Evidence
-from dpivon.optim.dpagd_rule import ADAGRAD, ADAMBC, DPAGD, RMSPROP, dpagd_step
+from dpivon.optim.dpagd import (
+    ADAGRAD,
+    ADAMBC,
+    DPAGD,
+    PHI,
+    PSI,
+    RMSPROP,
+    Average,
+    CorrectedSquareAverage,
+    Gradient,
+    HeavyBall,
+    One,
+    SquareAverage,
+    dpagd_step,
+)
 from dpivon.optim.ivon_rule import IVONState, ivon_update
-from dpivon.optim.moments import PHI, PSI, Average, CorrectedSquareAverage, Gradient, HeavyBall, One, SquareAverage
-from dpivon.optim.sgd_rule import SGD
+from dpivon.optim.sgd import SGD
 
 STEPS, WIDTH = 25, 6
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpivon.optim.calm_rule import calm_step
 from dpivon.optim.curvature import ESTIMATORS, EmpiricalBayes, Evidence, estimate, matrix, memory_of, remembered
-from dpivon.optim.moments import CorrectedSquareAverage
+from dpivon.optim.dpagd import CorrectedSquareAverage
+from dpivon.optim.steady import calm_step
 from dpivon.optim.tensors import TensorList
 
 SHAPES = [torch.Size((4, 3)), torch.Size((5,))]

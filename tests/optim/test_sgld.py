@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
 from dpivon.errors import ArgumentError, DpivonError, PrivacyError
-from dpivon.optim.chain import Chain
-from dpivon.optim.sgld import LangevinDynamics
-from dpivon.optim.sgld_rule import PSGLD, SGLD
+from dpivon.optim.sgld import PSGLD, SGLD, Chain, LangevinDynamics
 from dpivon.release import Release
 
 N, DELTA = 50.0, 0.02

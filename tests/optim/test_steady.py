@@ -15,8 +15,7 @@ from dpivon import ArgumentError, Release
 from dpivon.data import load_digits
 from dpivon.models import SmallCNN
 from dpivon.optim.average import window_decay
-from dpivon.optim.steady import SteadyOptimizer
-from dpivon.optim.steady_rule import Steady, weight_scale
+from dpivon.optim.steady import Steady, SteadyOptimizer, weight_scale
 from dpivon.stacked import AnyNetwork, Run, Stack
 
 

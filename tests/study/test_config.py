@@ -13,9 +13,9 @@ from dpivon import Augmentation, budget, temperature_cost
 from dpivon.errors import ArgumentError
 from dpivon.methods import METHODS
 from dpivon.optim import curvature as estimators
-from dpivon.optim.steady_rule import Steady
+from dpivon.optim.steady import Steady
 from dpivon.recipe import RATE, WIDTH
-from dpivon.stacked.rules import RULES, PointRows
+from dpivon.stacked.rules import stackable
 from dpivon.study import table
 from dpivon.study import tuning as tuned
 from dpivon.study.config import resolve, rounded_up
@@ -124,7 +124,7 @@ def test_a_plan_that_looks_beyond_comes_back_and_others_stay_as_they_were(resolv
 @pytest.mark.parametrize("name", ["beyond", "beyond-classes", "beyond-tuning", "beyond-quick", "beyond-quick-tuning"])
 def test_studies_beyond_the_paper_hold_every_method_at_matched_epsilon(name):
     plan = resolve(STUDIES[f"{name}.yaml"])
-    methods = set(RULES) - ({"dp-steady"} if "quick" in name else set())  # which came after those had run
+    methods = set(stackable()) - ({"dp-steady"} if "quick" in name else set())  # which came after those had run
     assert {r.method for r in plan.runs} == methods
     cells = {
         m: {(r.batch_size, r.noise_multiplier, r.max_grad_norm) for r in plan.runs if r.method == m} for m in methods
@@ -427,7 +427,7 @@ def test_a_run_whose_default_estimator_is_another_one_by_now_has_noise_of_its_ow
     named = replace(run, options={"curvature": "whole-fisher"})
     seeds, names = [], ("empirical-bayes-fisher", METHODS["dp-steady"].defaults["curvature"], "averaged-fisher")
     for name in names:
-        monkeypatch.setitem(RULES, "dp-steady", PointRows(Steady(estimators.resolve(name))))
+        monkeypatch.setitem(METHODS, "dp-steady", replace(METHODS["dp-steady"], rule=Steady(estimators.resolve(name))))
         seeds.append((noise_seed(plan, run), noise_seed(plan, named)))
     assert seeds[0][0] == 5841052354061426290
     assert len({own for own, _ in seeds}) == len(names)

@@ -30,7 +30,7 @@ from dpivon import Augmentation
 from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.models import PaperCNN
 from dpivon.optim.average import window_decay
-from dpivon.optim.steady_rule import weight_scale
+from dpivon.optim.steady import weight_scale
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints

@@ -14,7 +14,7 @@ from dpivon.audit.run import Audit, audit
 from dpivon.audit.subject import PATHS, STACK_PATHS, check_path, probe
 from dpivon.errors import bad
 from dpivon.import_paths import imported
-from dpivon.stacked.rules import RULES
+from dpivon.stacked.rules import stackable
 
 
 def digits() -> tuple[nn.Module, Tensor, Tensor]:
@@ -53,7 +53,7 @@ def run(out: Path, *, model: str, method: str, paths: list[str], quick: bool, sa
     for path in paths:
         check_path(path)
     network, inputs, labels = load(model)
-    possible = [p for p in PATHS if p not in STACK_PATHS or method in RULES]
+    possible = [p for p in PATHS if p not in STACK_PATHS or method in stackable()]
     if not can_fork():
         possible.remove("distributed")
     audits: list[Audit] = []

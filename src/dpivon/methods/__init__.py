@@ -1,4 +1,4 @@
-"""Every method by its name, under one contract: see :mod:`dpivon.methods.base`."""
+"""The registry of methods, from which stacks, the command line, the demo and the documentation derive."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpivon.errors import bad
-from dpivon.methods import adam, bbp, calm, dpagd, dropout, ivon, langevin, sgd
-from dpivon.methods.base import Learner, Method, Setup, learner
+from dpivon.errors import bad, check_number, check_whole
+from dpivon.methods import bayesian, point
+from dpivon.methods.base import Learner, Method, Setup
+from dpivon.optim.average import EMA, window_decay
 
 #: Every method by its name, in the order of the tables.
-METHODS: dict[str, Method] = {
-    m.name: m for family in (sgd, adam, dpagd, ivon, calm, langevin, bbp, dropout) for m in family.METHODS
-}
+METHODS: dict[str, Method] = {m.name: m for m in (*point.METHODS, *bayesian.METHODS)}
 
 
 def describe(name: str) -> Method:
@@ -49,9 +48,26 @@ def method(
         generator: source of θ-samples and Langevin noise, not of the privacy noise.
         **options: the method's own, by the names in ``describe(name).defaults``.
     """
-    return learner(
-        describe(name), model, dataset_size=dataset_size, lr=lr, ema=ema, trace=trace, generator=generator, **options
-    )
+    chosen = describe(name)
+    n = check_whole("dataset_size", dataset_size, "Use the public number of training examples", at_least=1)
+    lr = check_number("lr", chosen.lr if lr is None else lr, "Use a non-negative step size", at_least=0.0)
+    unknown = sorted(set(options) - set(chosen.defaults))
+    if unknown:
+        raise bad(
+            unknown[0],
+            options[unknown[0]],
+            f"is not an option of {name!r}",
+            f"It has {', '.join(map(repr, chosen.defaults)) or 'none besides lr and ema'}",
+        )
+    given = {**chosen.defaults, **options}
+    windowed = ema is None and chosen.averages
+    if windowed:
+        ema = window_decay(given.get("steps", 0.0))
+    if ema is None and trace:
+        raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema= too, such as 0.99")
+    made, optimizer = chosen.build(model, Setup(lr, n, generator, given, chosen.rule))
+    average = None if ema is None else EMA(optimizer, ema, chosen.trace if trace is None else trace)
+    return Learner(chosen, made, optimizer, average, windowed=windowed)
 
 
 __all__ = ["METHODS", "Learner", "Method", "Setup", "describe", "method"]

@@ -1,8 +1,7 @@
-"""What a method is, and what one gets by naming it.
+"""What a method is, and a method at work on a model.
 
-A method is a description: what it optimises, what its posterior is, how it predicts, its defaults, its reference, and how
-to make its model and optimizer. Clipping, noise, sampling and accounting are not part of it: they are the engine's, and the
-same for every method.
+A method is a description: its update rule, what it optimises, what its posterior is, how it predicts, its defaults, its
+reference. Clipping, noise, sampling and accounting are not part of it: they are the engine's, and the same for every method.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.errors import PrivacyError, bad, check_number, check_whole
+from dpivon.errors import PrivacyError
 from dpivon.optim.average import EMA, window_decay
 from dpivon.optim.ivon import IVON
-from dpivon.optim.releases import HasPosterior
 from dpivon.optim.rule import UpdateRule
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
+from dpivon.release import HasPosterior
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,19 @@ class Setup:
     dataset_size: int
     generator: torch.Generator | None
     options: Mapping[str, Any]
+    rule: UpdateRule | None = None
 
 
 Build = Callable[[nn.Module, Setup], tuple[nn.Module, Optimizer]]
 Predict = Callable[..., Any]
+
+
+def over_parameters(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
+    """The model as it is, and the rule over its parameters."""
+    assert setup.rule is not None
+    own = {"ess": float(setup.dataset_size)} if "ess" in setup.rule.defaults else {}
+    options = {**own, **setup.options}
+    return model, RuleOptimizer(model.parameters(), setup.rule, lr=setup.lr, generator=setup.generator, **options)
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,16 @@ class Method:
         name: as in ``dpivon.method(name, …)``.
         title: as in tables.
         summary: a line for ``dpivon methods``.
-        optimises: what it optimises.
-        posterior: what its posterior is.
-        predicts: how it predicts.
         choose: when to choose it.
         reference: who proposed it.
         lr: the step size where the caller gives none.
+        rule: its update rule; with one it can be stacked, and ``build`` and ``defaults`` follow from it.
+        optimises: what it optimises.
+        posterior: what its posterior is.
+        predicts: how it predicts.
         build: ``build(model, setup)`` returns the model to train, which may be another one than it was given, and its
-            optimizer.
-        defaults: its options and their values where the caller gives none.
+            optimizer; by default the model as it is, and the rule over its parameters.
+        defaults: its options and their values where the caller gives none; by default the rule's.
         samples: how many draws a prediction averages; 0 for a point.
         predict: ``predict(model, posterior, x, samples, …)``; :func:`dpivon.predict` unless the method has its own way.
         averages: whether it averages its iterates unless told otherwise, over a tenth of the training.
@@ -66,18 +75,28 @@ class Method:
     name: str
     title: str
     summary: str
-    optimises: str
-    posterior: str
-    predicts: str
     choose: str
     reference: str
     lr: float
-    build: Build
+    rule: UpdateRule | None = None
+    optimises: str = "weights"
+    posterior: str = "none: a point"
+    predicts: str = "one pass"
+    build: Build = over_parameters
     defaults: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 0
     predict: Predict = predict
     averages: bool = False
     trace: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rule is not None and not self.defaults:
+            object.__setattr__(self, "defaults", options_of(self.rule))
+
+
+def options_of(rule: UpdateRule) -> dict[str, float]:
+    """A rule's defaults, without N, which is not an option but ``dataset_size``."""
+    return {key: value for key, value in rule.defaults.items() if key != "ess"}
 
 
 class Learner:
@@ -96,18 +115,14 @@ class Learner:
     the loop is the same for all. ``model`` and ``optimizer`` may as well be given to ``PrivacyEngine.make_private`` directly.
 
     Made by :func:`dpivon.methods.method`.
-
-    Args:
-        method: the description.
-        model: the network to train.
-        optimizer: what trains it.
-        average: the average of its iterates, if one is kept.
     """
 
-    def __init__(self, method: Method, model: nn.Module, optimizer: Optimizer, average: EMA | None) -> None:
+    def __init__(
+        self, method: Method, model: nn.Module, optimizer: Optimizer, average: EMA | None, *, windowed: bool = False
+    ) -> None:
         self.method, self.model, self.optimizer, self.average = method, model, optimizer, average
         self.private_optimizer: Any = None
-        self.windowed = False  # whether the average's decay follows from the number of steps
+        self.windowed = windowed  # whether the average's decay follows from the number of steps
 
     def make_private(self, engine: Any, data_loader: Any, **options: Any) -> Any:
         """``engine.make_private`` for this model and optimizer; the options are that method's."""
@@ -173,54 +188,3 @@ class Learner:
             traced = self.average is not None and self.average.trace > 0
             samples = self.method.samples or (32 if traced else 0)
         return self.method.predict(self.model, self.posterior(), x, samples, **options)
-
-
-def learner(
-    method: Method,
-    model: nn.Module,
-    *,
-    dataset_size: int,
-    lr: float | None = None,
-    ema: float | None = None,
-    trace: float | None = None,
-    generator: torch.Generator | None = None,
-    **options: Any,
-) -> Learner:
-    """The method at work on ``model``."""
-    n = check_whole("dataset_size", dataset_size, "Use the public number of training examples", at_least=1)
-    lr = check_number("lr", method.lr if lr is None else lr, "Use a non-negative step size", at_least=0.0)
-    unknown = sorted(set(options) - set(method.defaults))
-    if unknown:
-        raise bad(
-            unknown[0],
-            options[unknown[0]],
-            f"is not an option of {method.name!r}",
-            f"It has {', '.join(map(repr, method.defaults)) or 'none besides lr and ema'}",
-        )
-    chosen = {**method.defaults, **options}
-    windowed = ema is None and method.averages
-    if windowed:
-        ema = window_decay(chosen.get("steps", 0.0))
-    if ema is None and trace:
-        raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema= too, such as 0.99")
-    made, optimizer = method.build(model, Setup(lr, n, generator, chosen))
-    spread = method.trace if trace is None else trace
-    made_learner = Learner(method, made, optimizer, None if ema is None else EMA(optimizer, ema, spread))
-    made_learner.windowed = windowed
-    return made_learner
-
-
-def build_rule(rule: UpdateRule) -> Build:
-    """The usual way: the model as it is, and the rule over its parameters."""
-
-    def build(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
-        own = {"ess": float(setup.dataset_size)} if "ess" in rule.defaults else {}
-        options = {**own, **setup.options}
-        return model, RuleOptimizer(model.parameters(), rule, lr=setup.lr, generator=setup.generator, **options)
-
-    return build
-
-
-def rule_defaults(rule: UpdateRule) -> dict[str, float]:
-    """A rule's defaults, without N, which is not an option but ``dataset_size``."""
-    return {key: value for key, value in rule.defaults.items() if key != "ess"}

@@ -27,13 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, bad
-from dpivon.optim.hyper import check_hyper
-from dpivon.optim.names import parameter_names
-from dpivon.optim.precision import full_dtype, full_mean
-from dpivon.optim.releases import HasPosterior
-from dpivon.optim.rule import debias
+from dpivon.optim.parameters import full_dtype, full_mean, parameter_names
+from dpivon.optim.rule import check_hyper, debias
 from dpivon.optim.tensors import Values
 from dpivon.posterior import Posterior
+from dpivon.release import HasPosterior
 
 _KEY = "dpivon_average"
 

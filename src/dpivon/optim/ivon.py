@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,17 +15,26 @@ from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad, check_whole
 from dpivon.optim import curvature as curvatures
-from dpivon.optim.curvature import CurvatureEstimator, Evidence
-from dpivon.optim.ivon_rule import variance
-from dpivon.optim.ivon_state import all_begun, begun, check_group
-from dpivon.optim.ivon_step import evidence_of_average, evidence_of_gradients, update
-from dpivon.optim.names import parameter_names
-from dpivon.optim.precision import full_mean, full_means, restore
+from dpivon.optim.curvature import CurvatureEstimator, Evidence, memory_of
+from dpivon.optim.ivon_rule import DEFAULTS, ivon_step, variance
+from dpivon.optim.parameters import follow, full_dtype, full_mean, full_means, parameter_names, restore
+from dpivon.optim.rule import check_hyper
+from dpivon.optim.rule import debias as one_minus_power
 from dpivon.optim.tensors import TensorList
-from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, draw, set_aside
+from dpivon.optim.theta import (
+    GradientAverage,
+    Perturbation,
+    ThetaSamples,
+    draw,
+    evidence_of_average,
+    evidence_of_gradients,
+    set_aside,
+)
 from dpivon.posterior import Posterior
 from dpivon.release import Release
-from dpivon.shards import local, whole
+from dpivon.shards import is_sharded, local, whole
+
+_MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
 
 class IVON(Optimizer):
@@ -66,10 +76,10 @@ class IVON(Optimizer):
         params: Any,
         lr: float,
         ess: float,
-        hess_init: float = 1.0,
-        beta1: float = 0.9,
-        beta2: float = 0.99999,
-        weight_decay: float = 1e-4,
+        hess_init: float = DEFAULTS["hess_init"],
+        beta1: float = DEFAULTS["beta1"],
+        beta2: float = DEFAULTS["beta2"],
+        weight_decay: float = DEFAULTS["weight_decay"],
         mc_samples: int = 1,
         curvature: str | CurvatureEstimator | None = None,
         clip_radius: float = math.inf,
@@ -77,7 +87,7 @@ class IVON(Optimizer):
         rescale_lr: bool = True,
         *,
         hess_approx: str | None = None,
-        curvature_decay: float = 0.99,
+        curvature_decay: float = DEFAULTS["curvature_decay"],
         generator: torch.Generator | None = None,
     ) -> None:
         if hess_approx is not None:
@@ -228,7 +238,28 @@ class IVON(Optimizer):
                 "curvature is left as it is. Take gradients inside `with optimizer.sampled_params(train=True):`.",
                 stacklevel=4,
             )
-        update(params, states, group, evidence, estimator)
+        lr, beta1, t = group["lr"], group["beta1"], [state["step"] for state in states]
+        memory = {n: TensorList([state[_MEMORY + n] for state in states]) for n in memory_of(estimator)}
+        here = [local(p) for p in params]
+        new = ivon_step(
+            {
+                "mean": TensorList(full_means(here, states)),
+                "momentum": TensorList([state["momentum"] for state in states]),
+            },
+            replace(evidence, t=t, memory=memory),
+            estimator,
+            lr=lr * (group["hess_init"] + group["weight_decay"]) if group["rescale_lr"] else lr,
+            beta1=beta1,
+            beta2=group["beta2"],
+            debias=one_minus_power(beta1, t) if group["debias"] else 1.0,
+            clip_radius=group["clip_radius"],
+        )
+        new["mean"].copy_to(here)
+        kept = {"momentum": "momentum", "hess": "hess", **{n: _MEMORY + n for n in memory}}
+        for i, state in enumerate(states):
+            state.update({key: new[name][i] for name, key in kept.items()})
+            if "mean" in state:
+                state["mean"] = new["mean"][i]
 
     def _evidence(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> Evidence[TensorList]:
         hess = TensorList([self.state[p]["hess"] for p in params])
@@ -343,17 +374,38 @@ class IVON(Optimizer):
     # ---- state
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        return begun(self.state[p], p, group, self.curvature)
+        """The state of a parameter with all that a step needs: begun if it is empty, and where the parameter is now."""
+        state: dict[str, Any] = self.state[p]
+        estimator, here, dtype = self.curvature, local(p), full_dtype(p)
+        if not state:
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
+            state["hess"] = torch.full_like(here, group["hess_init"], dtype=dtype, requires_grad=False)
+        for name in memory_of(estimator):
+            if _MEMORY + name not in state:
+                if state["step"]:
+                    raise DpivonError(
+                        f"curvature={estimator.name!r}: the state has no {name!r} of its first {state['step']} steps; "
+                        "it was made with another estimator. Go on with that one, or begin anew."
+                    )
+                state[_MEMORY + name] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
+        follow(here, state)
+        return state
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        return all_begun([self.state[p] for p in params], params, group, self.curvature)
+        plain = not memory_of(self.curvature)
+        return [self.state[p] if plain and _ready(self.state[p], p) else self._state(p, group) for p in params]
 
     def _mean(self, p: Tensor) -> Tensor:
         return full_mean(local(p), self.state[p])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
+        group = self.param_groups[-1]
+        for key in ("debias", "rescale_lr"):
+            group[key] = bool(group[key])
+        for key in ("lr", "ess", "clip_radius", *DEFAULTS):
+            group[key] = check_hyper(key, group[key])
 
     def state_dict(self) -> dict[str, Any]:
         if self._inside is not None:
@@ -374,3 +426,16 @@ class IVON(Optimizer):
         state = super().__getstate__() | {key: self.__dict__[key] for key in own}
         # A sample that is pending belongs to gradients that are not part of the copy.
         return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None, "_aside": []}
+
+
+def _ready(state: dict[str, Any], p: Tensor) -> bool:
+    """Whether it is ``step``, ``momentum`` and ``hess`` alone, in the parameter's own precision, which is full, and place."""
+    momentum, hess = state.get("momentum"), state.get("hess")
+    return (
+        len(state) == 3
+        and momentum is not None
+        and hess is not None
+        and momentum.dtype is hess.dtype is p.dtype is full_dtype(p)
+        and momentum.device == hess.device == p.device
+        and not is_sharded(p)
+    )

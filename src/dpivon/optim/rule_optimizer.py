@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad
-from dpivon.optim.hyper import check_hyper
-from dpivon.optim.precision import dense, follow, full_dtype, full_means, restore
-from dpivon.optim.rule import UpdateRule
+from dpivon.optim.parameters import dense, follow, full_dtype, full_means, restore
+from dpivon.optim.rule import UpdateRule, check_hyper
 from dpivon.optim.tensors import TensorList
 from dpivon.release import Release
 from dpivon.shards import local

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_choice, check_number, check_whole
-from dpivon.optim.precision import full_dtype
+from dpivon.optim.parameters import full_dtype
 from dpivon.optim.tensors import TensorList
 from dpivon.privacy.noise import NoiseSource, this_process
 from dpivon.release import Release

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from dpivon.errors import PrivacyError, PrivacyWarning
 from dpivon.optim.ivon import IVON
-from dpivon.optim.releases import HasPosterior, LearnsFromReleases
 from dpivon.posterior import Posterior
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.forward_watch import IGNORED_LABELS, ForwardWatch
@@ -34,7 +33,7 @@ from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
 from dpivon.privacy.precision import full_precision, without_autocast
 from dpivon.privacy.sampling import Draws
-from dpivon.release import Release
+from dpivon.release import HasPosterior, LearnsFromReleases, Release
 
 
 class DPOptimizer(OpacusNames):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpivon.errors import bad, check_number, check_whole
-from dpivon.optim.hyper import check_hyper
-from dpivon.stacked.rules import AVERAGED, DEFAULTS, RULES, estimator_of, rows_of
+from dpivon.methods import METHODS
+from dpivon.optim.rule import check_hyper
+from dpivon.stacked.rules import defaults_of, estimator_of, rule_of, stackable
 
 
 class Kind(NamedTuple):
@@ -49,23 +50,19 @@ class Run:
         if not isinstance(self.options, Mapping):
             raise bad("options", self.options, "are not options by name", 'Give a dictionary, such as {"ema": 0.99}')
         object.__setattr__(self, "options", dict(self.options))  # checked below, so nobody may change them afterwards
-        if self.method not in RULES:
-            raise bad("method", self.method, "cannot be stacked", f"Use one of {', '.join(map(repr, RULES))}")
+        if self.method not in stackable():
+            raise bad("method", self.method, "cannot be stacked", f"Use one of {', '.join(map(repr, stackable()))}")
+        own = defaults_of(self.method)
         check_whole("seed", self.seed, "Use a whole number; it seeds the privacy noise, so keep it secret")
         check_number("lr", self.lr, "Use a positive step size", above=0.0)
         check_whole("batch_size", self.batch_size, "Use the expected batch", at_least=1)
-        unknown = set(self.options) - set(DEFAULTS[self.method]) - {"ess", "ema", "trace"}
-        if "steps" in DEFAULTS[self.method]:
+        unknown = set(self.options) - set(own) - {"ess", "ema", "trace"}
+        if "steps" in own:
             unknown -= {"scale"}
         if estimator_of(self.method) is not None:
             unknown -= {"curvature"}
         if unknown:
-            raise bad(
-                "options",
-                sorted(unknown),
-                f"are not options of {self.method!r}",
-                f"Use {sorted(DEFAULTS[self.method])}",
-            )
+            raise bad("options", sorted(unknown), f"are not options of {self.method!r}", f"Use {sorted(own)}")
         for name, value in self.options.items():
             if name != "curvature":
                 check_hyper(name, value)
@@ -74,17 +71,17 @@ class Run:
             raise bad("trace", trace, "is of averaged iterates, and none are averaged", "Give ema too, such as 0.99")
         if not isinstance(self.options.get("curvature", ""), str):
             raise bad("curvature", self.options["curvature"], "is not a name", "Name an estimator; a run is plain data")
-        rows_of(self.method, self.kind.curvature, ())  # names an estimator that is unknown
+        rule_of(self.method, self.kind.curvature)  # names an estimator that is unknown
 
     @property
     def averaged(self) -> bool:
         """Whether an average of its iterates is kept."""
-        return "ema" in self.options or self.method in AVERAGED
+        return "ema" in self.options or METHODS[self.method].averages
 
     @property
     def trace(self) -> float:
         """How many times their spread is width."""
-        return float(self.options.get("trace", AVERAGED.get(self.method, 0.0)))
+        return float(self.options.get("trace", METHODS[self.method].trace))
 
     @property
     def kind(self) -> Kind:

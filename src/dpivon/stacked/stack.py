@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
+from dpivon.methods import METHODS
 from dpivon.optim.average import window_decay
 from dpivon.optim.ivon_rule import variance
-from dpivon.optim.steady_rule import weight_scale
+from dpivon.optim.steady import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.clipping import Clipping, make_clipping
@@ -28,15 +29,7 @@ from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
 from dpivon.stacked.networks import AnyNetwork, Network
-from dpivon.stacked.rules import (
-    DEFAULTS,
-    FILLED,
-    RULES,
-    AveragedRows,
-    Rows,
-    Rule,
-    rows_of,
-)
+from dpivon.stacked.rules import FILLED, Rows, State, defaults_of, rule_of
 from dpivon.stacked.run import Kind, Run
 
 
@@ -95,7 +88,7 @@ class Stack:
         if self.augment is not None:
             self.augment.check(inputs)
         # Rows of one method stand together, so that each rule acts on a slice.
-        self.order = sorted(range(len(runs)), key=lambda i: (list(RULES).index(runs[i].method), runs[i].kind))
+        self.order = sorted(range(len(runs)), key=lambda i: (list(METHODS).index(runs[i].method), runs[i].kind))
         self.runs = [runs[i] for i in self.order]
         self.network, self.block = network, block
         self.steps = check_whole("steps", steps, "Use the planned number of steps, or 0 where nobody knows it")
@@ -131,27 +124,27 @@ class Stack:
 
     def _part(self, kind: Kind, mean: Tensor, n: int) -> _Part:
         method, averaged, curvature, traced = kind
+        defaults = defaults_of(method)
         rows = [i for i, r in enumerate(self.runs) if r.kind == kind]
         kept = [name for name, used in {"ema": averaged, "trace": traced}.items() if used]
-        keys = ["lr", *FILLED, *DEFAULTS[method], *kept]
+        keys = ["lr", *FILLED, *defaults, *kept]
         columns = []
         for i in rows:
             run = self.runs[i]
-            values = DEFAULTS[method] | self._own(run, mean[i], n) | dict(run.options)
+            values = defaults | self._own(run, mean[i], n) | dict(run.options)
             columns.append([float(values[key]) for key in keys])
         table = torch.tensor(columns, dtype=torch.float32, device=self.device)
         hyper = {key: table[:, j : j + 1].clone() for j, key in enumerate(keys)}
         place = slice(rows[0], rows[-1] + 1)
         hyper["noise_variance"] = self.mechanism.variance[place]
-        rule: Rule = rows_of(method, curvature, self.network.matrices)
-        rule = AveragedRows(rule, traced) if averaged else rule
-        return _Part(rule, place, rule.start(mean[place].clone(), hyper), hyper)
+        made = Rows(rule_of(method, curvature, self.network.matrices), averaged, traced)
+        return _Part(made, place, made.start(mean[place].clone(), hyper), hyper)
 
     def _own(self, run: Run, mean: Tensor, n: int) -> dict[str, float]:
         """What no table of defaults can know."""
         own = {"lr": run.lr, "ess": float(n), "batch_size": float(run.batch_size), "scale": 1.0}
         own["trace"] = run.trace
-        if "steps" in DEFAULTS[run.method]:
+        if "steps" in defaults_of(run.method):
             own["steps"] = float(self.steps)
             shapes = self.network.matrices
             own["scale"] = weight_scale(mean.split([r * c for r, c in shapes]), shapes)
@@ -260,10 +253,10 @@ class Stack:
 
     def _theta(self) -> Tensor:
         eps = self.streams.normal(self._eps, self._at, POSTERIOR)
-        return self._sample(eps, self._t + 1, [p.state for p in self.parts])
+        return self._sample(eps, [p.state for p in self.parts])
 
-    def _thetas(self, eps: Tensor, t: Tensor, states: list[Rows]) -> Tensor:
-        return torch.cat([p.rule.theta(s, eps[p.rows], t, p.hyper) for p, s in zip(self.parts, states, strict=True)])
+    def _thetas(self, eps: Tensor, states: list[State]) -> Tensor:
+        return torch.cat([p.rule.theta(s, eps[p.rows], p.hyper) for p, s in zip(self.parts, states, strict=True)])
 
     def _update(self, sums: Tensor) -> None:
         if self.mechanism.recording and not self.mechanism.record(sums, int(self._at)):
@@ -274,7 +267,7 @@ class Stack:
         self._position += 1
         self._apply(g, self._eps, self._t, [p.state for p in self.parts])
 
-    def _update_rows(self, g: Tensor, eps: Tensor, t: Tensor, states: list[Rows]) -> None:
+    def _update_rows(self, g: Tensor, eps: Tensor, t: Tensor, states: list[State]) -> None:
         for part, state in zip(self.parts, states, strict=True):
             new = part.rule.step(state, g[part.rows], eps[part.rows], t, part.hyper)
             for name, value in state.items():  # by our own names: a rule that forgets one must not pass unseen
@@ -341,10 +334,10 @@ def _check_seeds(runs: Sequence[Run], start: Tensor | None) -> None:
 class _Part:
     """The rows of one method."""
 
-    rule: Rule
+    rule: Rows
     rows: slice
-    state: Rows
-    hyper: Rows
+    state: State
+    hyper: State
 
 
 def _tensors(block: BatchBlock) -> tuple[Tensor, ...]:

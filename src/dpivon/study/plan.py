@@ -15,7 +15,7 @@ from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
-from dpivon.stacked.rules import RULES, estimator_of
+from dpivon.stacked.rules import estimator_of, stackable
 
 FORMAT = "dpivon-study-1"
 HELD_OUT = "held-out"
@@ -222,7 +222,7 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
     if plan.augment is not None:
         text += f"|{plan.augment}"
     # A run that names no estimator has its method's default, and with another one it is another run.
-    own = estimator_of(run.method) if run.method in RULES else None  # an unknown one is named where it is used
+    own = estimator_of(run.method) if run.method in stackable() else None  # an unknown one is named where it is used
     if own is not None and "curvature" not in run.options and own.name != _FIRST.get(run.method):
         text += f"|{own.name}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad
 from dpivon.optim.ivon import IVON
-from dpivon.optim.releases import LearnsFromReleases
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy.layers.registry import plain_type
 from dpivon.privacy.noise import TorchNoise, expanded
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.team import Team
+from dpivon.release import LearnsFromReleases
 from dpivon.shards import is_sharded, part_of
 
 if TYPE_CHECKING:

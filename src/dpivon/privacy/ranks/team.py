@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpivon.durable.tensors import bytes_of
 from dpivon.errors import DpivonError, PrivacyError
-from dpivon.optim.precision import full_dtype
+from dpivon.optim.parameters import full_dtype
 from dpivon.privacy import mechanism
 from dpivon.privacy.mechanism import DROP, Decision, NoiseSpec, charge_for, decide
 from dpivon.privacy.ranks.group import Group, failure

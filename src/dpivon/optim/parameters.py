@@ -1,7 +1,7 @@
-"""State in full precision whatever the model's: bf16 and fp16 parameters get an fp32 master copy of their mean.
+"""An optimizer's parameters: their state in full precision, and their names.
 
-A step of size 1e-3 is lost when it is added to a bf16 weight of size 1, so the weights that are optimised are the master's
-and the model's are rounded from them.
+bf16 and fp16 parameters get an fp32 master copy of their mean: a step of size 1e-3 is lost when it is added to a bf16 weight of
+size 1, so the weights that are optimised are the master's and the model's are rounded from them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpivon.errors import DpivonError
+from dpivon.errors import DpivonError, bad
+from dpivon.posterior import unwrap
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -67,3 +68,27 @@ def dense(g: Tensor | None) -> Tensor:
     if g.is_sparse:
         raise DpivonError("p.grad is sparse: dense gradients are needed; make the embedding layer with sparse=False.")
     return g
+
+
+def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tensor, str]:
+    """As in ``model``, or as in ``named_parameters()`` if the optimizer was made from them, otherwise by position."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if model is not None:
+        names: dict[Tensor, str] = {p: name for name, p in unwrap(model).named_parameters()}
+        missing = [i for i, p in enumerate(params) if p.requires_grad and p not in names]
+        if missing:
+            raise bad(
+                "model",
+                type(model).__name__,
+                f"does not contain the optimizer's parameter number {missing[0]}",
+                "Pass the model whose parameters the optimizer was given",
+            )
+        return names
+    if all("param_names" in group for group in optimizer.param_groups):
+        return {
+            p: name
+            for group in optimizer.param_groups
+            for p, name in zip(group["params"], group["param_names"], strict=True)
+        }
+    trained = [p for p in params if p.requires_grad]
+    return {p: str(i) for i, p in enumerate(trained)}

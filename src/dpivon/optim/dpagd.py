@@ -1,13 +1,27 @@
-"""φ_t and ψ_t: what a private adaptive step remembers of the released gradients g_1, …, g_t.
+"""The general private adaptive step, DPAGD (Zhou et al., 2020), in the paper's symbols.
 
-φ_t is the direction and ψ_t the scale of :mod:`dpivon.optim.dpagd_rule`. Each is a pure recursion over values that were
-already released, and reads nothing else. A new one is a frozen dataclass with the four members of :class:`Moment`.
+    m_t = φ_t(g_1, …, g_t),   v_t = min(ψ_t(g_1, …, g_t), λ),   θ ← θ − α m_t / (√v_t + ν)
+
+with g_t the released gradients (after L2 decay: g_t + λ_w θ). The cap λ keeps the step from vanishing: at least
+α m_t / (√λ + ν). Its members are choices of φ and ψ, pure recursions over
+values that were already released (:class:`Moment`):
+
+    DP-SGD       φ = g or Σ μᵗ⁻ᵏ g_k     ψ = 1, ν = 0
+    DP-AdaGrad   φ = g                   ψ = Σ g_k²
+    DP-RMSProp   φ = g                   ψ = average of g_k²
+    DP-Adam      φ = debiased average    ψ = debiased average of g_k²
+    DP-AdamBC    φ = debiased average    ψ = max(debiased average of g_k² − s², γ, κ s²), ν = 0
+
+Zhou, Chen, Hong, Wu, Banerjee: *Private Stochastic Non-Convex Optimization: Adaptive Algorithms and Tighter
+Generalization Bounds*, 2020. AdamBC: Tang, Shpilevskiy, Lécuyer, *DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You
+Apply Bias Correction)*, 2024.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -33,18 +47,24 @@ class Moment(Protocol):
     ) -> tuple[Values, dict[str, Values]]: ...
 
 
+class _Kept:
+    """A moment that remembers the tensors ``keeps``, which begin at zero."""
+
+    keeps: ClassVar[tuple[str, ...]] = ()
+
+    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
+        return {name: full_like(like, 0.0) for name in self.keeps}
+
+
 # ---- φ
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(_Kept):
     """φ_t = g_t."""
 
     name: ClassVar[str] = "gradient"
     defaults: ClassVar[Mapping[str, float]] = {}
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {}
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -53,14 +73,12 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class HeavyBall:
+class HeavyBall(_Kept):
     """φ_t = μ φ_{t−1} + g_t: SGD's momentum, which sums."""
 
     name: ClassVar[str] = "momentum"
     defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9}
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {"velocity": full_like(like, 0.0)}
+    keeps: ClassVar[tuple[str, ...]] = ("velocity",)
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -70,14 +88,12 @@ class HeavyBall:
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(_Kept):
     """φ_t = s_t / (1 − β₁ᵗ) with s_t = β₁ s_{t−1} + (1 − β₁) g_t: Adam's momentum, and IVON's s̄."""
 
     name: ClassVar[str] = "average"
     defaults: ClassVar[Mapping[str, float]] = {"beta1": 0.9}
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {"momentum": full_like(like, 0.0)}
+    keeps: ClassVar[tuple[str, ...]] = ("momentum",)
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -91,14 +107,11 @@ class Average:
 
 
 @dataclass(frozen=True)
-class One:
+class One(_Kept):
     """ψ_t = 1: no adaptation."""
 
     name: ClassVar[str] = "one"
     defaults: ClassVar[Mapping[str, float]] = {}
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {}
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -107,19 +120,17 @@ class One:
 
 
 @dataclass(frozen=True)
-class SquareAverage:
+class SquareAverage(_Kept):
     """ψ_t = v_t with v_t = β₂ v_{t−1} + (1 − β₂) g_t² (RMSProp); divided by 1 − β₂ᵗ if ``debiased`` (Adam)."""
 
     debiased: bool = True
 
     defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999}
+    keeps: ClassVar[tuple[str, ...]] = ("second",)
 
     @property
     def name(self) -> str:
         return "square-average" if self.debiased else "raw-square-average"
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {"second": full_like(like, 0.0)}
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -130,14 +141,12 @@ class SquareAverage:
 
 
 @dataclass(frozen=True)
-class SquareSum:
+class SquareSum(_Kept):
     """ψ_t = Σ_{k≤t} g_k²: AdaGrad. Every step adds the noise's variance to it, so steps shrink as 1/√t at the least."""
 
     name: ClassVar[str] = "square-sum"
     defaults: ClassVar[Mapping[str, float]] = {}
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {"total": full_like(like, 0.0)}
+    keeps: ClassVar[tuple[str, ...]] = ("total",)
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -147,7 +156,7 @@ class SquareSum:
 
 
 @dataclass(frozen=True)
-class CorrectedSquareAverage:
+class CorrectedSquareAverage(_Kept):
     """ψ_t = max(v̂_t − s², γ, κ s²) with v̂_t as in Adam and s² the variance of the noise in the gradients: DP-AdamBC.
 
     Since E[g_dp²] = E[ḡ²] + s², Adam's v̂ is unbiased for a second moment that the noise dominates; here its expectation is
@@ -164,9 +173,7 @@ class CorrectedSquareAverage:
 
     name: ClassVar[str] = "corrected"
     defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999, "floor": 1e-8, "relative_floor": 0.1}
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {"second": full_like(like, 0.0)}
+    keeps: ClassVar[tuple[str, ...]] = ("second",)
 
     def update(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
@@ -186,3 +193,48 @@ PHI: dict[str, Moment] = {m.name: m for m in (Gradient(), HeavyBall(), Average()
 PSI: dict[str, Moment] = {
     m.name: m for m in (One(), SquareAverage(), SquareAverage(False), SquareSum(), CorrectedSquareAverage())
 }
+
+
+# ---- the rule
+
+
+def dpagd_step(theta: Values, phi: Values, psi: Values, *, lr: Any, nu: Any = 0.0, cap: Any = math.inf) -> Values:
+    """θ − α φ / (√min(ψ, λ) + ν)."""
+    return theta - phi / (psi.clamp(max=cap).sqrt() + nu) * lr
+
+
+@dataclass(frozen=True)
+class DPAGD:
+    """The rule, for any φ and ψ. ``own`` are defaults that differ from those of φ and ψ."""
+
+    phi: Moment = field(default_factory=Average)
+    psi: Moment = field(default_factory=SquareAverage)
+    name: str = "dpagd"
+    own: Mapping[str, float] = field(default_factory=dict)
+
+    draws: ClassVar[bool] = False
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        common = {"nu": 1e-8, "cap": math.inf, "weight_decay": 1e-4}
+        return {**self.phi.defaults, **self.psi.defaults, **common, **self.own}
+
+    def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
+        return {"mean": mean, **self.phi.start(mean, hyper), **self.psi.start(mean, hyper)}
+
+    def step(
+        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
+    ) -> dict[str, Values]:
+        mean = state["mean"]
+        d = g + mean * hyper["weight_decay"]
+        phi, phi_state = self.phi.update(state, d, t=t, noise_variance=noise_variance, hyper=hyper)
+        psi, psi_state = self.psi.update(state, d, t=t, noise_variance=noise_variance, hyper=hyper)
+        mean = dpagd_step(mean, phi, psi, lr=hyper["lr"], nu=hyper["nu"], cap=hyper["cap"])
+        return {"mean": mean, **phi_state, **psi_state}
+
+
+#: RMSProp as ``torch.optim.RMSprop`` has it: its v starts at 0 and is not debiased.
+RMSPROP = DPAGD(Gradient(), SquareAverage(debiased=False), "rmsprop", {"beta2": 0.99})
+#: AdaGrad as ``torch.optim.Adagrad`` has it.
+ADAGRAD = DPAGD(Gradient(), SquareSum(), "adagrad", {"nu": 1e-10})
+ADAMBC = DPAGD(Average(), CorrectedSquareAverage(), "adambc", {"nu": 0.0})

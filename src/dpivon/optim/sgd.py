@@ -9,34 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar
 
 from dpivon.optim.rule import Hyper, full_like
 from dpivon.optim.tensors import Values
 
 
 @dataclass(frozen=True)
-class SGDState(Generic[Values]):
-    mean: Values
-    velocity: Values
-
-
-def sgd_update(
-    state: SGDState[Values], g: Values, *, lr: Any, momentum: Any = 0.0, weight_decay: Any = 0.0, nesterov: Any = False
-) -> SGDState[Values]:
-    """One step. ``nesterov`` is 0 or 1; as a column it gives each row of a stack its own."""
-    d = g + state.mean * weight_decay
-    velocity = state.velocity * momentum + d
-    if isinstance(nesterov, bool | float | int):
-        step = d + velocity * momentum if nesterov else velocity
-    else:
-        step = d * nesterov + velocity * (momentum * nesterov + (1.0 - nesterov))
-    return SGDState(mean=state.mean - step * lr, velocity=velocity)
-
-
-@dataclass(frozen=True)
 class SGD:
-    """The rule."""
+    """The rule. ``nesterov`` is 0 or 1; as a column it gives each row of a stack its own."""
 
     name: ClassVar[str] = "sgd"
     defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": 0.0}
@@ -48,6 +29,11 @@ class SGD:
     def step(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
     ) -> dict[str, Values]:
-        options = {key: hyper[key] for key in ("lr", *self.defaults)}
-        new = sgd_update(SGDState(**state), g, **options)
-        return {"mean": new.mean, "velocity": new.velocity}
+        mean, momentum, nesterov = state["mean"], hyper["momentum"], hyper["nesterov"]
+        d = g + mean * hyper["weight_decay"]
+        velocity = state["velocity"] * momentum + d
+        if isinstance(nesterov, bool | float | int):
+            step = d + velocity * momentum if nesterov else velocity
+        else:
+            step = d * nesterov + velocity * (momentum * nesterov + (1.0 - nesterov))
+        return {"mean": mean - step * hyper["lr"], "velocity": velocity}

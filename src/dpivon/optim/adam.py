@@ -10,41 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar
 
 from dpivon.optim.rule import Hyper, debias, full_like
 from dpivon.optim.tensors import Values
-
-
-@dataclass(frozen=True)
-class AdamState(Generic[Values]):
-    mean: Values
-    momentum: Values
-    second: Values
-
-
-def adam_update(
-    state: AdamState[Values],
-    g: Values,
-    *,
-    lr: Any,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
-    debias1: Any = 1.0,
-    debias2: Any = 1.0,
-    decoupled: bool = False,
-) -> AdamState[Values]:
-    """One step. ``debias1`` and ``debias2`` are 1 − β₁ᵗ and 1 − β₂ᵗ; ``decoupled`` makes it AdamW."""
-    if decoupled:
-        mean, d = state.mean * (1.0 - lr * weight_decay), g
-    else:
-        mean, d = state.mean, g + state.mean * weight_decay
-    momentum = state.momentum * beta1 + d * (1.0 - beta1)
-    second = state.second * beta2 + d.square() * (1.0 - beta2)
-    step = (momentum / debias1) / ((second / debias2).sqrt() + eps)
-    return AdamState(mean=mean - step * lr, momentum=momentum, second=second)
 
 
 @dataclass(frozen=True)
@@ -62,15 +31,15 @@ class Adam:
     def step(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
     ) -> dict[str, Values]:
-        new = adam_update(
-            AdamState(**state),
-            g,
-            **{key: hyper[key] for key in ("lr", "beta1", "beta2", "eps", "weight_decay")},
-            debias1=debias(hyper["beta1"], t),
-            debias2=debias(hyper["beta2"], t),
-            decoupled=self.decoupled,
+        mean, lr, weight_decay, beta1, beta2 = (
+            state["mean"],
+            *(hyper[k] for k in ("lr", "weight_decay", "beta1", "beta2")),
         )
-        return {"mean": new.mean, "momentum": new.momentum, "second": new.second}
+        mean, d = (mean * (1.0 - lr * weight_decay), g) if self.decoupled else (mean, g + mean * weight_decay)
+        momentum = state["momentum"] * beta1 + d * (1.0 - beta1)
+        second = state["second"] * beta2 + d.square() * (1.0 - beta2)
+        step = (momentum / debias(beta1, t)) / ((second / debias(beta2, t)).sqrt() + hyper["eps"])
+        return {"mean": mean - step * lr, "momentum": momentum, "second": second}
 
 
 @dataclass(frozen=True)
@@ -78,5 +47,5 @@ class AdamW(Adam):
     """The rule with decoupled weight decay; its default is torch's."""
 
     name: ClassVar[str] = "adamw"
-    defaults: ClassVar[Mapping[str, float]] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
+    defaults: ClassVar[Mapping[str, float]] = {**Adam.defaults, "weight_decay": 1e-2}
     decoupled: ClassVar[bool] = True
