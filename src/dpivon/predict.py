@@ -1,13 +1,10 @@
-"""The posterior predictive p(y | x) = E_q[p(y | x, θ)], by Monte Carlo over draws θ_1 … θ_S from q.
-
-Predictions and their uncertainty are functions of a released posterior: they spend no privacy.
-"""
+"""The posterior predictive p(y | x) = E_q[p(y | x, θ)], by Monte Carlo over draws θ_1 … θ_S from q: post-processing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -111,9 +108,9 @@ def predict(
     >>> prediction = predict(model, optimizer.posterior(model), x)
     >>> prediction.probs, prediction.entropy, prediction.mutual_information
 
-    Post-processing: it costs no privacy, however often it is called. Every batch sees the same draws, so the result does
-    not depend on ``batch_size``; a draw does depend on the type of device it is made on. The network runs in eval mode;
-    its parameters, buffers and training flags are left as they were, and results are on the device of the inputs.
+    Post-processing: it spends no privacy. Every batch sees the same draws, so the result does not depend on ``batch_size``; a
+    draw does depend on the type of device it is made on. The network runs in eval mode; its parameters, buffers and training
+    flags are left as they were, and results are on the device of the inputs.
 
     Args:
         model: the network. A variational model is used with whole weights, drawn as for the plain model.
@@ -121,8 +118,7 @@ def predict(
         x: a tensor, batch first, or an iterable of batches such as a DataLoader, read once. Of a batch that is a tuple or
             list the first element is the input; a mapping is passed as keyword arguments.
         samples: how many draws are averaged. 0, or a posterior without variance, is one pass at the posterior mean. Of a
-            :class:`SampledPosterior` every sample is used once, or so many of them, chosen without replacement, if it has
-            more.
+            :class:`SampledPosterior` so many samples are chosen without replacement, or all if it has no more.
         batch_size: how many rows of a tensor go through the network at once.
         likelihood: what the model returns: ``"categorical"`` logits [B, C]; ``"bernoulli"`` one logit per example, for
             which ``probs`` is [N, 2]; ``"gaussian"`` the mean, or the pair (mean, variance).
@@ -156,12 +152,8 @@ def _network(model: nn.Module) -> nn.Module:
     return plain(model) if is_variational(model) else unwrap(model)
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """One network: its weights as a complete set of tensors, and the seed of its dropout masks if dropout is live."""
-
-    theta: dict[str, Tensor]
-    seed: int | None = None
+#: One network: its weights as a complete set of tensors, and the seed of its dropout masks if dropout is live.
+_Draw = tuple[dict[str, Tensor], int | None]
 
 
 class _Draws:
@@ -170,21 +162,19 @@ class _Draws:
     def __init__(
         self,
         network: nn.Module,
-        posterior: Posterior | SampledPosterior,
+        posterior: Any,
         samples: int,
         generator: torch.Generator | None,
         device: torch.device | str | None,
         dropout: bool | None,
     ) -> None:
         params = dict(network.named_parameters())
-        given: Any = posterior
-        if not isinstance(given, Posterior | SampledPosterior):
+        if not isinstance(posterior, Posterior | SampledPosterior):
             fix = "Pass optimizer.posterior(), or Posterior.point(model) for the weights as they are"
-            raise bad("posterior", type(given).__name__, "is no posterior", fix)
-        q = posterior.for_model(network)
+            raise bad("posterior", type(posterior).__name__, "is no posterior", fix)
         self.network = network
         self.device = torch.device(device) if device is not None else next(iter(params.values())).device
-        self.q = q.to(self.device)
+        self.q = posterior.for_model(network).to(self.device)
         self.mean = self.q.mean
         self.dtypes = {name: params[name].dtype for name in self.mean}
         # Buffers are cloned because some layers update theirs in place even in eval mode.
@@ -203,25 +193,25 @@ class _Draws:
 
     def __iter__(self) -> Iterator[_Draw]:
         if not self.seeds:
-            yield _Draw(self._complete(self.mean))
+            yield self._complete(self.mean), None
         for i, seed in enumerate(self.seeds):
             if isinstance(self.q, SampledPosterior):
                 theta = self.q[self.chosen[i]]
             else:
                 theta = self.q.sample(torch.Generator(self.device).manual_seed(seed))
-            yield _Draw(self._complete(theta), seed)
+            yield self._complete(theta), seed
 
     def _complete(self, theta: dict[str, Tensor]) -> dict[str, Tensor]:
         return self.fixed | {name: t.to(self.dtypes[name]) for name, t in theta.items()}
 
     def forward(self, draw: _Draw, batch: Tensor | Mapping[str, Any]) -> Any:
-        live = nullcontext() if self.masks is None or draw.seed is None else self.masks.draw(draw.seed, self.device)
-        with live:
+        theta, seed = draw
+        with nullcontext() if self.masks is None or seed is None else self.masks.draw(seed, self.device):
             if isinstance(batch, Tensor):
-                output = functional_call(self.network, draw.theta, (batch.to(self.device),))
+                output = functional_call(self.network, theta, (batch.to(self.device),))
             else:
                 given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-                output = functional_call(self.network, draw.theta, (), given)
+                output = functional_call(self.network, theta, (), given)
         # Hugging Face models return a record whose .logits is what the others return bare.
         return getattr(output, "logits", output)
 
@@ -270,8 +260,7 @@ def _inputs(item: Any) -> tuple[Tensor | Mapping[str, Any], Tensor]:
 
 @contextmanager
 def _eval_mode(network: nn.Module) -> Iterator[None]:
-    # The flags are set one by one, not by .eval(): some networks override it, to merge adapters into
-    # their weights for instance, and a layer kept in eval mode during training has to stay there.
+    # Not by .eval(): some networks override it, and a layer kept in eval mode during training has to stay there.
     flags = [(module, module.training) for module in network.modules()]
     try:
         for module, _ in flags:
@@ -283,28 +272,23 @@ def _eval_mode(network: nn.Module) -> Iterator[None]:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """In float64, so that a thousand summed draws are still exact to float32; Apple GPUs have none."""
+    """In float64, so that sums of a thousand draws are exact to float32; Apple GPUs have none."""
     return t.to(torch.float32 if t.device.type == "mps" else torch.float64)
 
 
-@dataclass
 class _Classes:
     """Σ_s p_s and Σ_s H[p_s] for one batch."""
 
-    home: torch.device
-    likelihood: str
-    count: int = 0
-    p: Tensor = field(default_factory=lambda: torch.zeros(()))
-    h: Tensor = field(default_factory=lambda: torch.zeros(()))
-    dtype: torch.dtype = torch.float32
+    def __init__(self, home: torch.device, likelihood: str) -> None:
+        self.home, self.likelihood, self.count = home, likelihood, 0
+        self.p: Any = 0
+        self.h: Any = 0
 
     def add(self, output: Any, examples: int) -> None:
         f_s = _wide(self._logits(output, examples))
-        # Not torch.softmax: on a CPU it wakes every thread even for a handful of rows, which on a busy
-        # machine costs milliseconds for each draw.
+        # Not torch.softmax: on a CPU it wakes every thread even for a handful of rows.
         p_s = (f_s - f_s.logsumexp(-1, keepdim=True)).exp()
-        h_s = entropy(p_s)
-        self.p, self.h = (t.to(self.home) + (a if self.count else 0) for t, a in ((p_s, self.p), (h_s, self.h)))
+        self.p, self.h = self.p + p_s.to(self.home), self.h + entropy(p_s).to(self.home)
         self.count += 1
         self.dtype = torch.promote_types(output.dtype, torch.float32)
 
@@ -324,17 +308,14 @@ class _Classes:
         return f
 
 
-@dataclass
 class _Gaussian:
     """The mean of μ_s, Σ_s (μ_s − mean)² by Welford's update, and Σ_s σ²_s for one batch."""
 
-    home: torch.device
-    noise_variance: float | None
-    count: int = 0
-    mean: Tensor = field(default_factory=lambda: torch.zeros(()))
-    square: Tensor = field(default_factory=lambda: torch.zeros(()))
-    noise: Tensor = field(default_factory=lambda: torch.zeros(()))
-    dtype: torch.dtype = torch.float32
+    def __init__(self, home: torch.device, noise_variance: float | None) -> None:
+        self.home, self.noise_variance, self.count = home, noise_variance, 0
+        self.mean: Any = 0
+        self.square: Any = 0
+        self.noise: Any = 0
 
     def add(self, output: Any, examples: int) -> None:
         mu, sigma2 = self._moments(output)
@@ -343,14 +324,11 @@ class _Gaussian:
             raise bad("model output shape", tuple(mu.shape), problem, "Return one mean per example")
         self.dtype = torch.promote_types(mu.dtype, torch.float32)
         mu, sigma2 = _wide(mu).to(self.home), _wide(sigma2).to(self.home)
-        if self.count == 0:
-            self.mean, self.square, self.noise = mu, torch.zeros_like(mu), sigma2
-        else:
-            difference = mu - self.mean
-            self.mean = self.mean + difference / (self.count + 1)
-            self.square = self.square + difference * (mu - self.mean)
-            self.noise = self.noise + sigma2
         self.count += 1
+        difference = mu - self.mean
+        self.mean = self.mean + difference / self.count
+        self.square = self.square + difference * (mu - self.mean)
+        self.noise = self.noise + sigma2
 
     def _moments(self, output: Any) -> tuple[Tensor, Tensor]:
         if self.noise_variance is not None:
@@ -376,11 +354,10 @@ _PartT = TypeVar("_PartT", _Classes, _Gaussian)
 
 
 def _classification(parts: list[_Classes], samples: int) -> ClassPrediction:
-    dtype = parts[0].dtype
     probs = torch.cat([part.p / part.count for part in parts])
-    expected_entropy = torch.cat([part.h / part.count for part in parts])
     _check_finite(probs)
-    p = prediction_of(probs, expected_entropy, samples)
+    p = prediction_of(probs, torch.cat([part.h / part.count for part in parts]), samples)
+    dtype = parts[0].dtype
     return ClassPrediction(p.probs.to(dtype), p.entropy.to(dtype), p.mutual_information.to(dtype), samples)
 
 
@@ -397,13 +374,12 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 def _regression(parts: list[_Gaussian]) -> RegressionPrediction:
-    dtype = parts[0].dtype
     mean = torch.cat([part.mean for part in parts])
     epistemic = torch.cat([part.square / part.count for part in parts])
     aleatoric = torch.cat([part.noise / part.count for part in parts])
     _check_finite(mean + epistemic + aleatoric)
-    variance = epistemic + aleatoric
-    return RegressionPrediction(mean.to(dtype), variance.to(dtype), epistemic.to(dtype), aleatoric.to(dtype))
+    found = (mean, epistemic + aleatoric, epistemic, aleatoric)
+    return RegressionPrediction(*(t.to(parts[0].dtype) for t in found))
 
 
 def _tensor(output: Any) -> Tensor:
