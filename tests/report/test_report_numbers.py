@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpivon import Accountant, metrics
-from dpivon.report import privacy, statement, testset, write
+from dpivon.report import privacy, testset, write
 from dpivon.report.run import width_chart
 from dpivon.report.run_folder import TestSet
 from dpivon.report.run_folder import read as read_run
@@ -40,7 +40,7 @@ def test_the_best_guess_is_reached_by_the_best_of_all_tests(epsilon: float, delt
     for says_used in itertools.product([False, True], repeat=4):
         right = sum(p if said else q for p, q, said in zip(used, unused, says_used, strict=True)) / 2
         best = max(best, right)
-    assert statement.best_guess(epsilon, delta) == pytest.approx(best, rel=1e-12)
+    assert privacy.best_guess(epsilon, delta) == pytest.approx(best, rel=1e-12)
     assert best == pytest.approx((math.exp(epsilon) + delta) / (math.exp(epsilon) + 1), rel=1e-12)
 
 
@@ -52,7 +52,7 @@ def test_no_test_detects_more_and_neyman_pearsons_as_much(epsilon: float, delta:
     for p, q in sorted(zip(used, unused, strict=True), key=lambda pq: -math.inf if pq[1] == 0 else -pq[0] / pq[1]):
         share = 1.0 if q <= left else left / q
         power, left = power + share * p, left - share * q
-    assert statement.most_detected(epsilon, delta, false_alarms) == pytest.approx(power, rel=1e-9)
+    assert privacy.most_detected(epsilon, delta, false_alarms) == pytest.approx(power, rel=1e-9)
 
 
 def test_the_gaussian_mechanism_stays_below_the_bound() -> None:
@@ -60,42 +60,42 @@ def test_the_gaussian_mechanism_stays_below_the_bound() -> None:
     normal = statistics.NormalDist()
     for mu, epsilon in itertools.product((0.3, 1.0, 2.0), (0.1, 1.0, 3.0)):
         delta = normal.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal.cdf(-mu / 2 - epsilon / mu)
-        assert normal.cdf(mu / 2) <= statement.best_guess(epsilon, delta) + 1e-12
+        assert normal.cdf(mu / 2) <= privacy.best_guess(epsilon, delta) + 1e-12
 
 
 def test_a_belief_follows_bayes() -> None:
-    assert statement.believed(math.log(3), 0.5) == pytest.approx(0.75)
-    assert statement.believed(math.log(99), 0.01) == pytest.approx(0.5)
-    assert statement.believed(1e4, 0.01) == 1.0
+    assert privacy.believed(math.log(3), 0.5) == pytest.approx(0.75)
+    assert privacy.believed(math.log(99), 0.01) == pytest.approx(0.5)
+    assert privacy.believed(1e4, 0.01) == 1.0
 
 
 @given(st.floats(1e-6, 1e6))
 def test_an_epsilon_is_never_rounded_down(epsilon: float) -> None:
-    told = float(statement.shown(epsilon))
+    told = float(privacy.shown(epsilon))
     assert epsilon * (1 - 1e-8) <= told <= epsilon * 1.011
 
 
 @given(st.floats(0.0, 1.0, exclude_max=True))
 def test_a_share_is_never_rounded_down_nor_up_to_certainty(share: float) -> None:
-    told = statement.percent(share)
+    told = privacy.percent(share)
     if not told.startswith("nearly"):
         number = float(told.removesuffix("\u00a0%"))
         assert 100 * share - 1e-6 <= number < 100
 
 
 def test_small_cases_in_words() -> None:
-    assert statement.percent(0.731059) == "73.2\u00a0%"
-    assert statement.percent(0.99999) == "99.999\u00a0%"
-    assert statement.percent(1.0) == "100\u00a0%"
-    assert (statement.shown(5.9991), statement.shown(0.12341), statement.shown(298.2), statement.shown(math.inf)) == (
+    assert privacy.percent(0.731059) == "73.2\u00a0%"
+    assert privacy.percent(0.99999) == "99.999\u00a0%"
+    assert privacy.percent(1.0) == "100\u00a0%"
+    assert (privacy.shown(5.9991), privacy.shown(0.12341), privacy.shown(298.2), privacy.shown(math.inf)) == (
         "6.00",
         "0.124",
         "299",
         "∞",
     )
-    assert statement.plain(1e-5) == "one in 100,000"
-    assert statement.Reading(1.0, 1e-5).two_rows == "ε = 2.00, δ = 5.5e-05"  # 2e·10⁻⁵ = 5.437e-5
-    assert [statement.Reading(e, 0.1).factor for e in (1.0, 6.0, 10.0, 30.0)] == [
+    assert privacy.plain(1e-5) == "one in 100,000"
+    assert privacy.Reading(1.0, 1e-5).two_rows == "ε = 2.00, δ = 5.5e-05"  # 2e·10⁻⁵ = 5.437e-5
+    assert [privacy.Reading(e, 0.1).factor for e in (1.0, 6.0, 10.0, 30.0)] == [
         "2.719",
         "403.5",
         "22,030",

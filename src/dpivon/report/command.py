@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +31,7 @@ def report(
 
     built = write(folder, out, figures)
     if as_json:
-        told = {
-            "report": str(built.report),
-            "kind": built.kind,
-            "sections": list(built.sections),
-            "left_out": built.left_out,
-            "figures": [str(path) for path in built.figures],
-        }
-        say(json.dumps(told))
+        say(json.dumps(asdict(built), default=str))
         return
     say(built.report)
     for path in built.figures:

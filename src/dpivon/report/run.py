@@ -13,7 +13,6 @@ from dpivon.report.chart import GREEN, ORANGE, Axis, Chart, Panel, Point, Series
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.run_folder import Evaluation, Layer, RunFolder, read
-from dpivon.report.statement import Reading
 
 _HELDOUT = {"heldout_accuracy": "held-out accuracy", "heldout_nll": "held-out NLL (nats)"}
 
@@ -35,7 +34,7 @@ def content(folder: Path, again: str) -> Content:
         _ledger(run, checked),
         versions(machine, again),
     ]
-    reading = Reading(checked.epsilon, summary.delta)
+    reading = privacy.Reading(checked.epsilon, summary.delta)
     facts = [("ε", reading.shown), ("δ", f"{summary.delta:g}"), ("an attacker guesses right at most", reading.guess)]
     if run.test is not None:
         t = run.test

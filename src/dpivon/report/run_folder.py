@@ -10,29 +10,23 @@ import hashlib
 import json
 import re
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from dpivon.durable.ledger import Record
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
-from dpivon.yaml_files import parse_yaml
+from dpivon.yaml_files import read_yaml, validated
 
-SUMMARY, CONFIG, PROGRESS, TEST, POSTERIOR = (
-    "summary.json",
-    "config.yaml",
-    "progress.jsonl",
-    "test.npz",
-    "posterior.json",
-)
+SUMMARY, CONFIG, PROGRESS = "summary.json", "config.yaml", "progress.jsonl"
+TEST, POSTERIOR = "test.npz", "posterior.json"
 READ = (SUMMARY, CONFIG, PROGRESS, TEST, POSTERIOR, LEDGER)
 WITHHELD = "withheld: whoever knows it can subtract the noise"
 _SECRET = re.compile(r"seed|rng|generator|random_state", re.IGNORECASE)
@@ -99,7 +93,7 @@ class _Layers(_Values):
 
 @dataclass(frozen=True, eq=False)
 class TestSet:
-    """Predictions on the test set: averaged over the posterior, and of its mean; some pictures, by their place in the set."""
+    """Predictions on the test set: averaged over the posterior, and of its mean; some images, by their place in the set."""
 
     __test__ = False  # no test of pytest's
 
@@ -160,26 +154,20 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise bad("folder", str(path), f"is no JSON ({error})", _FIX) from None
+        raise bad("folder", str(path), f"is not valid JSON ({error})", _FIX) from None
 
 
 def _values(kind: type[_Kind], path: Path, raw: Any) -> _Kind:
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise bad("folder", str(path), f"{where}: {first['msg']}", _FIX) from None
+    return validated(kind, raw, path.name, fix=_FIX, place=str(path))
 
 
 def _config(path: Path) -> str | None:
     """The configuration without its seeds."""
     if not path.exists():
         return None
-    try:
-        raw = parse_yaml(_text(path))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise bad("folder", str(path), f"is no YAML ({error})", _FIX) from None
+    import yaml
+
+    raw = read_yaml("folder", path, missing=_FIX, fix=_FIX)
     return yaml.safe_dump(without_seeds(raw), sort_keys=False, allow_unicode=True)
 
 
@@ -194,18 +182,15 @@ def without_seeds(value: Any) -> Any:
 
 
 def _progress(path: Path) -> list[Evaluation]:
-    if not path.exists():
-        return []
-    lines = _text(path).split("\n")
-    torn = lines.pop()  # empty, or what a crash left of the last line
+    *lines, torn = _text(path).split("\n") if path.exists() else [""]  # torn by a crash, or empty
     found = []
-    for number, line in enumerate(lines if not torn else [*lines, torn], 1):
+    for number, line in enumerate([*lines, torn] if torn else lines, 1):
         try:
             raw = json.loads(line)
         except (ValueError, RecursionError) as error:
             if number > len(lines):
                 break
-            raise bad("folder", f"{path}, line {number}", f"is no JSON ({error})", _FIX) from None
+            raise bad("folder", f"{path}, line {number}", f"is not valid JSON ({error})", _FIX) from None
         found.append(_values(Evaluation, path, raw))
     return found
 
@@ -220,13 +205,14 @@ def _test_set(path: Path) -> TestSet | None:
             index = arrays["image_index"] if "image_index" in arrays.files else None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise bad("folder", str(path), f"holds no predictions ({error})", _FIX) from None
+    found = TestSet(torch.from_numpy(probabilities), torch.from_numpy(mean), torch.from_numpy(targets))
     if images is None or index is None:
-        return TestSet(torch.from_numpy(probabilities), torch.from_numpy(mean), torch.from_numpy(targets))
+        return found
     fits = images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and len(images) == len(index)
     places = tuple(map(int, index))
     if not fits or any(not 0 <= i < len(targets) for i in places):
         raise bad("folder", str(path), "its images or image_index do not fit its targets", _FIX)
-    return TestSet(torch.from_numpy(probabilities), torch.from_numpy(mean), torch.from_numpy(targets), images, places)
+    return replace(found, images=images, index=places)
 
 
 def _ledger(path: Path) -> LedgerFile | None:

@@ -17,7 +17,7 @@ from dpivon.privacy.accounting.history import History
 from dpivon.report.chart import Axis, Chart, Panel, Point, Series, View
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
-from dpivon.report.statement import Reading, shown
+from dpivon.report.privacy import Reading, shown
 from dpivon.study.cells import Cells
 from dpivon.study.figures import DASHES, MARKERS, MEASURES, colour, draw_figures, in_order, title_of
 from dpivon.study.plan import Plan, read_plan

@@ -16,11 +16,11 @@ from dpivon.durable.files import replace as replace_file
 from dpivon.durable.files import replacing
 from dpivon.errors import StorageError
 from dpivon.metrics import evaluate
+from dpivon.report.run_folder import POSTERIOR, PROGRESS, TEST
 from dpivon.sources import Examples
 from dpivon.sources.columns import Array
 from dpivon.train.published import Published
 
-PROGRESS, TEST, POSTERIOR, SUMMARY = "progress.jsonl", "test.npz", "posterior.json", "summary.json"
 SHOWN = 16  # images of the test data that are kept: the surest, and as many of the least sure
 
 

@@ -18,10 +18,10 @@ from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.report.run_folder import PROGRESS, SUMMARY
 from dpivon.sources import Examples, files_of, kind_of, source_for
 from dpivon.train import config as configs
-from dpivon.train.artefacts import PROGRESS as PROGRESS_FILE
-from dpivon.train.artefacts import SUMMARY, Line, read_progress, write_json, write_test, write_widths
+from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
 from dpivon.train.config import Config
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
@@ -154,7 +154,7 @@ def _finish(
     write_widths(published, folder)
     record = read_ledger(folder / LEDGER)
     spent: dict[str, float] = json.loads((folder / FOLDER / "privacy.json").read_text(encoding="utf-8"))["epsilon"]
-    lines = read_progress(folder / PROGRESS_FILE)
+    lines = read_progress(folder / PROGRESS)
     summary: dict[str, Any] = {
         "format": 1,
         "method": config.method,
