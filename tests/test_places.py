@@ -15,8 +15,8 @@ from torch.fx import Interpreter
 
 from dpivon import Augmentation
 from dpivon.privacy.kernels import padded
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.precision import compiled
 from dpivon.privacy.stack import StackedSampler

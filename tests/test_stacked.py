@@ -9,9 +9,9 @@ from torch import nn
 
 from dpivon import PrivacyError, budget
 from dpivon.models import StandardisedConv2d
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.paper.layout import Layout
+from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.streams import SAMPLING, Streams, philox
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack, register_program
 

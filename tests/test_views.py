@@ -14,10 +14,9 @@ from dpivon import ArgumentError, Augmentation
 from dpivon.models import CompactCNN, PaperCNN
 from dpivon.privacy.augmentation import of_every_view
 from dpivon.privacy.gradients import bookkeeping
-from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.padded import PaddedGradients, examples_at_once, footprint
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.reference import LoopedGradients
-from dpivon.privacy.kernels.room import examples_at_once, footprint
 from dpivon.privacy.layers import conv
 from dpivon.privacy.layers.uses import Dense, Outer
 from dpivon.privacy.streams import VIEWS, Streams, philox

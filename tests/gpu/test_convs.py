@@ -16,8 +16,7 @@ if not torch.cuda.is_available():
 
 from dpivon.models import StandardisedConv2d, VisionTransformer, WideResNet
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.kernels.reference import Batch, LoopedGradients
 from dpivon.privacy.layers.convolved import Convolved, projected
 from dpivon.stacked import AnyNetwork, Run, Stack
 

@@ -14,11 +14,10 @@ if not torch.cuda.is_available():
 
 from dpivon import Augmentation
 from dpivon.models import CompactCNN
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.paper.program import Program
-from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.kernels.reference import Batch, LoopedGradients
 from dpivon.privacy.streams import PRIVACY, SAMPLING, VIEWS, Streams, philox
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 

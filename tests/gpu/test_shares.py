@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 
 from dpivon import Augmentation
 from dpivon.models import CompactCNN
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
+from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.streams import VIEWS, Streams
 from dpivon.stacked import AnyNetwork
 

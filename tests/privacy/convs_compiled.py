@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from dpivon.privacy.kernels import conv_ops, convs, positions
+from dpivon.privacy.kernels import conv_ops, convs
 from dpivon.privacy.kernels.conv_ops import Geometry
 from programs.hopper import SHORT, conv_binary, made
 
@@ -53,7 +53,7 @@ def check_positions() -> None:
     for operand, result, accumulator, across in (("bf16", "fp32", tl.float32, 64), ("fp32", "fp64", tl.float64, 32)):
         types = dict.fromkeys((*numbers, "T"), "i32") | {"G": f"*{operand}", "OUT": f"*{result}"}
         constants = {"go": 1, "BT": 128, "BO": across, "ACCUMULATOR": accumulator}
-        found = made(positions.add_positions, types, constants, ["G", "OUT", *numbers], warps=8)
+        found = made(convs.add_positions, types, constants, ["G", "OUT", *numbers], warps=8)
         assert "ld.global.v4" in found.ptx, operand
         assert found.spilled == 0, operand
         assert found.registers <= 128, operand

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import plain_convs
 from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
-from dpivon.privacy.kernels import conv_ops, position_ops
+from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, Tile
 from dpivon.privacy.layers.convolved import Convolved
 
@@ -115,7 +115,7 @@ def sums_over_positions() -> None:
     gs[0][3, 2, 1] = float("nan")
     kept = torch.arange(5) != 3
     for double, tolerance in ((True, 1e-12), (False, 2e-6)):
-        got, exact = (sums(gs, double) for sums in (position_ops.launch, plain_convs.plain_position_sums))
+        got, exact = (sums(gs, double) for sums in (conv_ops.add_up, plain_convs.plain_position_sums))
         assert got.dtype == exact.dtype
         assert got.isnan().nonzero().tolist() == [[3, 1]]
         torch.testing.assert_close(got[kept], exact[kept], rtol=0.0, atol=tolerance * 12)

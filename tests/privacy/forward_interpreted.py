@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.paper.forward import Forward
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.paper.program import Program
-from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.kernels.reference import Batch, LoopedGradients
 from dpivon.stacked import PaperNetwork
 
 CPU = torch.device("cpu")

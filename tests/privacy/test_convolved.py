@@ -13,9 +13,8 @@ import plain_convs
 from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
 from dpivon.models import StandardisedConv2d, WideResNet
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import _GROUP_NORM, PaddedGradients
-from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.kernels.reference import Batch, LoopedGradients
 from dpivon.privacy.layers import uses
 from dpivon.privacy.layers.convolved import Convolved
 from dpivon.privacy.layers.norm import group_norm

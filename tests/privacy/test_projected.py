@@ -12,9 +12,8 @@ import plain_convs
 from dpivon.models import TextEncoder, VisionTransformer
 from dpivon.privacy.gradients.side_by_side import in_blocks
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
-from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.kernels.reference import Batch, LoopedGradients
 from dpivon.privacy.layers import uses
 from dpivon.privacy.layers.convolved import Convolved, Summed, projected
 from dpivon.privacy.layers.linear import hugging_face_conv1d

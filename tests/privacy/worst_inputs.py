@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.clipping import EPS_NUM, FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.padded import PaddedGradients
-from dpivon.privacy.kernels.reference import LoopedGradients
+from dpivon.privacy.kernels.reference import Batch, LoopedGradients
 from dpivon.privacy.layers import uses
 from dpivon.privacy.precision import full_precision
 from dpivon.stacked.networks import AnyNetwork

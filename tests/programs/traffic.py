@@ -140,7 +140,7 @@ def private_program(model, batch, kernels=False):
         stack.enter_context(labelled(type(gradients.step.model)))
 
         def program(*tensors):
-            return gradients._one(1.0, *tensors)
+            return gradients._one(gradients.step.clipping.rescaled(1.0), *tensors)
 
         parameters = [p.clone() for p in gradients._parameters(network.initial(0))]
         return _recorded(program, *parameters, inputs, labels, torch.arange(room))

@@ -19,7 +19,7 @@ from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import replay
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.mechanism import Mechanism, Memory, NoiseSpec, on_grid
 from dpivon.privacy.precision import compiled
 from dpivon.privacy.streams import PRIVACY, STREAMS, Streams

@@ -23,7 +23,7 @@ from dpivon.optim.steady import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.clipping import Clipping, make_clipping
-from dpivon.privacy.kernels.batch import Batch
+from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
 from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +27,8 @@ from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.batch import Batch
-from dpivon.privacy.kernels.reference import RowModel, autocast, seen
-from dpivon.privacy.kernels.room import examples_at_once
+from dpivon.privacy.kernels.reference import Batch, RowModel, autocast, seen
+from dpivon.privacy.layers.uses import MEMORY_CAP, MEMORY_CAP_CUDA
 from dpivon.privacy.precision import compiled, full_precision
 
 #: Of a row of weights, inputs, labels, places, and views if there are any; compiled, of the row's parameters in place of the
@@ -202,3 +202,64 @@ def _check_free_of_constants(traced: torch.fx.GraphModule, params: Iterable[Tens
         if node.op == "get_attr":
             constant = getattr(traced, node.target)
             assert not isinstance(constant, Tensor) or constant.data_ptr() not in known, node
+
+
+# ---- how many examples fit at once: a captured step cannot try and halve, so it must know before
+
+CPU_MEMORY = 2 * 2**30
+#: Tensors of an activation's size that live at once: the output itself, a wider copy, its gradient, and one on the way.
+COPIES = 4
+#: Below so many examples a pass is too small to fill a GPU, and large gradients are better left unmade.
+WORTH_IT = 256
+
+
+@dataclass
+class Footprint:
+    """Elements that one view of an example makes in a pass, and the largest weight with several positions."""
+
+    activations: int = 0
+    unfolded: int = 0
+    largest: int = 0
+
+
+def examples_at_once(model: nn.Module, inputs: Tensor, views: int) -> int:
+    """As many as fit into a quarter of the device's memory; and where that is still plenty, so few that every layer's
+    per-example gradients are kept: norms and sums then come from one product in place of four."""
+    counted = footprint(model, inputs, views)
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    each = 4 * (views * (COPIES * counted.activations + counted.unfolded) + 2 * weights)
+    fit = _memory(inputs.device) // each
+    kept = (MEMORY_CAP_CUDA if inputs.is_cuda else MEMORY_CAP) // (4 * max(1, counted.largest))
+    return int(max(1, min(fit, kept) if kept >= WORTH_IT else fit))
+
+
+def footprint(model: nn.Module, inputs: Tensor, views: int = 1) -> Footprint:
+    """Counted at the model's layers, on one example of zeros of the inputs' shape."""
+    found = Footprint()
+
+    def count(layer: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            return
+        found.activations += output.numel()
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() > 1:
+            positions = output.numel() // weight.shape[0]
+            found.unfolded += positions * weight[0].numel()
+            if views * positions > 1:
+                found.largest = max(found.largest, weight.numel())
+
+    handles = [layer.register_forward_hook(count) for layer in model.modules() if not any(layer.children())]
+    device = inputs.device
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            model(inputs.new_zeros(1, *inputs.shape[1:]))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_MEMORY
+    return int(torch.cuda.get_device_properties(device).total_memory) // 4

@@ -1,7 +1,8 @@
-"""The obvious twin of the kernels: one run after the other through the book-keeping of a single model."""
+"""The drawn examples of all runs of a stack, and the reference for their clipped sums: one run after the other."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,8 +12,22 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.precision import full_precision
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The runs' examples one after the other; rows after the last are spare. ``places`` points past the end where a
+    run has fewer.
+    """
+
+    inputs: Tensor  # [capacity, …], as the gradients want them
+    labels: Tensor  # [capacity]
+    model: Tensor  # [capacity], whose example it is
+    start: Tensor  # [K + 1], where each run's examples begin
+    places: Tensor  # [K, most], each run's rows
+    seats: Tensor  # [capacity], the inverse: where in places.flatten() each row is; any for spare rows
+    views: Tensor | None = None  # [capacity, views, 3], how each view of it is made; None for the example itself
 
 
 class RowModel(Protocol):

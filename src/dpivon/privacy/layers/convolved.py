@@ -16,8 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.conv_ops import Geometry
-from dpivon.privacy.kernels.position_ops import position_sums
+from dpivon.privacy.kernels.conv_ops import Geometry, position_sums
 from dpivon.privacy.layers.uses import Dense, Use, mapped, materialises, outer_or_dense
 from dpivon.privacy.precision import capturing, wide_dtype
 
@@ -158,7 +157,7 @@ def summed(g: Tensor, weight: Use | None) -> Use:
     """The use of a bias over several positions, g_i = Σ_t G_it, of g [B, T, p].
 
     Where kernels take the norms and sums of the layer's ``weight``, G is kept until backward is over. There the biases wait
-    too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.position_ops`).
+    too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.conv_ops`).
     """
     waits = capturing() and isinstance(weight, Convolved)
     return Summed(g) if waits else Dense(g.sum(1, dtype=wide_dtype(g)))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EPS_NUM
-from dpivon.privacy.kernels.batch import Batch
 from dpivon.privacy.kernels.paper import kernels
 from dpivon.privacy.kernels.paper.forward import Blocks, head_logits, parameters, tuned
 from dpivon.privacy.kernels.paper.layout import Layout
+from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.precision import compiled, product
 
 #: Block sizes, taps at a time and warps of each kernel of the backward pass by block of the network, tuned on an H200. Norms
