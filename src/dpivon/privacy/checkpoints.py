@@ -72,17 +72,16 @@ class Checkpoints:
     Args:
         folder: made if it does not exist.
         engine: the engine.
-        optimizer: what its ``make_private`` returned,
+        optimizer: what its ``make_private`` returned.
         data_loader: likewise.
         also: more objects with ``state_dict`` and ``load_state_dict`` to keep, such as schedulers, by name.
         config: anything JSON can hold that must be the same when the run goes on.
         dataset_digest: a text that identifies the data. Tensors in memory are recognised without it.
         keep: how many checkpoints to keep, at least 2.
 
-    A folder may be copied and each copy gone on with: where they differ, noise and batches do (:mod:`dpivon.privacy.resume`).
     A resume is exact with batches drawn in the process itself (``num_workers=0``), parameters on the CPU and
-    ``secure_mode=False``. Everywhere else it goes on with new noise, which is as private and costs no more, but for
-    the steps that were lost.
+    ``secure_mode=False``. Elsewhere it goes on with new noise, as private and at no more cost than the steps that were lost.
+    A folder may be copied and each copy gone on with (:mod:`dpivon.privacy.resume`).
 
     On several ranks every one makes it, and calls ``restore`` and ``save``; the first has the folder. A run may go on with
     another number of ranks, sharded or not.
@@ -102,12 +101,9 @@ class Checkpoints:
     ) -> None:
         sampler = sampler_of(optimizer) if isinstance(optimizer, DPOptimizer) else None
         if sampler is None or getattr(data_loader, "batch_sampler", None) is not sampler:
-            raise bad(
-                "data_loader",
-                type(data_loader).__name__,
-                "is not the loader whose Poisson batches the optimizer learns from",
-                "Give the optimizer and the loader that make_private returned",
-            )
+            problem = "is not the loader whose Poisson batches the optimizer learns from"
+            fix = "Give the optimizer and the loader that make_private returned"
+            raise bad("data_loader", type(data_loader).__name__, problem, fix)
         self.folder = Path(folder)
         self._team = optimizer.together if isinstance(optimizer.together, Team) else None
         self._first = self._team is None or self._team.group.first
@@ -154,7 +150,7 @@ class Checkpoints:
 
     def _save(self, extra: dict[str, Any], inside: bool) -> Path:
         """``inside``: an iterator over the batches is known to exist, which has drawn from the global generator."""
-        sampler, draws = self._sampler, self._sampler.draws
+        sampler, draws, record = self._sampler, self._sampler.draws, self._ledger.record
         pending = draws.redeemable and sampler.position > 0
         if self._ahead:
             passes, position, generators = sampler.passes, sampler.began_at + draws.redeemed, {}
@@ -168,7 +164,7 @@ class Checkpoints:
             "passes": passes,
             "position": position,
             "inside": inside or pending or position > 0,
-            "ledger": {"id": self._ledger.record.id, "position": self._journal.position, "counts": self._counts()},
+            "ledger": {"id": record.id, "position": self._journal.position, "counts": record.counts()},
             "key": torch.frombuffer(bytearray(self._journal.key), dtype=torch.uint8),
             "last": self._journal.last.hex(),
             "config": self._fingerprint(),
@@ -192,12 +188,7 @@ class Checkpoints:
         """With the global generator (dropout) of every rank; the others are the first one's."""
         if self._team is None or not generators:
             return dict(generators)
-        mine = generators["global"]
-        assert mine is not None
-        return {**generators, "globals": self._team.group.tensors(mine)}
-
-    def _counts(self) -> dict[str, int]:
-        return self._ledger.record.counts()
+        return {**generators, "globals": self._team.group.tensors(generators["global"])}
 
     def _generators(self) -> dict[str, Any]:
         """The states of all that draws: batches, noise, posterior samples, and the global one (dropout)."""
@@ -216,7 +207,7 @@ class Checkpoints:
             self._set(self._due)
             self._due = {}
         if self._signal is not None:
-            self._stop(inside=True)
+            self._stop(self._signal, inside=True)
         if self._ahead:
             return b""
         self._before = self._generators()
@@ -284,24 +275,19 @@ class Checkpoints:
             torch.set_rng_state(known[rank])
 
     def _tell_lost(self, lost: int, why: str) -> None:
-        warnings.warn(
-            f"{self.folder}: {lost} releases were made and lost. {why}: they stay charged, and noise and batches are new.",
-            PrivacyWarning,
-            stacklevel=3,
-        )
+        told = f"{self.folder}: {lost} releases were made and lost. {why}: they stay charged, and noise and batches are new."
+        warnings.warn(told, PrivacyWarning, stacklevel=3)
 
     def _check(self, state: Mapping[str, Any], record: Record) -> None:
         fix = "Go on with what the run was begun with, or begin another in another folder"
+        path, counts = self._ledger.path, record.counts()
         if state["ledger"]["id"] != record.id:
-            raise PrivacyError(
-                f"{self._ledger.path}: is not the ledger of this run's checkpoints. Put back the right one."
-            )
-        counts = record.counts()
+            raise PrivacyError(f"{path}: is not the ledger of this run's checkpoints. Put back the right one.")
         for terms, n in state["ledger"]["counts"].items():
             if counts.get(terms, 0) < n:
                 raise PrivacyError(
-                    f"{self._ledger.path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: "
-                    "it was cut short or replaced by an older copy. Put back the newest."
+                    f"{path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: it was cut "
+                    "short or replaced by an older copy. Put back the newest."
                 )
         ours, begun = self._fingerprint(), {"mechanism": Mechanism.name, **state["config"]}
         if "clipping" not in begun:  # from before it was written down: of a list of bounds there was their norm alone
@@ -317,9 +303,8 @@ class Checkpoints:
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same when a run goes on."""
         optimizer, spec, clipping = self._optimizer, self._optimizer.first_spec, self._optimizer.first_clipping
-        shapes = [
-            [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in optimizer.module.named_parameters()
-        ]
+        named = optimizer.module.named_parameters()
+        shapes = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in named]
         return {
             "module": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
             "optimizer": type(optimizer.original_optimizer).__name__,
@@ -360,23 +345,19 @@ class Checkpoints:
         wanted = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self._ask) for number in wanted}
         if self._team is not None:
-            self._team.on_stop = self._stop_together
+            self._team.on_stop = lambda number: self._stop(number, inside=True)
         try:
             yield
             if self._team is not None:
                 asked = self._team.group.numbers([self._team.asked_to_stop])
                 self._signal = max(n for (n,) in asked) or None
             if self._signal is not None:
-                self._stop(inside=False)
+                self._stop(self._signal, inside=False)
         finally:
             if self._team is not None:
                 self._team.on_stop, self._team.asked_to_stop = None, 0
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def _stop_together(self, number: int) -> None:
-        self._signal = number
-        self._stop(inside=True)
 
     def _ask(self, number: int, frame: Any) -> None:
         before = self._signal if self._team is None else self._team.asked_to_stop
@@ -387,9 +368,7 @@ class Checkpoints:
         else:
             self._team.asked_to_stop = number  # acted on when all ranks know of it
 
-    def _stop(self, *, inside: bool) -> None:
-        number = self._signal
-        assert number is not None
+    def _stop(self, number: int, *, inside: bool) -> None:
         self._signal = None
         self._save({}, inside)
         raise SystemExit(128 + number)

@@ -28,7 +28,7 @@ from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterio
 from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
 from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
-from dpivon.privacy.noise import NoiseSource, SecureNoise, TorchNoise, own_generator
+from dpivon.privacy.noise import SecureNoise, TorchNoise, own_generator
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group, current
@@ -80,9 +80,8 @@ class PrivacyEngine(OpacusVerbs):
         if generator is not None and secure_mode:
             raise bad("generator", generator, "contradicts secure_mode=True", "Leave one of them out")
         self._seeded_by = generator
-        self.replica_check_every = check_whole(
-            "replica_check_every", replica_check_every, "Use a number of releases such as 100, or 0 for never"
-        )
+        fix = "Use a number of releases such as 100, or 0 for never"
+        self.replica_check_every = check_whole("replica_check_every", replica_check_every, fix)
         self._distributed = distributed
         self.accountant = Accountant(accountant, orders=orders)
         self.secure_mode = secure_mode
@@ -164,10 +163,13 @@ class PrivacyEngine(OpacusVerbs):
                 raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
             if noise_generator is not None and self.secure_mode:
                 raise bad("noise_generator", noise_generator, "contradicts secure_mode=True", "Leave one of them out")
-            check_noise_alone(noise_generator, self._generators_beside(optimizer, data_loader))
+            drawing = {f"the noise of optimizer {i} of this engine": drew for i, drew in enumerate(self._noise)}
+            drawing["the data loader's generator"] = data_loader.generator
+            drawing["the optimizer's generator"] = getattr(optimizer, "generator", None)
+            check_noise_alone(noise_generator, drawing)
             sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
-            trainable = [p for p in module.parameters() if p.requires_grad]
-            clip = make_clipping(clipping, max_grad_norm, len(trainable))
+            trainable = sum(p.requires_grad for p in module.parameters())
+            clip = make_clipping(clipping, max_grad_norm, trainable)
             spec = NoiseSpec(
                 noise_multiplier=noise_multiplier,
                 max_grad_norm=clip.sensitivity,
@@ -183,11 +185,8 @@ class PrivacyEngine(OpacusVerbs):
             if mode == "ghost":  # whose criterion takes the mean itself
                 criterion = PerExampleLoss(criterion or nn.CrossEntropyLoss(reduction=loss_reduction), loss_reduction)
             check_criterion(criterion, loss_reduction)
-            layout: dict[str, Any] = {
-                "batch_first": batch_first,
-                "loss_reduction": loss_reduction,
-                "augmentations": augmentations,
-            }
+            layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+            layout["augmentations"] = augmentations
             checked = None if unchecked else try_criterion(criterion, module, data_loader, layout)
             team = choose_team(group, module, optimizer, self.replica_check_every)
             loader: DataLoader[Any] = data_loader
@@ -214,13 +213,12 @@ class PrivacyEngine(OpacusVerbs):
             collector = BookKeepingModule(module, keeper) if wrap_model else BookKeepingHooks(module, keeper)
             if noise_generator is None and self._seeded_by is not None:
                 noise_generator = own_generator(self._seeded_by)
-            noise: NoiseSource = SecureNoise() if self.secure_mode else TorchNoise(noise_generator)
             dp_optimizer = DPOptimizer(
                 optimizer,
                 spec=spec,
                 clipping=clip,
                 source=keeper,
-                noise=noise,
+                noise=SecureNoise() if self.secure_mode else TorchNoise(noise_generator),
                 charge=self._charge,
                 module=module,
                 watch=ForwardWatch(keeper, keeper.on_first),
@@ -245,11 +243,8 @@ class PrivacyEngine(OpacusVerbs):
                 charged=len(self.accountant),
             )
             if spec.unaccounted:
-                warnings.warn(
-                    f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf.",
-                    PrivacyWarning,
-                    stacklevel=2,
-                )
+                told = f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf."
+                warnings.warn(told, PrivacyWarning, stacklevel=2)
             if mode == "ghost":
                 return collector, dp_optimizer, criterion, loader
             return collector, dp_optimizer, loader
@@ -269,22 +264,11 @@ class PrivacyEngine(OpacusVerbs):
         """
         optimizer = self._made[-1]() if self._made else None
         if optimizer is None:
-            raise PrivacyError(
-                "check() before make_private: there is no private model to try the loss with. Call it after."
-            )
-        if batch is None:
-            assert self._loader is not None
-            batch = batch_structure(self._loader)
+            raise PrivacyError("check() before make_private: there is no private model yet. Call it after.")
+        assert self._loader is not None
+        batch = batch_structure(self._loader) if batch is None else batch
         optimizer.breaks_with_ignored = not try_loss(optimizer.source, loss_fn, batch)
         optimizer.loss_checked = True
-
-    def _generators_beside(self, optimizer: Optimizer, data_loader: DataLoader[Any]) -> dict[str, Any]:
-        """Whatever else draws, or has drawn, by the names that a caller knows."""
-        return {
-            "the data loader's generator": data_loader.generator,
-            "the optimizer's generator": getattr(optimizer, "generator", None),
-            **{f"the noise of optimizer {i} of this engine": drew for i, drew in enumerate(self._noise)},
-        }
 
     def make_private_with_epsilon(
         self,
@@ -372,9 +356,8 @@ class PrivacyEngine(OpacusVerbs):
     def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger | FollowedLedger:
         """Record every release in a file, synced before it is made; what the file holds already is charged to this engine.
 
-        Nothing that was ever released under the file can be forgotten, whatever is loaded or restarted. If it holds any
-        release, noise and batches are drawn from new seeds of the operating system, also where yours are fixed:
-        the same noise must not meet two sums. See :class:`dpivon.Checkpoints` for going on where a run was. In a process
+        If it holds any release, noise and batches are drawn from new seeds of the operating system, also where yours are
+        fixed: the same noise must not meet two sums. :class:`dpivon.Checkpoints` goes on where a run was. In a process
         group the first rank has the file, and the others follow it.
         """
         if self.ledger is not None:
@@ -393,27 +376,23 @@ class PrivacyEngine(OpacusVerbs):
 
     def _charge(self, spec: NoiseSpec, evidence: str = "") -> None:
         """Charge one release, before it happens; refuse the one that would pass the budget. The disk first, then memory."""
-        if spec.unaccounted and self._limit is not None:
-            raise PrivacyError(
-                f"target_epsilon={self._limit.epsilon!r}: a release with {spec.unaccounted} would spend ε = inf, so nothing "
-                "was released. Use make_private to train without a guarantee."
-            )
+        sigma, rate = spec.cost
         if self._limit is not None:
-            self._limit.check(self.accountant, *spec.cost)
+            if spec.unaccounted:
+                raise PrivacyError(
+                    f"target_epsilon={self._limit.epsilon!r}: a release with {spec.unaccounted} would spend ε = inf, so "
+                    "nothing was released. Use make_private to train without a guarantee."
+                )
+            self._limit.check(self.accountant, sigma, rate)
         if self.ledger is not None:
             self.ledger.charge((spec.terms,), 1, evidence)
         if spec.unaccounted:
             self.accountant.record_unaccounted(spec.unaccounted)
-            return
-        sigma, rate = spec.cost
-        self.accountant.step(noise_multiplier=sigma, sample_rate=rate)
+        else:
+            self.accountant.step(noise_multiplier=sigma, sample_rate=rate)
 
     def _remember_dataset(self, dataset: Any, size: int) -> None:
+        told = "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. Use a new "
         if self._dataset is not None and self._dataset is not dataset:
-            warnings.warn(
-                "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. "
-                "Use a new engine for other data.",
-                PrivacyWarning,
-                stacklevel=3,
-            )
+            warnings.warn(told + "engine for other data.", PrivacyWarning, stacklevel=3)
         self._dataset, self._dataset_size = dataset, size

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -277,65 +277,32 @@ Decision = tuple[str, str]
 NEW, AGAIN, DROP = "new", "again", "drop"
 
 
-class Journal(Protocol):
-    """Who decides, after a resume, what a release is: a new one, or one that was made before the crash."""
+class OneProcess:
+    """How clipped sums become one release: here by one process; :mod:`dpivon.privacy.ranks` has it done by several."""
 
-    def decide(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
-        """What this sum is to become. One rank decides for all."""
-        ...
+    rank, world = 0, 1
+    sharded = False  # whether a rank holds a part of every parameter
 
-    def charge_for(self, decision: Decision) -> Callable[[NoiseSpec], None] | None:
-        """How to charge what was decided; None to drop it unreleased."""
-        ...
-
-
-class Together(Protocol):
-    """How clipped sums become one release."""
-
-    rank: int
-    world: int
-    sharded: bool  # whether a rank holds a part of every parameter
-
-    def release(self, optimizer: DPOptimizer, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release | None:
-        """Charged, noised once, the same for all; None if it was dropped unreleased."""
-        ...
-
-    def stepped(self, optimizer: DPOptimizer) -> None:
-        """The optimizer has learned from the release."""
-        ...
-
-    def settle(self, module: nn.Module) -> None:
-        """The weights that the optimizer holds are about to change: the next forward must see the new ones."""
-        ...
-
-    def share(self, generator: torch.Generator) -> None:
-        """The first rank's state, in every rank's generator."""
-        ...
-
-
-class Alone:
-    """One process."""
-
-    rank, world, sharded = 0, 1, False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def release(self, optimizer: DPOptimizer, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release | None:
+        """Charged, noised once, the same for all; None if it was dropped unreleased."""
         charge = charge_for(optimizer, decide(optimizer, sums, spec))
         return None if charge is None else release(sums, spec, optimizer.noise, charge)
 
     def stepped(self, optimizer: DPOptimizer) -> None:
-        pass
+        """The optimizer has learned from the release."""
 
     def settle(self, module: nn.Module) -> None:
-        pass
+        """The weights that the optimizer holds are about to change: the next forward must see the new ones."""
 
-    def share(self, generator: torch.Generator) -> None:
-        pass
+    def share(self, generator: torch.Generator | None) -> None:
+        """The first rank's state, in every rank's generator."""
 
 
 def decide(optimizer: DPOptimizer, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
+    """What this sum is to become; after a resume it may be a release that was made before."""
     return (NEW, "") if optimizer.journal is None else optimizer.journal.decide(sums, spec)
 
 

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,12 +28,15 @@ from dpivon.privacy.logical_batch import (
     unreleased_sums,
     variational,
 )
-from dpivon.privacy.mechanism import Alone, Journal, NoiseSpec, Together
+from dpivon.privacy.mechanism import NoiseSpec, OneProcess
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
 from dpivon.privacy.precision import full_precision, without_autocast
 from dpivon.privacy.sampling import Draws
 from dpivon.release import HasPosterior, LearnsFromReleases, Release
+
+if TYPE_CHECKING:
+    from dpivon.privacy.resume import ReplayJournal
 
 
 class DPOptimizer(OpacusNames):
@@ -57,15 +60,15 @@ class DPOptimizer(OpacusNames):
         watch: ForwardWatch,
         draws: Draws | None,
         prefetches: bool = False,
-        together: Together | None = None,
+        together: OneProcess | None = None,
     ) -> None:
         super().__init__(optimizer, spec=spec, clipping=clipping, noise=noise)
         self.first_spec, self.first_clipping = spec, clipping
-        self.journal: Journal | None = None
+        self.journal: ReplayJournal | None = None
         self.source, self.charge = source, charge
         self.module, self.watch, self.draws = module, watch, draws
         self._prefetches = prefetches
-        self.together: Together = together or Alone()
+        self.together = together or OneProcess()
         self.last_release: Release | None = None
         self.loss_checked = False  # by engine.check, on made-up numbers
         self.breaks_with_ignored = False  # and found to depend on how many labels of a batch are -100

@@ -22,7 +22,7 @@ from dpivon.durable.tensors import bytes_of
 from dpivon.errors import DpivonError, PrivacyError
 from dpivon.optim.parameters import full_dtype
 from dpivon.privacy import mechanism
-from dpivon.privacy.mechanism import DROP, Decision, NoiseSpec, charge_for, decide
+from dpivon.privacy.mechanism import DROP, Decision, NoiseSpec, OneProcess, charge_for, decide
 from dpivon.privacy.ranks.group import Group, failure
 from dpivon.release import Release
 
@@ -33,10 +33,8 @@ Sums = Mapping[Tensor, Tensor]
 Charge = Callable[[NoiseSpec], None]
 
 
-class Team:
+class Team(OneProcess):
     """Several processes that make one release."""
-
-    sharded = False
 
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.world = group, group.rank, group.world
@@ -44,9 +42,6 @@ class Team:
         self.on_stop: Callable[[int], None] | None = None  # what all ranks do when any of them got one
         self._stop = 0
         self.releases = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Team:
-        return self
 
     def share(self, generator: torch.Generator | None) -> None:
         """The first rank's whole state: a seed would be 32 secret bits."""
@@ -100,9 +95,6 @@ class Team:
     def stepped(self, optimizer: DPOptimizer) -> None:
         if self._stop and self.on_stop is not None:
             self.on_stop(self._stop)
-
-    def settle(self, module: nn.Module) -> None:
-        pass
 
     # ---- where sums, noise and releases are: by default each rank has its own part of all of them
 
