@@ -20,10 +20,9 @@ import torch
 from dpivon.metrics import batch_scores
 from dpivon.models import CompactCNN, WideResNet
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.passes.choice import apart, fast_ways
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.predict import draw_rows, predict_row
-from dpivon.study.work import hardware
+from dpivon.study.run.passes import EagerPasses, apart, fast_ways
+from dpivon.study.run.predict import draw_rows, predict_row
+from dpivon.study.run.work import hardware
 
 NETWORKS = {
     "paper": PaperNetwork,

@@ -29,11 +29,11 @@ from pathlib import Path
 
 import torch
 
-from dpivon.study import runner
 from dpivon.study.cluster import engine
 from dpivon.study.cluster.start import connected
-from dpivon.study.plan import Plan, PlannedRun, steps_of
-from dpivon.study.settings import Cluster, Settings
+from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
+from dpivon.study.run import runner
+from dpivon.study.run.settings import Cluster, Settings
 
 EXAMPLES = 1497  # training digits
 ONE = Cluster(workers=1)

@@ -18,7 +18,7 @@ import torch
 from benchmarks.plain import plain_step
 from dpivon.models import PaperCNN
 from dpivon.stacked import PaperNetwork, Run, Stack
-from dpivon.study.work import clear
+from dpivon.study.run.work import clear
 
 SIZES = [(1, 128), (1, 512), (9, 512), (30, 512), (90, 128), (90, 256), (90, 512)]
 

@@ -22,8 +22,8 @@ from dpivon import DpivonError
 from dpivon.cli import app
 from dpivon.posterior import SampledPosterior
 from dpivon.stacked import AnyNetwork, Ensemble, Run, Stack, ensemble_noise
-from dpivon.study import config
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import config
+from dpivon.study.plan.plan import Plan, PlannedRun
 
 NAN, INF = math.nan, math.inf
 X, Y = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3

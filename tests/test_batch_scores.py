@@ -10,7 +10,7 @@ import torch
 from dpivon import metrics
 from dpivon.machine import one_thread
 from dpivon.metrics import batch_ood_scores, batch_scores
-from dpivon.study.table import COVERAGES, SCORES, SELECTIVE
+from dpivon.study.results.table import COVERAGES, SCORES, SELECTIVE
 
 
 def sets(n, classes=5):

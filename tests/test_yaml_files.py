@@ -10,7 +10,7 @@ import yaml
 from dpivon.errors import ArgumentError
 from dpivon.report.run_folder import _config
 from dpivon.sources.schema import read_schema
-from dpivon.study import config as studies
+from dpivon.study.plan import config as studies
 from dpivon.train import config as trainings
 from dpivon.yaml_files import parse_yaml
 

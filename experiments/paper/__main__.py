@@ -50,9 +50,9 @@ def hooks(
     minutes: Annotated[float | None, typer.Option(help="Begin no run after so long.")] = None,
 ) -> None:
     """Run a plan one by one in the ordinary loop, to hold the stacks to it."""
-    from dpivon.study import config
-    from dpivon.study.plan import read_plan
-    from dpivon.study.settings import Settings
+    from dpivon.study.plan import config
+    from dpivon.study.plan.plan import read_plan
+    from dpivon.study.run.settings import Settings
 
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study)
     outcome = run_hooks(plan, out, Settings(data, device, minutes=minutes))

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpivon.study.cells import Cells
-from dpivon.study.figures import STYLE, legend, new_figure
-from dpivon.study.variants import Variant
+from dpivon.report.figures import STYLE, legend
+from dpivon.study.results.cells import Cells, Variant
+from experiments.paper.figures import new_figure
 
 MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE"}
 

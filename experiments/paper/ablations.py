@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dpivon.study.cells import Cells, Value
-from dpivon.study.figures import IVON
-from dpivon.study.plan import Plan, shown
-from dpivon.study.table import Row
-from dpivon.study.variants import Variant, describe, is_of, variants
+from dpivon.study.plan.plan import Plan, shown
+from dpivon.study.results.cells import Cells, Value, Variant, describe, is_of, variants
+from dpivon.study.results.charts import IVON
+from dpivon.study.results.table import Row
 from experiments.paper.ablation_figure import ablation_figure
 from experiments.paper.provenance import provenance
 

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dpivon.study.cells import Cells, Value
-from dpivon.study.figures import IVON, NOISE_ONLY, TITLES
-from dpivon.study.table import Row
+from dpivon.study.results.cells import Cells, Value
+from dpivon.study.results.charts import IVON, TITLES
+from dpivon.study.results.table import Row
+from experiments.paper.figures import NOISE_ONLY
 from experiments.paper.sentences import SENTENCES
 
 SUPPORTED, NOT_SUPPORTED, DEPENDS, UNTESTED = "supported", "not supported", "depends", "not tested"

@@ -18,13 +18,13 @@ from dpivon.methods import method as make
 from dpivon.posterior import Posterior
 from dpivon.privacy import PrivacyEngine
 from dpivon.stacked import AnyNetwork
-from dpivon.study import table
-from dpivon.study.datasets import StudyData, build_network, load_data
-from dpivon.study.folder import alone, claim
-from dpivon.study.plan import Plan, PlannedRun, first_seed, noise_seed, sample_seed, steps_of
-from dpivon.study.predict import predict_row, scores
-from dpivon.study.settings import Outcome, Settings
-from dpivon.study.work import facts
+from dpivon.study.plan.data import StudyData, build_network, load_data
+from dpivon.study.plan.plan import Plan, PlannedRun, first_seed, noise_seed, sample_seed, steps_of
+from dpivon.study.results import table
+from dpivon.study.results.folder import alone, claim
+from dpivon.study.run.predict import predict_row, scores
+from dpivon.study.run.settings import Outcome, Settings
+from dpivon.study.run.work import facts
 
 HOOKS = "hooks.csv"
 

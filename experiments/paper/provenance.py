@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.table import Row
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results.table import Row
 
 
 def provenance(rows: Sequence[Row], plan: Plan | None) -> str:

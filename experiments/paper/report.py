@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpivon.study import table
-from dpivon.study.figures import draw_figures, save
-from dpivon.study.plan import Plan
-from dpivon.study.report import beside, read_tables, write_summary, write_tuning
-from dpivon.study.table import Row
-from dpivon.study.variants import is_ablation
+from dpivon.report.figures import save
+from dpivon.study.plan.plan import Plan
+from dpivon.study.results import table
+from dpivon.study.results.cells import is_ablation
+from dpivon.study.results.summary import beside, read_tables, write_summary, write_tuning
+from dpivon.study.results.table import Row
 from experiments.paper.ablations import ablations_page, draw_ablations
 from experiments.paper.check import check_page
 from experiments.paper.claims_page import claims_page
+from experiments.paper.figures import draw_figures
 from experiments.paper.hooks import HOOKS
 
 

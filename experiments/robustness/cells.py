@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpivon.methods import METHODS
-from dpivon.study.cells import Value, value
-from dpivon.study.table import Row
+from dpivon.study.results.cells import Value, value
+from dpivon.study.results.table import Row
 
 MEAN, AVERAGE = "mean", "average"
 

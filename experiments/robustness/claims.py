@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from dpivon.study.cells import Value
-from dpivon.study.figures import IVON
+from dpivon.study.results.cells import Value
+from dpivon.study.results.charts import IVON
 from experiments.paper.claims import BASELINES, Claim, Comparison
 from experiments.robustness.cells import AVERAGE, MEAN, BeyondCells, Predictor, Setting
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpivon.study.cells import Value
-from dpivon.study.figures import STYLE, log_numbers, new_figure, save
-from dpivon.study.table import COVERAGES, Row
+from dpivon.report.figures import STYLE, save
+from dpivon.study.results.cells import Value
+from dpivon.study.results.table import COVERAGES, Row
+from experiments.paper.figures import log_numbers, new_figure
 from experiments.robustness.cells import AVERAGE, BeyondCells, Predictor, Setting
 
 _MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE (15 bins)"}

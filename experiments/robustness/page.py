@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpivon.study.cells import Value
-from dpivon.study.plan import Plan
-from dpivon.study.table import Row
+from dpivon.study.plan.plan import Plan
+from dpivon.study.results.cells import Value
+from dpivon.study.results.table import Row
 from experiments.paper.claims_page import numbers_table, verdict
 from experiments.paper.provenance import provenance
 from experiments.robustness.cells import AVERAGE, BeyondCells, Predictor, Setting

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpivon.errors import bad
-from dpivon.study import table
-from dpivon.study.beyond import BEYOND
-from dpivon.study.report import read_tables, write_summary, write_tuning
+from dpivon.study.results import table
+from dpivon.study.results.summary import read_tables, write_summary, write_tuning
+from dpivon.study.run.robustness import BEYOND
 from experiments.robustness.figures import draw_beyond
 from experiments.robustness.page import beyond_page
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from dpivon.study.commands import study
 from dpivon.terminal import say
 from experiments.commands import ROOT, command_line, study_folders
 from experiments.paper.report import write_pages
@@ -32,6 +33,7 @@ TUNED = (
     RESULTS / "strong-fashion-tuning",
 )
 app = command_line(__doc__)
+app.add_typer(study, name="study", help="`dpivon study`, with the estimators of this experiment registered.")
 
 
 @app.callback()

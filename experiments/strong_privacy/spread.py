@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpivon.study import table
+from dpivon.study.results import table
 from experiments.strong_privacy.compare.statistics import interval
 
 RESULTS = Path(__file__).parent / "results"

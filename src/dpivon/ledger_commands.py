@@ -14,7 +14,7 @@ from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting.accountants import check_delta
 from dpivon.privacy.accounting.history import History, merged
 from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, find, history, own_delta, seeded
-from dpivon.study.folder import run_names
+from dpivon.study.results.folder import run_names
 from dpivon.terminal import say, warnings_as_lines
 
 ledger = typer.Typer(help="The record of what was released.", no_args_is_help=True)

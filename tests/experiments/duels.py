@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dpivon.study import table
-from dpivon.study.plan import Plan, PlannedRun, changed
+from dpivon.study.plan.plan import Plan, PlannedRun, changed
+from dpivon.study.results import table
 
 SIGMAS = {11.5: (0.991, 0.999), 4.3: (2.993, 2.997), 2.05: (7.491, 7.493)}  # ε of training, and with a temperature
 RATES = {"dp-sgd": (0.3, 1.0, 3.0), "dp-adam": (0.001, 0.003, 0.01), "dp-steady": (2.5, 3.5, 10.0)}

@@ -11,11 +11,11 @@ from experiments.paper.check import check_page, distance
 from experiments.paper.hooks import run_hooks
 
 from dpivon import IVON as Optimizer
-from dpivon.study import table
-from dpivon.study.cells import Value
-from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Settings
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results import table
+from dpivon.study.results.cells import Value
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
 from study.tables import IVON, rows
 
 PLAN = Plan(

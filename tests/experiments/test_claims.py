@@ -9,7 +9,7 @@ from experiments.paper.claims import DEPENDS, NOT_SUPPORTED, SUPPORTED, UNTESTED
 from experiments.paper.claims_page import claims_page
 from experiments.paper.sentences import SENTENCES
 
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan.plan import Plan, PlannedRun
 from study.tables import IVON, paper_like, rows
 
 

@@ -15,9 +15,9 @@ from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.temperature import for_temperature
-from dpivon.study import table
-from dpivon.study.folder import run_names
-from dpivon.study.plan import read_plan
+from dpivon.study.plan.plan import read_plan
+from dpivon.study.results import table
+from dpivon.study.results.folder import run_names
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 RESULTS = {path.parent.name: path.parent for path in EXPERIMENTS.glob("*/results/*/study.json")}

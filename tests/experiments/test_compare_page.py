@@ -13,7 +13,7 @@ from experiments.strong_privacy.compare.scopes import TITLES
 from typer.testing import CliRunner
 
 from dpivon.cli import app
-from dpivon.study import table
+from dpivon.study.results import table
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 

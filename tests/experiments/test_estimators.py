@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dpivon import IVON, DpivonError
 from dpivon.optim.curvature import ESTIMATORS, Averaged, EmpiricalBayes, Evidence, SquaredGradient, register, resolve
-from dpivon.study.config import resolve as read_study
+from dpivon.study.plan.config import resolve as read_study
 
 
 @pytest.mark.parametrize("signal", [0.0, 0.3])

@@ -12,8 +12,8 @@ from experiments.robustness.figures import coverage_figure, draw_beyond, foreign
 from experiments.robustness.page import beyond_page
 from typer.testing import CliRunner
 
-from dpivon.study import table
-from dpivon.study.plan import PlannedRun
+from dpivon.study.plan.plan import PlannedRun
+from dpivon.study.results import table
 
 IVON = "dp-ivon-gradsq"
 SIGMAS = {2.0: 1.0, 1.0: 8.0}  # σ to ε

@@ -18,10 +18,10 @@ from moments import POINTS, TORN, Aim
 
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import read
-from dpivon.study import table
-from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Settings
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results import table
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
 
 
 def undisturbed(work: Path, task: Task = train) -> tuple[str, set[str], list[float], float]:

@@ -29,8 +29,9 @@ from dpivon.errors import DpivonError
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.mechanism import NoiseSpec
-from dpivon.study import config, table, tuning
-from dpivon.study.plan import read_plan
+from dpivon.study.plan import config
+from dpivon.study.plan.plan import read_plan
+from dpivon.study.results import table, tuning
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from archives import batch_pickle, binary, idx, pictures, tar

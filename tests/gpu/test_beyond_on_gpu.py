@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
-from dpivon.study.beyond import Condition, beyond_rows
-from dpivon.study.plan import Evaluation
+from dpivon.study.plan.plan import Evaluation
+from dpivon.study.run.robustness import Condition, beyond_rows
 
 RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
 

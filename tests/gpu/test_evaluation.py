@@ -17,12 +17,9 @@ from dpivon.models import MLP, CompactCNN, SmallCNN, WideResNet
 from dpivon.privacy.kernels.paper.forward import MEMORY, Blocks, Forward
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.passes.choice import chosen
-from dpivon.study.passes.compiled import CompiledPasses
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.passes.kernels import KernelPasses
-from dpivon.study.predict import draw_rows, predict_row
-from dpivon.study.table import COVERAGES
+from dpivon.study.results.table import COVERAGES
+from dpivon.study.run.passes import CompiledPasses, EagerPasses, KernelPasses, chosen
+from dpivon.study.run.predict import draw_rows, predict_row
 
 DEVICE = torch.device("cuda")
 MEAN, MOST = 1e-3, 2e-2

@@ -249,7 +249,7 @@ def test_the_command_writes_tells_and_refuses(run: Path, tmp_path: Path) -> None
 
 def test_a_studys_figures_are_its_own(tmp_path: Path) -> None:
     figures = write(QUICK, tmp_path / "study.html", tmp_path / "figures").figures
-    assert {path.name for path in figures} >= {"privacy-accuracy.png", "privacy-nll.pdf", "posterior-width.pdf"}
+    assert {path.name for path in figures} >= {"curves-1.png", "curves-2.pdf", "widths.pdf"}
 
 
 def test_hostile_class_names_can_be_drawn(tmp_path: Path) -> None:

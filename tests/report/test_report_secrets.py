@@ -17,7 +17,7 @@ from dpivon.durable.ledger import read
 from dpivon.errors import PrivacyError
 from dpivon.report import build, run_folder
 from dpivon.report.run_folder import WITHHELD, without_seeds
-from dpivon.study import html_report
+from dpivon.study.results import html_report
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 CANARY = "CANARY-4b1d"

@@ -16,7 +16,7 @@ from dpivon.errors import PrivacyError
 from dpivon.study.cluster import attempt
 from dpivon.study.cluster.attempt import Ended, Task
 from dpivon.study.cluster.cargo import Cargo
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan.plan import Plan, PlannedRun
 
 LONG = Plan(
     name="long",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from dpivon.study import table
-from dpivon.study.plan import PlannedRun
+from dpivon.study.plan.plan import PlannedRun
+from dpivon.study.results import table
 
 IVON = "dp-ivon-gradsq"
 METHODS = ("dp-sgd", "dp-adam", IVON)

@@ -19,18 +19,18 @@ from dpivon.data import Images
 from dpivon.errors import ArgumentError
 from dpivon.predict import ClassPrediction
 from dpivon.stacked import AnyNetwork, Run, Stack
-from dpivon.study import beyond, evaluation, runner, table
-from dpivon.study.beyond import Condition, beyond_rows, conditions, ood_scores
-from dpivon.study.datasets import load_data
-from dpivon.study.merge import merge
-from dpivon.study.passes.choice import first_that_agrees
-from dpivon.study.passes.compiled import CompiledPasses
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.plan import Evaluation, Plan, PlannedRun
-from dpivon.study.predict import predict_row
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Settings
-from dpivon.study.work import Work
+from dpivon.study.plan.data import load_data
+from dpivon.study.plan.plan import Evaluation, Plan, PlannedRun
+from dpivon.study.results import table
+from dpivon.study.results.merge import merge
+from dpivon.study.run import evaluation, runner
+from dpivon.study.run import robustness as beyond
+from dpivon.study.run.passes import CompiledPasses, EagerPasses, first_that_agrees
+from dpivon.study.run.predict import predict_row
+from dpivon.study.run.robustness import Condition, beyond_rows, conditions, ood_scores
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
+from dpivon.study.run.work import Work
 
 WANTED = Evaluation(("gaussian_noise", "contrast"), (1, 5), ("fashion-mnist", "held-out"), True, 100)
 PLAN = Plan(
@@ -268,27 +268,23 @@ class Absent:
         if name.split(".")[0] in {"yaml", "pydantic", "rich", "typer", "matplotlib", "torchmetrics", "dp_accounting", "PIL"}:
             raise ImportError(name + " is not on this machine")
 sys.meta_path.insert(0, Absent())
-from dpivon.study.__main__ import main
-raise SystemExit(main(sys.argv[1:]))
+from pathlib import Path
+from dpivon.study.plan.plan import read_plan
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
+plan, out, block = read_plan(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+outcome = run_study(plan, out, Settings(device="cpu", block=block, checkpoint_seconds=float(sys.argv[4]), quiet=True))
+print(*outcome.lines(out / plan.table), sep="\\n")
+raise SystemExit(outcome.exit_code)
 """
 
 
 def test_a_bare_machine_is_enough(whole, tmp_path):
     wanted = replace(WANTED, ood=("held-out",))
     replace(PLAN, runs=PLAN.runs[1:2], evaluate=wanted).write(tmp_path / "plan.json")
-    command = [
-        sys.executable,
-        "-c",
-        BARE,
-        "run",
-        str(tmp_path / "plan.json"),
-        "--out",
-        str(tmp_path / "out"),
-        "--quiet",
-    ]
+    command = [sys.executable, "-c", BARE, str(tmp_path / "plan.json"), str(tmp_path / "out"), "8", "60"]
     root = Path(__file__).parents[2]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
-    command += ["--device", "cpu", "--block", "8"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found, there = rows_of(tmp_path / "out"), rows_of(whole)

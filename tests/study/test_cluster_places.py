@@ -9,11 +9,11 @@ import pytest
 from test_run import PLAN
 
 from dpivon.errors import ArgumentError
-from dpivon.study import table
 from dpivon.study.cluster.attempt import Task, attempt
 from dpivon.study.cluster.engine import _places, _stack_size
-from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.settings import Cluster, Settings
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results import table
+from dpivon.study.run.settings import Cluster, Settings
 
 MANY = Plan(**{**vars(PLAN), "runs": tuple(PlannedRun("dp-sgd", 64, 1.0, 1.0, seed, 0.5) for seed in range(270))})
 

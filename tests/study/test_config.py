@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import experiments.strong_privacy  # noqa: F401  registers the estimators that its studies name
 import pytest
 
 from dpivon import Augmentation, budget, temperature_cost
@@ -16,10 +17,19 @@ from dpivon.optim import curvature as estimators
 from dpivon.optim.steady import Steady
 from dpivon.recipe import RATE, WIDTH
 from dpivon.stacked.rules import stackable
-from dpivon.study import table
-from dpivon.study import tuning as tuned
-from dpivon.study.config import resolve, rounded_up
-from dpivon.study.plan import Evaluation, PlannedRun, changed, first_seed, noise_seed, read_plan, sample_seed, steps_of
+from dpivon.study.plan.config import resolve, rounded_up
+from dpivon.study.plan.plan import (
+    Evaluation,
+    PlannedRun,
+    changed,
+    first_seed,
+    noise_seed,
+    read_plan,
+    sample_seed,
+    steps_of,
+)
+from dpivon.study.results import table
+from dpivon.study.results import tuning as tuned
 
 DIGEST_OF_THE_PAPER = "32677ca8258877f7"  # as its results have it
 ROOT = Path(__file__).parents[2]

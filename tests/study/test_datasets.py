@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dpivon.data import MEAN, STD, DataSet, Images
-from dpivon.study import datasets
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan import data as datasets
+from dpivon.study.plan.plan import Plan, PlannedRun
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 from dpivon.durable.ledger import Ledger, read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.study.cluster.desk import Desk, Report, Superseded
-from dpivon.study.folder import Results
+from dpivon.study.results.folder import Results
 
 TERMS = ({"noise_multiplier": 1.0, "sample_rate": 0.1},)
 

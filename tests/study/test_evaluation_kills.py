@@ -20,18 +20,19 @@ from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.privacy.temperature import HALVINGS, temperature_releases, temperature_spec
 from dpivon.stacked import Stack
-from dpivon.study import evaluation, runner, table
 from dpivon.study.cluster.desk import Desk, Superseded
-from dpivon.study.datasets import load_data
-from dpivon.study.evaluation import StackEvaluation
-from dpivon.study.folder import under_way
-from dpivon.study.plan import PlannedRun, noise_seed
-from dpivon.study.progress import Progress
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Settings
-from dpivon.study.status import status_lines
-from dpivon.study.temperature_queries import ASKED, TemperatureQueries
-from dpivon.study.work import Custody, Work
+from dpivon.study.plan.data import load_data
+from dpivon.study.plan.plan import PlannedRun, noise_seed
+from dpivon.study.results import table
+from dpivon.study.results.folder import under_way
+from dpivon.study.results.status import status_lines
+from dpivon.study.run import evaluation, runner
+from dpivon.study.run.evaluation import StackEvaluation
+from dpivon.study.run.progress import Progress
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
+from dpivon.study.run.temperature_queries import ASKED, TemperatureQueries
+from dpivon.study.run.work import Custody, Work
 
 # Since Python 3.12 a fork beside other threads is warned of; here nobody else computes.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

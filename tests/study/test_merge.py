@@ -10,10 +10,10 @@ from tables import IVON, rows
 
 from dpivon.durable.ledger import _sealed, read
 from dpivon.errors import ArgumentError
-from dpivon.study import table
-from dpivon.study.folder import Results, record, retire
-from dpivon.study.merge import merge
-from dpivon.study.plan import Plan, PlannedRun
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results import table
+from dpivon.study.results.folder import Results, record, retire
+from dpivon.study.results.merge import merge
 
 
 def plan(epochs=1):

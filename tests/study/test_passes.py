@@ -11,12 +11,18 @@ from dpivon.models import MLP, CompactCNN
 from dpivon.predict import entropy
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.passes import compiled
-from dpivon.study.passes.choice import SWITCH, apart, eager_will_do, fast_ways, first_that_agrees
-from dpivon.study.passes.compiled import CompiledPasses
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.passes.kernels import KernelPasses
-from dpivon.study.predict import draw_rows, normalised, predict_row
+from dpivon.study.run import passes
+from dpivon.study.run.passes import (
+    SWITCH,
+    CompiledPasses,
+    EagerPasses,
+    KernelPasses,
+    apart,
+    eager_will_do,
+    fast_ways,
+    first_that_agrees,
+)
+from dpivon.study.run.predict import draw_rows, normalised, predict_row
 
 CPU = torch.device("cpu")
 SMALL = Layout(image=16, widths=(16, 32), hidden=32, classes=8)
@@ -91,7 +97,7 @@ def test_a_model_with_memory_of_its_own_says_the_same(name, channels_last):
 def test_one_program_serves_all_rows_and_all_pictures(monkeypatch):
     """Traced as on a GPU, and then run as it is: other rows, another number of pictures and NaN compile nothing anew."""
     traced = lambda model, device: torch.compile(model, dynamic=False, backend="aot_eager")  # noqa: E731
-    monkeypatch.setattr(compiled, "compiled", traced)
+    monkeypatch.setattr(passes, "compiled", traced)
     network, rows, x = case("compact")
     rows[1] = torch.full_like(rows[1], torch.nan)
     way = CompiledPasses(network, CPU, channels_last=True, pictures=16)

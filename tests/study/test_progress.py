@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from dpivon.study import progress as module
-from dpivon.study.pace import Left, Pace
-from dpivon.study.progress import Progress
+from dpivon.study.run import progress as module
+from dpivon.study.run.progress import Left, Pace, Progress
 
 
 class Clock:

@@ -22,12 +22,11 @@ from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.temperature import HALVINGS, temperature_releases
-from dpivon.study import table
 from dpivon.study.cluster import engine
-from dpivon.study.engines import run_with
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Cluster, Settings
-from dpivon.study.status import status_lines
+from dpivon.study.results import table
+from dpivon.study.results.status import status_lines
+from dpivon.study.run.runner import run_study, run_with
+from dpivon.study.run.settings import Cluster, Settings
 
 FAST = Settings(quiet=True, block=4, device="cpu", checkpoint_seconds=0.2)
 TWO = Cluster(workers=2)
@@ -249,7 +248,7 @@ def test_without_ray_the_extra_is_named_and_the_local_engine_needs_none(tmp_path
 @pytest.mark.parametrize(
     ("engine", "options", "words"),
     [
-        ("local", {"workers": 2}, "workers=2: means nothing to the local engine"),
+        ("local", {"workers": 2}, "workers=2: requires --engine ray"),
         ("local", {"scratch": Path("s")}, "scratch="),
         ("ray", {"workers": 0}, "workers=0"),
         ("ray", {"retries": -1}, "retries=-1"),

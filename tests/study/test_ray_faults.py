@@ -16,11 +16,10 @@ from clusters import LONG, caught, charged
 from test_ray import FAST, rows_of, same
 
 from dpivon.durable.ledger import read
-from dpivon.study.engines import run_with
-from dpivon.study.plan import Plan
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Cluster
-from dpivon.study.status import status_lines
+from dpivon.study.plan.plan import Plan
+from dpivon.study.results.status import status_lines
+from dpivon.study.run.runner import run_study, run_with
+from dpivon.study.run.settings import Cluster
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

@@ -15,21 +15,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dpivon import budget, temperature_cost
+from dpivon.cli import app
 from dpivon.durable.ledger import read
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
-from dpivon.study import evaluation, runner, table
-from dpivon.study.__main__ import main
-from dpivon.study.folder import group
-from dpivon.study.plan import Plan, PlannedRun, noise_seed
-from dpivon.study.predict import predict_row
-from dpivon.study.progress import Progress
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Outcome, Settings
-from dpivon.study.status import status_lines
-from dpivon.study.watch import points
+from dpivon.study.plan.plan import Plan, PlannedRun, noise_seed
+from dpivon.study.results import table
+from dpivon.study.results.folder import group
+from dpivon.study.results.status import status_lines
+from dpivon.study.run import evaluation, runner
+from dpivon.study.run.predict import predict_row
+from dpivon.study.run.progress import Progress
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Outcome, Settings
+from dpivon.study.run.watch import points
 
 STEPS = 24  # an epoch of 1,497 digits at b = 64
 PLAN = Plan(
@@ -104,7 +106,7 @@ def test_runs_of_one_repetition_begin_at_the_same_weights_and_share_no_noise(tmp
             seen.extend((self.runs[i], row.clone()) for i, row in enumerate(self.mean))
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("dpivon.study.work.Stack", Seen)
+    monkeypatch.setattr("dpivon.study.run.work.Stack", Seen)
     first = PLAN.runs[0]
     runs = (first, replace(first, method="dp-adam"), replace(first, noise_multiplier=3.0), replace(first, seed=1))
     with pytest.raises(KeyboardInterrupt):
@@ -278,7 +280,7 @@ def test_a_crash_anywhere_changes_nothing(undisturbed, tmp_path, monkeypatch, at
 
 
 def test_killed_while_finishing_nothing_stands_twice(undisturbed, tmp_path, monkeypatch):
-    import dpivon.study.folder as folder
+    import dpivon.study.results.folder as folder
 
     with monkeypatch.context() as patch:
         patch.setattr(folder.shutil, "rmtree", lambda path: (_ for _ in ()).throw(RuntimeError("killed")))
@@ -296,16 +298,21 @@ class Absent:
         if name.split(".")[0] in {"yaml", "pydantic", "rich", "typer", "matplotlib", "torchmetrics", "dp_accounting"}:
             raise ImportError(name + " is not on this machine")
 sys.meta_path.insert(0, Absent())
-from dpivon.study.__main__ import main
-raise SystemExit(main(sys.argv[1:]))
+from pathlib import Path
+from dpivon.study.plan.plan import read_plan
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
+plan, out, block = read_plan(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+outcome = run_study(plan, out, Settings(device="cpu", block=block, checkpoint_seconds=float(sys.argv[4]), quiet=True))
+print(*outcome.lines(out / plan.table), sep="\\n")
+raise SystemExit(outcome.exit_code)
 """
 
 
 def test_killed_for_good_on_a_bare_machine_and_resumed(undisturbed, tmp_path):
     PLAN.write(tmp_path / "plan.json")
     out = tmp_path / "out"
-    command = [sys.executable, "-c", BARE, "run", str(tmp_path / "plan.json"), "--out", str(out)]
-    command += ["--block", "2", "--checkpoint-seconds", "0.0001", "--device", "cpu"]
+    command = [sys.executable, "-c", BARE, str(tmp_path / "plan.json"), str(out), "2", "0.0001"]
     root = Path(__file__).parents[2]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -327,13 +334,14 @@ def test_killed_for_good_on_a_bare_machine_and_resumed(undisturbed, tmp_path):
     compare(out, undisturbed, exact=True)
 
 
-def test_results_of_two_plans_never_meet(undisturbed, tmp_path, capsys):
+def test_results_of_two_plans_never_meet(undisturbed, tmp_path):
     other = Plan(**{**vars(PLAN), "epochs": 2})
     with pytest.raises(ArgumentError, match="another plan"):
         run_study(other, undisturbed, FAST)
     other.write(tmp_path / "other.json")
-    assert main(["run", str(tmp_path / "other.json"), "--out", str(undisturbed), "--quiet"]) == 2
-    assert "another plan" in capsys.readouterr().err
+    refused = CliRunner().invoke(app, ["study", "run", str(tmp_path / "other.json"), "--out", str(undisturbed), "-q"])
+    assert refused.exit_code == 2
+    assert "another plan" in refused.stderr
 
 
 def test_a_plan_that_grew_goes_on_from_what_is_finished(undisturbed, tmp_path):

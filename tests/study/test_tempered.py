@@ -8,10 +8,10 @@ import torch
 from clusters import LONG
 
 from dpivon.privacy.temperature import HALVINGS
-from dpivon.study.datasets import load_data
-from dpivon.study.progress import Progress
-from dpivon.study.settings import Settings
-from dpivon.study.work import Custody, Work
+from dpivon.study.plan.data import load_data
+from dpivon.study.run.progress import Progress
+from dpivon.study.run.settings import Settings
+from dpivon.study.run.work import Custody, Work
 
 
 class Watched(Custody):

@@ -15,10 +15,11 @@ from dpivon import ArgumentError, Augmentation, budget, temperature_cost
 from dpivon.data import DataSet, Images
 from dpivon.models import CompactCNN, PaperCNN
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study import datasets, table
-from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.runner import run_study
-from dpivon.study.settings import Settings
+from dpivon.study.plan import data as datasets
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results import table
+from dpivon.study.run.runner import run_study
+from dpivon.study.run.settings import Settings
 
 TWO = Augmentation(2, flip=True, crop=4)
 PLAN = Plan(

@@ -12,9 +12,9 @@ from dpivon import metrics, predict
 from dpivon.models import CompactCNN
 from dpivon.posterior import Posterior
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
-from dpivon.study.passes import eager
-from dpivon.study.predict import normalised, posterior_row, predict_row, scores
-from dpivon.study.watch import Watch, points
+from dpivon.study.run import passes
+from dpivon.study.run.predict import normalised, posterior_row, predict_row, scores
+from dpivon.study.run.watch import Watch, points
 
 RUNS = [
     Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 8),
@@ -140,7 +140,7 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
         torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
         gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
         torch.testing.assert_close(whole["average"][j].mutual_information.float(), gain, rtol=1e-3, atol=1e-6)
-    monkeypatch.setattr(eager, "AT_ONCE", 4)
+    monkeypatch.setattr(passes, "AT_ONCE", 4)
     pieces = predict_row(stack.network, mean, std, [x], samples=5, seed=3)
     torch.testing.assert_close(pieces["average"][0].probs, whole["average"][0].probs)
 

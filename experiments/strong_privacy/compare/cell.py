@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 
 from dpivon.methods import METHODS
-from dpivon.study.plan import shown
-from dpivon.study.table import Row
+from dpivon.study.plan.plan import shown
+from dpivon.study.results.table import Row
 
 #: Columns, in the order of Setting's fields.
 SETTING = ("dataset", "network", "epochs", "train_size", "delta", "batch_size", "max_grad_norm", "augment")

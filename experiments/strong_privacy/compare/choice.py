@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpivon.study.cells import value
-from dpivon.study.table import Row
-from dpivon.study.tuning import Candidate, candidates, nearest
+from dpivon.study.results.cells import value
+from dpivon.study.results.table import Row
+from dpivon.study.results.tuning import Candidate, candidates, nearest
 from experiments.strong_privacy.compare.cell import Cell
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpivon.errors import bad
-from dpivon.study import table
+from dpivon.study.results import table
 from experiments.strong_privacy.compare.bars import judge
 from experiments.strong_privacy.compare.cell import SETTING, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field

@@ -17,12 +17,12 @@ from dpivon.errors import bad
 from dpivon.methods import METHODS
 from dpivon.recipe import WIDTH
 from dpivon.stacked.rules import FILLED
-from dpivon.study import table
-from dpivon.study.cells import Value, value
-from dpivon.study.plan import CLASSES, Plan, changed, read_plan
-from dpivon.study.report import load
-from dpivon.study.table import Row
-from dpivon.study.tuning import Candidate
+from dpivon.study.plan.plan import CLASSES, Plan, changed, read_plan
+from dpivon.study.results import table
+from dpivon.study.results.cells import Value, value
+from dpivon.study.results.summary import load
+from dpivon.study.results.table import Row
+from dpivon.study.results.tuning import Candidate
 from experiments.strong_privacy.compare.cell import SETTING, Cell, Contender, cell_of
 from experiments.strong_privacy.compare.choice import Tuning, Validation
 

@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dpivon.study.figures import MARKERS, MEASURES, STYLE, colour, legend, log_numbers, new_figure, save
+from dpivon.report.figures import STYLE, legend, save
+from dpivon.study.results.charts import MARKERS, MEASURES, colour
+from experiments.paper.figures import log_numbers, new_figure
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import RAW, TEMPERED, Entry, Field, short
 from experiments.strong_privacy.compare.pooled import against_best

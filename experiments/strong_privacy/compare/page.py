@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpivon.study.cells import Value
+from dpivon.study.results.cells import Value
 from experiments.strong_privacy.compare import bars as rules
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from dpivon.study.datasets import StudyData, build_network
+from dpivon.study.plan.data import StudyData, build_network
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import RAW, TEMPERED, Entry, Field
 from experiments.strong_privacy.compare.pooled import met_by

@@ -13,7 +13,7 @@ from dpivon.report.page import GENERATOR, Content, page
 
 REPORT, FORMATS = "report.html", ("png", "pdf")
 #: Kinds of folders: the file that tells one, and the module whose ``content(folder, again)`` says what its report holds.
-KINDS = {"summary.json": "dpivon.report.run", "runs.csv": "dpivon.study.html_report"}
+KINDS = {"summary.json": "dpivon.report.run", "runs.csv": "dpivon.study.results.html_report"}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def resolve(
 
     Example: dpivon study resolve examples/study.yaml plan.json
     """
-    from dpivon.study import config
+    from dpivon.study.plan import config
 
     plan = config.resolve(study, lr)
     plan.write(to)
@@ -72,10 +72,10 @@ def run(
 
     Example: dpivon study run --engine ray examples/study.yaml --out study-output/quick
     """
-    from dpivon.study import config
-    from dpivon.study.engines import run_with
-    from dpivon.study.plan import read_plan
-    from dpivon.study.settings import Cluster, Settings
+    from dpivon.study.plan import config
+    from dpivon.study.plan.plan import read_plan
+    from dpivon.study.run.runner import run_with
+    from dpivon.study.run.settings import Cluster, Settings
 
     plan = read_plan(study) if study.suffix == ".json" else config.resolve(study, lr)
     settings = Settings(data, device, stack, precision, minutes, checkpoint_seconds, block, keep, quiet, only)
@@ -93,7 +93,7 @@ def status(out: _Out) -> None:
 
     Example: dpivon study status study-output/quick
     """
-    from dpivon.study.status import status_lines
+    from dpivon.study.results.status import status_lines
 
     for line in status_lines(out):
         say(line)
@@ -108,7 +108,7 @@ def merge(
 
     Example: dpivon study merge study-output/quick from-machine-1 from-machine-2
     """
-    from dpivon.study.merge import merge as together
+    from dpivon.study.results.merge import merge as together
 
     for folder, new in together(out, others).items():
         say(f"{new} new runs from {folder}")
@@ -125,7 +125,7 @@ def report(
 
     Example: dpivon study report study-output/quick
     """
-    from dpivon.study.report import write_report
+    from dpivon.study.results.summary import write_report
 
     for path in write_report(out, tuning):
         say(path)
@@ -141,7 +141,7 @@ def pick(
 
     Example: dpivon study pick study-output/tuning
     """
-    from dpivon.study.tuning import pick as choose
+    from dpivon.study.results.tuning import pick as choose
 
     for method, found in choose(out, to, by_cell=by_cell).items():
         words = ", ".join(f"{c.lr:g} ({c.accuracy:.3f})" for c in found)

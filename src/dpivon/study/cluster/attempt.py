@@ -23,11 +23,11 @@ from dpivon.durable.ledger import Terms
 from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.study.cluster.cargo import Cargo
 from dpivon.study.cluster.desk import Report
-from dpivon.study.folder import Results
-from dpivon.study.pace import Left
-from dpivon.study.plan import Plan, PlannedRun
-from dpivon.study.settings import Settings
-from dpivon.study.work import Custody, Work, clear, fitting
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results.folder import Results
+from dpivon.study.run.progress import Left
+from dpivon.study.run.settings import Settings
+from dpivon.study.run.work import Custody, Work, clear, fitting
 
 TOKEN = ".cluster"  # a file in OUT: who can read what the driver wrote there sees the same folder
 _EVERY = 0.5  # seconds between reports

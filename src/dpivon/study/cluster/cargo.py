@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.study.beyond import Condition
-from dpivon.study.datasets import StudyData
+from dpivon.study.plan.data import StudyData
+from dpivon.study.run.robustness import Condition
 
 Array = np.ndarray[Any, Any]
 

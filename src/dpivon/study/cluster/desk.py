@@ -15,7 +15,7 @@ from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Ledger, Terms
 from dpivon.errors import DpivonError
 from dpivon.privacy.accounting.recorded import LEDGER
-from dpivon.study.folder import Results
+from dpivon.study.results.folder import Results
 
 
 class Superseded(DpivonError):

@@ -24,24 +24,24 @@ import torch
 
 from dpivon.durable.files import replace
 from dpivon.errors import DpivonError, bad, check_number, check_whole
-from dpivon.study.beyond import conditions
 from dpivon.study.cluster.attempt import TOKEN, Ended, Task, attempt
 from dpivon.study.cluster.cargo import Cargo, pack
 from dpivon.study.cluster.desk import Desk, Report
 from dpivon.study.cluster.start import connected, ray_module
-from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
-from dpivon.study.plan import Plan, PlannedRun, steps_of
-from dpivon.study.progress import Progress
-from dpivon.study.runner import check_settings, outcome_of, progress_of, stop_signals
-from dpivon.study.settings import MOST, Cluster, Outcome, Settings
+from dpivon.study.plan.data import load_data
+from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
+from dpivon.study.results.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
+from dpivon.study.run.progress import Progress
+from dpivon.study.run.robustness import conditions
+from dpivon.study.run.runner import check_settings, outcome_of, progress_of, stop_signals
+from dpivon.study.run.settings import MOST, Cluster, Outcome, Settings
 
 _WAIT = 0.5  # seconds between looks at the desk
 _REUSE = 1_000_000  # stacks that a process may train: Ray would begin a new one for every stack on a GPU
 
 
 def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> Outcome:
-    """:func:`dpivon.study.runner.run_study` on a cluster: the same folder, table, display, signals and exit codes."""
+    """:func:`dpivon.study.run.runner.run_study` on a cluster: the same folder, table, display, signals and exit codes."""
     _check(cluster)
     check_settings(settings)
     ray_module(cluster)

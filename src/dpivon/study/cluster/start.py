@@ -12,7 +12,7 @@ from typing import Any
 
 from dpivon.errors import DpivonError, bad
 from dpivon.integrations.need import need
-from dpivon.study.settings import Cluster
+from dpivon.study.run.settings import Cluster
 
 _ROOM = 256 * 2**20  # of the object store, beside the data
 

@@ -18,7 +18,7 @@ from dpivon.errors import bad
 from dpivon.models import CompactCNN, PaperCNN, SmallCNN
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, Network, PaperNetwork
-from dpivon.study.plan import CLASSES, Plan
+from dpivon.study.plan.plan import CLASSES, Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpivon.methods import METHODS
 from dpivon.report.figures import STYLE, legend, save
-from dpivon.study.cells import Cells, Value
-from dpivon.study.table import Row
+from dpivon.study.results.cells import Cells, Value
+from dpivon.study.results.charts import DASHES, IVON, MARKERS, MEASURES, colour, in_order, title_of
+from dpivon.study.results.table import Row
 
-IVON = "dp-ivon-gradsq"
-TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", IVON: "DP-IVON-Gradsq"}
 NOISE_ONLY = math.erf(math.sqrt(0.5))  # P(z² < 1): the share that pure noise projects to zero
-# Okabe and Ito's palette, told apart by colour-blind readers too.
-COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00", "dp-steady": "#000000"}
-OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
-MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}
-MEASURES = {
-    "accuracy": "test accuracy",
-    "nll": "test NLL (nats)",
-    "ece": "test ECE (15 bins)",
-}
-DASHES = ("-", "--", ":", "-.")
 
 
 def draw_figures(
@@ -41,21 +29,6 @@ def draw_figures(
             figures["curvature"] = over_training(rows, diagnostics, "h_median")
             figures["posterior-width"] = width_figure(cells)
         return [path for name, figure in figures.items() for path in save(figure, folder / name, formats)]
-
-
-def in_order(methods: Iterable[str]) -> list[str]:
-    """The paper's methods first, in its order; the others by name."""
-    return sorted(methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
-
-
-def title_of(method: str) -> str:
-    """What figures and pages call a method."""
-    return METHODS[method].title if method in METHODS else method
-
-
-def colour(method: str, number: int) -> str:
-    """The colour of a method that is the given one in its figure's order."""
-    return COLOURS.get(method, OTHERS[number % len(OTHERS)])
 
 
 def privacy_figure(cells: Cells, measure: str) -> Any:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
-from dpivon.study import table
-from dpivon.study.cells import Cells
-from dpivon.study.figures import draw_figures
-from dpivon.study.plan import Plan, read_plan
-from dpivon.study.table import SCORES, Row
-from dpivon.study.tuning import candidates, epsilon_with_tuning, history
-from dpivon.study.variants import is_ablation
+from dpivon.report.figures import draw
+from dpivon.study.plan.plan import Plan, read_plan
+from dpivon.study.results import table
+from dpivon.study.results.cells import Cells
+from dpivon.study.results.charts import privacy_curves, width_curves
+from dpivon.study.results.table import SCORES, Row
+from dpivon.study.results.tuning import candidates, epsilon_with_tuning, history
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,10 @@ def read_tables(out: Path, tuning: Path | None = None) -> Tables:
 
 
 def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
-    """Write ``summary.csv``, the figures and, with tuning, ``tuning.md``; all that was written.
-
-    A table that holds several variants of one method has no figures here: they would average them.
-    """
+    """Write ``summary.csv``, the figures and, with tuning, ``tuning.md``; all that was written."""
     tables = read_tables(out, tuning)
-    drawn = [] if is_ablation(tables.rows) else draw_figures(tables.rows, tables.diagnostics, out / "figures")
+    charts = [chart for chart in (privacy_curves(tables.rows), width_curves(tables.rows)) if chart is not None]
+    drawn = draw(charts, None, out / "figures", ("png",))
     return [*drawn, write_summary(out, tables), *write_tuning(out, tables)]
 
 

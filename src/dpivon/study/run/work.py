@@ -20,21 +20,21 @@ from dpivon.privacy.accounting.recorded import LEDGER, replay
 from dpivon.privacy.temperature import for_temperature, temperature_releases
 from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
-from dpivon.study import table
-from dpivon.study.beyond import Condition
-from dpivon.study.datasets import StudyData, build_network
-from dpivon.study.evaluation import Keep, StackEvaluation
-from dpivon.study.folder import open_stack
-from dpivon.study.note import Note
-from dpivon.study.pace import Left
-from dpivon.study.passes.choice import SWITCH
-from dpivon.study.plan import Plan, PlannedRun, changed, first_seed, steps_of
-from dpivon.study.settings import PRECISIONS, Settings
-from dpivon.study.watch import Watch, points
+from dpivon.study.plan.data import StudyData, build_network
+from dpivon.study.plan.plan import Plan, PlannedRun, changed, first_seed, steps_of
+from dpivon.study.results import table
+from dpivon.study.results.folder import open_stack
+from dpivon.study.results.status import Note
+from dpivon.study.run.evaluation import Keep, StackEvaluation
+from dpivon.study.run.passes import SWITCH
+from dpivon.study.run.progress import Left
+from dpivon.study.run.robustness import Condition
+from dpivon.study.run.settings import PRECISIONS, Settings
+from dpivon.study.run.watch import Watch, points
 
 
 class Shown(Protocol):
-    """Where a stack says how far it is: :class:`~dpivon.study.progress.Progress`, or what stands for it elsewhere."""
+    """Where a stack says how far it is: :class:`~dpivon.study.run.progress.Progress`, or what stands for it elsewhere."""
 
     def skip(self, examples: float) -> None: ...
 

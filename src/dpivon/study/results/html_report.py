@@ -6,31 +6,26 @@ It reads the study's table, diagnostics and plan. Seeds and run names stay there
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
-from dpivon.report.chart import Axis, Chart, Panel, Point, Series, View
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
-from dpivon.report.privacy import Reading, shown
-from dpivon.study.cells import Cells
-from dpivon.study.figures import DASHES, MARKERS, MEASURES, colour, draw_figures, in_order, title_of
-from dpivon.study.plan import Plan, read_plan
-from dpivon.study.report import load
-from dpivon.study.table import Row
-from dpivon.study.tuning import history
-from dpivon.study.variants import describe, is_ablation, is_of, variants
+from dpivon.report.privacy import Reading
+from dpivon.study.plan.plan import Plan, read_plan
+from dpivon.study.results.cells import Cells, describe, is_of, variants
+from dpivon.study.results.charts import in_order, privacy_curves, title_of, width_curves
+from dpivon.study.results.summary import load
+from dpivon.study.results.table import Row
+from dpivon.study.results.tuning import history
 
 READ = ("runs.csv", "diagnostics.csv", "study.json")
 _COLUMNS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "mc_accuracy": "accuracy, averaged"}
 _COLUMNS |= {"mc_nll": "NLL, averaged", "mc_ece": "ECE, averaged"}
-_X = Axis("ε (RDP), privacy grows →", log=True, reverse=True)
-Lines = list[tuple[str, str, bool]]  # column, label, pale
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +59,7 @@ def content(folder: Path, again: str) -> Content:
     intro = f"{len(study.rows)} private trainings on {study.rows[0]['dataset'] or 'one data set'}, compared."
 
     def figures(out: Path, formats: Sequence[str]) -> list[Path]:
-        if is_ablation(study.rows):  # the study's own figures would average its variants
-            return draw([chart for section in sections for chart in section.charts], None, out, formats)
-        return draw_figures(study.rows, study.diagnostics, out, formats)
+        return draw([chart for section in sections for chart in section.charts], None, out, formats)
 
     return Content("study", f"Study {name}", intro, headline(study), sections, figures)
 
@@ -166,108 +159,3 @@ def _listed(rows: Sequence[Row], column: str) -> str:
     return ", ".join(
         f"{v:g}" if isinstance(v, float) else str(v) for v in sorted(found, key=lambda v: (str(type(v)), v))
     )
-
-
-# ---- charts
-
-
-def privacy_curves(rows: Sequence[Row]) -> Chart:
-    """Accuracy, NLL and ECE against ε on an inverted logarithmic axis, one panel per batch size, one dash per clipping norm."""
-    repeated = max(len(c) for c in _members(rows).values())
-    spread = "Bands are one standard deviation over repetitions" if repeated > 1 else "Each point is one run"
-    views = []
-    for measure, label in MEASURES.items():
-        log = measure == "nll" and _spans(rows, ("nll", "mc_nll"))
-        views.append(View(label, Axis(label, log=log), _panels(rows, partial(_scores, measure))))
-    delta = rows[0]["delta"]
-    lost = sum(any(row[m] is not None and math.isnan(row[m]) for m in MEASURES) for row in rows)
-    diverged = f" {lost} of {len(rows)} runs diverged; the cells that they belong to are not drawn." if lost else ""
-    caption = (
-        f"ε by RDP at δ = {delta:g}, for each run by itself. {spread}; faint lines are the posterior mean.{diverged}"
-    )
-    return Chart("curves", "Scores against ε", caption, _X, tuple(views))
-
-
-def width_curves(rows: Sequence[Row]) -> Chart | None:
-    """Posterior width at the end against ε, for the runs that have one."""
-    rows = [row for row in rows if row.get("std_median") is not None]
-    if not rows:
-        return None
-    log = _spans(rows, ("std_q05", "std_q95"))
-    panels = _panels(rows, lambda cells: [("std_median", "", False)])
-    view = View("σ", Axis("posterior σ of a weight", log=log), panels)
-    return Chart(
-        "widths",
-        "Standard deviation of the weights",
-        "Median over the weights at the end of training; bands hold 90 % of them.",
-        _X,
-        (view,),
-    )
-
-
-def _panels(rows: Sequence[Row], lines_of: Callable[[Cells], Lines]) -> tuple[Panel, ...]:
-    several = is_ablation(rows)
-    methods = in_order({row["method"] for row in rows})
-    kinds = sorted(variants(rows), key=lambda v: (methods.index(v[0]), v[1], v[2]))
-    norms = sorted({row["max_grad_norm"] for row in rows})
-    panels = []
-    for b in sorted({row["batch_size"] for row in rows}):
-        series = []
-        for number, kind in enumerate(kinds):
-            cells = Cells([row for row in rows if is_of(row, kind) and row["batch_size"] == b])
-            name = describe(kind) if several else title_of(kind[0])
-            # Variants of one method differ by the other colours.
-            look = colour("" if several else kind[0], number if several else methods.index(kind[0]))
-            for c, dash in zip(norms, DASHES * len(norms), strict=False):
-                for column, label, pale in lines_of(cells):
-                    points = _points(cells, kind[0], b, c, column)
-                    if points:
-                        groups = (name + label, f"C = {c:g}") if len(norms) > 1 else (name + label,)
-                        full = f"{name}{label}" + (f", C = {c:g}" if len(norms) > 1 else "")
-                        marker = MARKERS.get(kind[0], "D")
-                        series.append(Series(full, points, look, "line", dash, marker, pale, groups))
-        panels.append(Panel(f"batch size {b}", tuple(series)))
-    return tuple(panels)
-
-
-def _scores(measure: str, cells: Cells) -> Lines:
-    """Where predictions are averaged over a posterior too, the posterior mean is the paler line."""
-    if all(row[f"mc_{measure}"] is None for row in cells.rows):
-        return [(measure, "", False)]
-    return [(measure, ", posterior mean", True), (f"mc_{measure}", ", averaged", False)]
-
-
-def _points(cells: Cells, method: str, b: int, c: float, column: str) -> tuple[Point, ...]:
-    found = []
-    for sigma in cells.axis("noise_multiplier"):
-        x, y = (cells.get(method, b, sigma, c, name) for name in ("epsilon", column))
-        if x is None or y is None or not (math.isfinite(x.mean) and math.isfinite(y.mean)):
-            continue
-        pld = cells.get(method, b, sigma, c, "epsilon_pld")
-        members = [row for row in cells.rows if (row["noise_multiplier"], row["max_grad_norm"]) == (sigma, c)]
-        notes = [("ε (RDP)", shown(x.mean))]
-        notes += [("ε (PLD)", shown(pld.mean))] if pld is not None else []
-        notes += [("σ, C, b", f"{sigma:g}, {c:g}, {b}")]
-        notes += [("runs", ", ".join(f"{row[column]:.4g}" for row in members if row[column] is not None))]
-        low, high = y.mean - y.std, y.mean + y.std
-        if column == "std_median":
-            edges = [cells.get(method, b, sigma, c, name) for name in ("std_q05", "std_q95")]
-            low, high = (y.mean if e is None else e.mean for e in edges)
-        elif y.n > 1:
-            notes.append(("standard deviation", f"{y.std:.2g}"))
-        found.append(Point(x.mean, y.mean, low, high, tuple(notes)))
-    return tuple(sorted(found, key=lambda p: p.x))
-
-
-def _members(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
-    out: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        key = tuple(row[k] for k in ("method", "options", "lr", "batch_size", "noise_multiplier", "max_grad_norm"))
-        out.setdefault(key, []).append(row)
-    return out
-
-
-def _spans(rows: Sequence[Row], columns: Sequence[str]) -> bool:
-    """Whether a logarithmic axis is worth it: all positive, over more than a factor of five."""
-    values = [v for row in rows for c in columns if (v := row[c]) is not None and math.isfinite(v)]
-    return bool(values) and min(values) > 0 and max(values) > 5 * min(values)

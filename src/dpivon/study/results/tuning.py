@@ -11,9 +11,9 @@ from typing import Any
 from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
-from dpivon.study import table
-from dpivon.study.cells import value
-from dpivon.study.table import Row
+from dpivon.study.results import table
+from dpivon.study.results.cells import value
+from dpivon.study.results.table import Row
 
 CELL = ("batch_size", "noise_multiplier", "max_grad_norm")
 SHORT = ("b", "σ", "C")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpivon.stacked import Stack
-from dpivon.study.table import QUANTILES
+from dpivon.study.results.table import QUANTILES
 
 _AT = (0.05, 0.5, 0.95)
 

@@ -15,8 +15,7 @@ from dpivon.data import MEAN, STD
 from dpivon.metrics import batch_scores
 from dpivon.predict import ClassPrediction, entropy, prediction_of
 from dpivon.stacked import Network, Stack
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.passes.way import Passes
+from dpivon.study.run.passes import EagerPasses, Passes
 
 Predictions = dict[
     str, list[ClassPrediction]

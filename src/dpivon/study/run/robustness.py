@@ -19,11 +19,11 @@ from dpivon.data.corruptions import as_bytes, corrupt
 from dpivon.metrics import batch_ood_scores, batch_scores
 from dpivon.predict import ClassPrediction
 from dpivon.stacked import Stack
-from dpivon.study.datasets import StudyData
-from dpivon.study.passes.way import Passes
-from dpivon.study.plan import HELD_OUT, Evaluation, Plan
-from dpivon.study.predict import posterior_row, predict_row
-from dpivon.study.table import COVERAGES, OOD_SCORES, Row
+from dpivon.study.plan.data import StudyData
+from dpivon.study.plan.plan import HELD_OUT, Evaluation, Plan
+from dpivon.study.results.table import COVERAGES, OOD_SCORES, Row
+from dpivon.study.run.passes import Passes
+from dpivon.study.run.predict import posterior_row, predict_row
 
 BEYOND = "beyond.csv"
 CLEAN, SHIFT, FOREIGN = "clean", "shift", "ood"
@@ -84,7 +84,7 @@ def beyond_rows(
     seed: int,
     passes: Passes | None = None,
 ) -> list[Row]:
-    """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.predict.predict_row`."""
+    """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.run.predict.predict_row`."""
     pictures = [condition.pictures for condition in made]
     found = predict_row(stack.network, *posterior_row(stack, i), pictures, samples=samples, seed=seed, passes=passes)
     out: list[Row] = []

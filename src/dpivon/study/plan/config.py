@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from dpivon.errors import bad
 from dpivon.privacy.accounting import budget
 from dpivon.privacy.augmentation import Augmentation, used
-from dpivon.study.datasets import train_size
-from dpivon.study.plan import Evaluation, Plan, PlannedRun
-from dpivon.study.tuning import Rates, read_rates
+from dpivon.study.plan.data import train_size
+from dpivon.study.plan.plan import Evaluation, Plan, PlannedRun
+from dpivon.study.results.tuning import Rates, read_rates
 from dpivon.yaml_files import read_yaml, validated
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -64,7 +64,7 @@ class Shift(_Strict):
 
 
 class Evaluate(_Strict):
-    """What to look at beyond the test set: see :class:`dpivon.study.plan.Evaluation`."""
+    """What to look at beyond the test set: see :class:`dpivon.study.plan.plan.Evaluation`."""
 
     shift: Shift | None = None
     ood: list[str] = []

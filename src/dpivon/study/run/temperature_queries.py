@@ -26,7 +26,7 @@ from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import SEEDED, TorchNoise
 from dpivon.privacy.stack import StackedMechanism
 from dpivon.privacy.temperature import BOUND, HALVINGS, choose, temperature_releases, temperature_spec
-from dpivon.study.datasets import StudyData
+from dpivon.study.plan.data import StudyData
 from dpivon.temperature import log_probabilities, temper
 
 ASKED = "asked.json"

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dpivon.study import table
-from dpivon.study.beyond import beyond_rows
-from dpivon.study.folder import Results
-from dpivon.study.pace import Left, Pace
-from dpivon.study.passes.choice import chosen, eager_will_do
-from dpivon.study.passes.eager import EagerPasses
-from dpivon.study.passes.way import Passes
-from dpivon.study.plan import sample_seed
-from dpivon.study.predict import draw_rows, posterior_row, predict_row, scores
-from dpivon.study.temperature_queries import RunPredictions, TemperatureQueries, tempered_scores
+from dpivon.study.plan.plan import sample_seed
+from dpivon.study.results import table
+from dpivon.study.results.folder import Results
+from dpivon.study.run.passes import EagerPasses, Passes, chosen, eager_will_do
+from dpivon.study.run.predict import draw_rows, posterior_row, predict_row, scores
+from dpivon.study.run.progress import Left, Pace
+from dpivon.study.run.robustness import beyond_rows
+from dpivon.study.run.temperature_queries import RunPredictions, TemperatureQueries, tempered_scores
 
 if TYPE_CHECKING:
-    from dpivon.study.work import Work
+    from dpivon.study.run.work import Work
 
 Keep = Callable[[Results], None]
 

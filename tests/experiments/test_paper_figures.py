@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from tables import IVON, rows
+from experiments.paper.figures import NOISE_ONLY, draw_figures, over_training, privacy_figure, width_figure
 
-from dpivon.study.cells import Cells
-from dpivon.study.figures import NOISE_ONLY, draw_figures, over_training, privacy_figure, width_figure
+from dpivon.study.results.cells import Cells
+from study.tables import IVON, rows
 
 
 @pytest.fixture(scope="module")

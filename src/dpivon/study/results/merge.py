@@ -10,10 +10,9 @@ from pathlib import Path
 from dpivon.csv_cells import is_formula
 from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
-from dpivon.study import table
-from dpivon.study.defaults import DEFAULTS, check_alike
-from dpivon.study.folder import LEDGERS, RUNS
-from dpivon.study.plan import read_plan
+from dpivon.study.plan.plan import read_plan
+from dpivon.study.results import table
+from dpivon.study.results.folder import DEFAULTS, LEDGERS, RUNS, check_alike
 
 #: Tables of several rows a run.
 BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "beyond.csv": table.BEYOND_COLUMNS}

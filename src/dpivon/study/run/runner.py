@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
-from dpivon.errors import check_number, check_whole
-from dpivon.study.beyond import conditions
-from dpivon.study.datasets import load_data
-from dpivon.study.folder import alone, claim, finished, group, record, recorded, retire, under_way
-from dpivon.study.plan import Plan, PlannedRun, steps_of
-from dpivon.study.progress import Progress
-from dpivon.study.settings import MOST, Outcome, Settings
-from dpivon.study.work import Work, clear, fitting
+from dpivon.errors import bad, check_choice, check_number, check_whole
+from dpivon.study.plan.data import load_data
+from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
+from dpivon.study.results.folder import alone, claim, finished, group, record, recorded, retire, under_way
+from dpivon.study.run.progress import Progress
+from dpivon.study.run.robustness import conditions
+from dpivon.study.run.settings import MOST, Cluster, Outcome, Settings
+from dpivon.study.run.work import Work, clear, fitting
+
+ENGINES = ("local", "ray")
 
 
 def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
@@ -106,3 +108,16 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run_with(engine: str, plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> Outcome:
+    """Run a plan; Ray is imported only if it was asked for."""
+    check_choice("engine", engine, ENGINES, "Name an engine")
+    if engine == "ray":
+        from dpivon.study.cluster.engine import run_on_ray
+
+        return run_on_ray(plan, out, settings, cluster)
+    for name, value in vars(cluster).items():
+        if value is not None:
+            raise bad(name, value, "requires --engine ray", "Add it, or leave this out")
+    return run_study(plan, out, settings)

@@ -1,0 +1,1 @@
+"""From rows to what people read: tables, summaries, figures and reports."""

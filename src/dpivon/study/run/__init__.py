@@ -1,0 +1,1 @@
+"""From a plan to rows: stacks are trained, evaluated and recorded."""

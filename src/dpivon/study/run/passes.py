@@ -1,0 +1,217 @@
+"""Forward passes of rows of parameters. Every fast way is held to the eager one on the stack at hand before it is used.
+
+So a mistake in a kernel or a compiler costs time, never a result. What is compared is probabilities, as half the sum of their
+differences:
+
+    mean over images and rows of ½ Σ_c |p_c − q_c|   ≤   2e-3, and 2 % of what two neighbouring images differ by
+
+The second matters for a network that says nearly the same of every image, so that a wrong image would hardly show. TF32,
+whichever way it rounds to ten bits, stays below a quarter of both: the tests emulate it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpivon.errors import bad
+from dpivon.privacy.kernels.paper.layout import Layout
+from dpivon.privacy.precision import compiled
+from dpivon.stacked import Network, PaperNetwork
+
+
+class Passes(Protocol):
+    """Logits of pictures that all rows see."""
+
+    name: str
+    at_once: int  # pictures that are best handed over together
+    joins: bool  # whether they may be of several sets
+
+    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Iterable[Tensor]:
+        """[n, classes] of every row of parameters in turn, for n normalised pictures."""
+        ...
+
+
+AT_ONCE = 64  # on a CPU: what stays in a core's cache
+LARGE = 5000  # on a GPU: enough to fill it, and launches cost nothing beside it
+
+
+class EagerPasses:
+    """The twin that every other way is held to. There is one model, into which every row is put."""
+
+    name = "torch's own operations"
+    joins = False  # a set's scores do not depend on what stands beside it, to the last bit
+
+    def __init__(self, network: Network, device: torch.device) -> None:
+        self.network = network
+        self.at_once = LARGE if device.type == "cuda" else AT_ONCE
+        self._model: nn.Module | None = None
+
+    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Iterator[Tensor]:
+        if self._model is None:
+            self._model = self.network.model(rows[0]).eval()
+        pictures = _laid_out(pictures)
+        for row in rows:
+            yield self.network.load(row, self._model)(pictures)
+
+
+def _laid_out(pictures: Tensor) -> Tensor:
+    """Channels last on a CPU, whose convolutions and norms are about twice as fast so; a GPU's norms want them first."""
+    if pictures.is_cuda or pictures.dim() != 4:
+        return pictures
+    return pictures.contiguous(memory_format=torch.channels_last)
+
+
+COMPILED_BATCH = 2048  # images of a call: the compiled program has this one shape
+
+
+class CompiledPasses:
+    """One model with memory of its own, into which every row is copied, so that the program finds it where it was compiled for.
+
+    Pictures come in calls of one size, the last of them padded, and with their channels last where the model convolves.
+    """
+
+    at_once = 16 * COMPILED_BATCH
+    joins = True
+
+    def __init__(
+        self, network: Network, device: torch.device, *, channels_last: bool, pictures: int = COMPILED_BATCH
+    ) -> None:
+        self.network, self.device, self.pictures = network, device, pictures
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.name = "a compiled network" + (", channels last" if channels_last else "")
+        self._loose: nn.Module | None = None
+
+    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Iterator[Tensor]:
+        n = len(pictures)
+        calls = self._calls(pictures)
+        for row in rows:
+            self._load(row)
+            yield torch.cat([self._run(call) for call in calls])[:n]
+
+    def _calls(self, pictures: Tensor) -> Sequence[Tensor]:
+        short = -len(pictures) % self.pictures
+        padded = F.pad(pictures, (*(0, 0) * (pictures.dim() - 1), 0, short)) if short else pictures
+        padded = padded.contiguous(memory_format=self.format if pictures.dim() == 4 else torch.contiguous_format)
+        return padded.split(self.pictures)
+
+    def _load(self, row: Tensor) -> None:
+        """A network may put a row into a model without copying it; the compiled model keeps its own memory."""
+        if self._loose is None:
+            self._loose = self.network.model(row).eval()
+            self._fixed = copy.deepcopy(self._loose).to(memory_format=self.format)  # type: ignore[call-overload]
+            self._run = compiled(self._fixed, self.device)
+        loaded = self.network.load(row, self._loose)
+        for mine, theirs in zip(self._fixed.parameters(), loaded.parameters(), strict=True):
+            mine.copy_(theirs)
+
+
+def convolves(model: nn.Module) -> bool:
+    return any(isinstance(layer, nn.Conv2d) for layer in model.modules())
+
+
+class KernelPasses:
+    """All rows at once: :class:`dpivon.privacy.kernels.paper.forward.Forward`."""
+
+    name = "kernels"
+    at_once = 32768  # their answers are small; how many pictures go through at once is the kernels' business
+    joins = True
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        from dpivon.privacy.kernels.paper.forward import Forward  # needs Triton
+
+        self.forward = Forward(layout, device)
+
+    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Tensor:
+        return self.forward.logits(torch.stack(list(rows)), pictures)
+
+
+TOLERANCE, SHARE = 2e-3, 0.02
+COMPARED_IMAGES, COMPARED_ROWS = 64, 3
+WORTH_IT = 5_000_000  # passes: fewer are made before anything is compiled
+SWITCH = "DPIVON_EVALUATION"  # "eager" in the environment keeps everything else out
+
+
+def eager_will_do(device: torch.device, passes: int) -> bool:
+    """Whether there is nothing to choose, or nothing to gain in so many passes."""
+    return device.type != "cuda" or passes < WORTH_IT or _switched_off()
+
+
+def chosen(network: Network, rows: Sequence[Tensor], pictures: Tensor, say: Callable[[str], None]) -> Passes:
+    """A way for this network on a GPU; ``say`` hears of every one that was tried in vain."""
+    eager = EagerPasses(network, pictures.device)
+    return first_that_agrees(fast_ways(network, rows[0]), eager, rows, pictures, say)
+
+
+def first_that_agrees(
+    ways: Iterator[Callable[[], Passes]],
+    eager: Passes,
+    rows: Sequence[Tensor],
+    pictures: Tensor,
+    say: Callable[[str], None],
+) -> Passes:
+    """Whatever goes wrong with a way, in making it or in using it, the next one is tried; the eager one is the last."""
+    for make in ways:
+        try:
+            way = make()
+            off, allowed = apart(way, eager, rows, pictures)
+        except Exception as error:
+            words = str(error).strip().splitlines()
+            say(
+                f"evaluation: a faster way failed ({type(error).__name__}: {words[0] if words else ''}); trying another"
+            )
+            continue
+        if off <= allowed:  # NaN is not
+            return way
+        say(f"evaluation: {way.name} is off by {off:.2g} where {allowed:.2g} is allowed, and is not used")
+    return eager
+
+
+@torch.no_grad()
+def apart(way: Passes, eager: Passes, rows: Sequence[Tensor], pictures: Tensor) -> tuple[float, float]:
+    """How far two ways are apart where they are looked at, and how far they may be."""
+    places, some = (
+        _spread(len(rows), COMPARED_ROWS).tolist(),
+        _spread(len(pictures), COMPARED_IMAGES).to(pictures.device),
+    )
+    said = [logits[some] for i, logits in enumerate(way.logits(rows, pictures)) if i in places]
+    twin = list(eager.logits([rows[i] for i in places], pictures[some]))
+    ours, theirs = (torch.stack(logits).double().softmax(-1) for logits in (said, twin))
+    off = float(_difference(ours, theirs))
+    neighbours = float(_difference(theirs, theirs.roll(1, dims=1)))
+    return off, min(TOLERANCE, SHARE * neighbours)
+
+
+def fast_ways(network: Network, row: Tensor) -> Iterator[Callable[[], Passes]]:
+    """Ways worth trying, the fastest first. The kernels know TF32 alone: who told torch to be exact gets what torch does.
+
+    torch takes TF32 where this says "tf32", as it does by default: ``cudnn.allow_tf32 = False`` leaves "none" behind.
+    """
+    device = row.device
+    if isinstance(network, PaperNetwork) and torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
+        yield lambda: KernelPasses(network.layout, device)
+    if convolves(network.model(row)):
+        yield lambda: CompiledPasses(network, device, channels_last=True)
+    yield lambda: CompiledPasses(network, device, channels_last=False)
+
+
+def _difference(p: Tensor, q: Tensor) -> Tensor:
+    return (p - q).abs().sum(-1).mean() / 2
+
+
+def _spread(n: int, wanted: int) -> Tensor:
+    """Some of n places, from the first to the last."""
+    return torch.linspace(0, n - 1, min(n, wanted)).round().long()
+
+
+def _switched_off() -> bool:
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "eager"):
+        raise bad(SWITCH, value, "is not known", "Set it to eager, or leave it out")
+    return value == "eager"
