@@ -17,8 +17,8 @@ import torch
 from torch import Generator, Tensor
 
 from dpivon.data import MEAN, STD
+from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.models import PaperCNN
-from dpivon.tensor_files import read_tensors, write_tensors
 from experiments.leaderboard.priors.processes import MIXTURES, images
 
 #: Images that the components are of: four for each of the maps' 2,048 coordinates.
