@@ -123,7 +123,7 @@ def methods(
 
     if as_json:
         described = [
-            {key: value for key, value in vars(m).items() if key not in ("build", "predict", "defaults")}
+            {key: value for key, value in vars(m).items() if key not in ("rule", "build", "predict", "defaults")}
             | {"defaults": {key: _json_number(value) for key, value in m.defaults.items()}}
             for m in METHODS.values()
         ]

@@ -75,7 +75,7 @@ def kind_of(where: str, name: str = "data") -> str:
     if path.is_dir() or suffix in (".png", ".jpg", ".jpeg"):
         return "image"
     if suffix not in _KINDS:
-        fix = "Give a folder with a folder of PNG or JPEG a class, a .csv or .parquet table, or .npz or .npy arrays"
+        fix = "Give a folder with one folder of PNG or JPEG per class, a .csv or .parquet table, or .npz or .npy arrays"
         raise bad(name, where, "is of no kind that is known", fix)
     if not path.exists():
         raise bad(name, where, "does not exist", "Check the path")

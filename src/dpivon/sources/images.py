@@ -73,7 +73,7 @@ class Images(Source):
 def _labelled(folder: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
     """Files by declared class. A folder of another name is refused; a declared class may have none."""
     if not folder.is_dir():
-        raise bad("data", str(folder), "is not a folder", "Give a folder that holds a folder of images a class")
+        raise bad("data", str(folder), "is not a folder", "Give a folder that holds one folder of images per class")
     out = []
     for inner in _entries(folder):
         if not inner.is_dir():

@@ -87,7 +87,7 @@ _FLAGS = {
     "as_json": _Flag(bool, _RUN, "Print the summary as JSON.", ("--json",)),
     "quiet": _Flag(bool, _RUN, "Print nothing.", ("--quiet", "-q")),
 }
-_DATA_HELP = "A folder with a folder of images a class, a .csv or .parquet table, an .npz, or x.npy,y.npy."
+_DATA_HELP = "A folder with one folder of images per class, a .csv or .parquet table, an .npz, or x.npy,y.npy."
 
 
 def train(data: str | None = None, **flags: Any) -> None:
