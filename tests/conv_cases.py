@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from dpivon.models import StandardisedConv2d
-from dpivon.privacy.layers.conv import conv
-from dpivon.privacy.layers.standardised import standardised_conv
+from dpivon.privacy.layers.conv import conv, standardised_conv
 
 #: In, out, side of the image, and the rest of the layer's arguments.
 CASES = {

@@ -25,7 +25,7 @@ def main() -> None:
         for i, (side, into, out) in enumerate(LAYOUT.convs):
             options = tuned(TUNING[kernel][i], side * side)
             shape = {"H": side, "W": side, "CIN": into, "COUT": out, "BM": options["BM"]}
-            kept = {} if not keep and i == 0 else {"PICTURE": None}
+            kept = {} if not keep and i == 0 else {"IMAGE": None}
             found = check(kernels.conv_forward, dtype, shape | kept | {"SIGN": 1, "HAS_BIAS": True}, options)
             assert "mma" in found.ptx
             options = tuned(TUNING["pool_forward"][i], side * side // 4)
@@ -36,7 +36,7 @@ def main() -> None:
 
 def check(kernel, dtype, constants, options):
     types = dict.fromkeys(kernel.arg_names, f"*{SHORT[dtype]}")
-    types |= {"MODEL": "*i32", "PICTURE": "*i32", "WHICH": "*i8", "MEAN": "*fp32", "RSTD": "*fp32", "eps": "fp32"}
+    types |= {"MODEL": "*i32", "IMAGE": "*i32", "WHICH": "*i8", "MEAN": "*fp32", "RSTD": "*fp32", "eps": "fp32"}
     aligned = [name for name in kernel.arg_names if name not in constants and name != "eps"]
     found = made(kernel, types, constants, aligned, warps=options["num_warps"])
     what = f"{kernel.__name__} {SHORT[dtype]} {options}: {found.registers} registers"

@@ -19,7 +19,7 @@ from dpivon.models.standardised import StandardisedConv2d
 from dpivon.privacy.clipping import FlatClipping, PerLayerClipping, clipped_sum, row_norms
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import Dense, Outer, Rows, register_rule, uses
-from dpivon.privacy.layers.standardised import standardised_conv, standardised_forward
+from dpivon.privacy.layers.conv import standardised_conv, standardised_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using padding=.same.")
 

@@ -13,7 +13,7 @@ from dpivon.models import TextEncoder, WideResNet
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients import watching
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.layers import attention, standardised
+from dpivon.privacy.layers import attention, conv
 from dpivon.privacy.precision import as_multiplied
 
 
@@ -43,7 +43,7 @@ def test_the_sums_are_the_same_to_the_bit(name):
     model, x = MODELS[name]()
     once = sums(model, x)
     with ExitStack() as stack:
-        for module in (watching, attention, standardised):
+        for module in (watching, attention, conv):
             stack.enter_context(patch.object(module, "as_multiplied", lambda t: t))
         twice = sums(model, x)
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))

@@ -96,7 +96,7 @@ def labelled(network=None):
 def _weights_apart():
     """Standardising weights, in the layer or in its rule's forward, is a part of its own."""
     from dpivon.models import standardised
-    from dpivon.privacy.layers import standardised as rule
+    from dpivon.privacy.layers import conv as rule
 
     original = standardised.centred_rows
 

@@ -3,17 +3,11 @@
     |log p(x | θ)| ≤ B for all x, θ   ⟹   a draw from p(θ | D) ∝ p(θ) Π p(x_i | θ)^{1/T} is ε-DP,
     ε = 4B/T if one example is replaced,  ε = 2B/T if one is added or removed
 
-since the density changes by at most e^{2B/T} (e^{B/T}) and its normaliser by as much: it is the exponential mechanism, whose
-score is the log-likelihood. A constant in log p cancels, so B may be half the range of log p. n draws cost n ε. (Wang, Fienberg
-and Smola, *Privacy for Free: Posterior Sampling and Stochastic Gradient Monte Carlo*, 2015, theorem 1.)
+It is the exponential mechanism, whose score is the log-likelihood (Wang, Fienberg and Smola 2015, theorem 1). A constant in
+log p cancels, so B may be half the range of log p. n draws cost n ε.
 
-Two conditions, and why they are not taken for granted here:
-
-- *The bound.* log-likelihoods of neural networks are not bounded. :class:`BoundedLikelihood` bounds those of a classifier by
-  construction, which is the one way in which the assumption can be checked: for all x and θ, not for those one has seen.
-- *An exact sample.* Any distance between the sampler and the posterior adds to the cost, in δ by about e^ε times the total
-  variation distance. An iterate of SGLD is such an approximation of unknown distance; so this ε never replaces what the
-  ledger says of its releases. Use it for posteriors that can be sampled exactly: finite sets of candidates, conjugate models.
+The bound must hold for all x and θ, so :class:`BoundedLikelihood` makes it true by construction. The sample must be exact: an
+SGLD iterate is not, so this ε never replaces the ledger's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Per-layer rules for book-keeping gradients. Importing this package registers them."""
 
-from dpivon.privacy.layers import attention, conv, linear, norm, standardised, variational
+from dpivon.privacy.layers import attention, conv, linear, norm, variational
 from dpivon.privacy.layers.registry import register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 
@@ -15,6 +15,5 @@ __all__ = [
     "norm",
     "register_forward",
     "register_rule",
-    "standardised",
     "variational",
 ]

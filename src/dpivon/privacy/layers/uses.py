@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -57,24 +57,12 @@ class Use(Protocol):
         ...
 
 
-@runtime_checkable
-class Unfolding(Protocol):
-    """A use that knows norms and sums only: to be added to another, or scaled, it must become one that can."""
-
-    def unfolded(self) -> Use: ...
-
-
 @dataclass(frozen=True)
 class Order:
     """The order of elements in which a rule computed, where it is not the parameter's: its shape, and how to permute it."""
 
     shape: torch.Size
     permutation: tuple[int, ...]
-
-    @property
-    def parameter(self) -> torch.Size:
-        """The parameter's own shape."""
-        return torch.Size(self.shape[i] for i in self.permutation)
 
     def restore(self, t: Tensor) -> Tensor:
         """From [*leading, elements] or [*leading, *shape] in this order to [*leading, *parameter]."""
@@ -306,8 +294,9 @@ def mapped(use: Use, linear: Callable[[Tensor], Tensor], copies: int) -> Use:
 
 
 def unfolded(use: Use) -> Use:
-    """The same use as one of the kinds above."""
-    return use.unfolded() if isinstance(use, Unfolding) else use
+    """The same use as one of the kinds above. A use that knows norms and sums only has a method for it."""
+    unfold = getattr(use, "unfolded", None)
+    return use if unfold is None else cast(Use, unfold())
 
 
 def merge(uses: Sequence[Use]) -> Use:

@@ -1,6 +1,6 @@
 """The paper's network forward, for many rows of parameters at once: training's blocks, and the logits of an evaluation.
 
-In evaluation all rows see the same pictures, which are read where they lie: ``picture[n]`` says which one pass n is of, as
+In evaluation all rows see the same images, which are read where they lie: ``image[n]`` says which one pass n is of, as
 ``model[n]`` says whose weights it takes.
 
 Evaluation stores fp32 and multiplies convolutions in TF32, as torch does on a GPU by default, so its scores can be held against
@@ -49,13 +49,13 @@ class Blocks:
             self.which = [new(s * s // 4, d, dtype=torch.int8) for s, _, d in layout.convs]
             self.stats = [(new(d, dtype=torch.float32), new(d, dtype=torch.float32)) for *_, d in layout.convs]
 
-    def features(self, w: dict[str, Tensor], inputs: Tensor, model: Tensor, picture: Tensor | None = None) -> Tensor:
-        """[passes, flat], one pass an entry of ``model``: the picture of its own, or the one that ``picture`` names."""
+    def features(self, w: dict[str, Tensor], inputs: Tensor, model: Tensor, image: Tensor | None = None) -> Tensor:
+        """[passes, flat], one pass an entry of ``model``: the image of its own, or the one that ``image`` names."""
         x, passes = inputs, len(model)
         for i, (s, c, d) in enumerate(self.layout.convs):
             options = tuned(TUNING[self.kernel][i], s * s)
             kernels.conv_forward[(passes * (s * s // options["BM"]),)](
-                x, w[f"w{i}"], w[f"b{i}"], model, None if i else picture, self.z[i], s, s, c, d,
+                x, w[f"w{i}"], w[f"b{i}"], model, None if i else image, self.z[i], s, s, c, d,
                 SIGN=1, HAS_BIAS=True, **options,
             )  # fmt: skip
             which, z_best, mean, rstd = (self.which[i], self.z_best[i], *self.stats[i]) if self.keep else (None,) * 4
@@ -68,7 +68,7 @@ class Blocks:
 
 
 class Forward:
-    """Logits of rows of parameters, [K, P], for pictures that all of them see."""
+    """Logits of rows of parameters, [K, P], for images that all of them see."""
 
     def __init__(self, layout: Layout, device: torch.device, *, memory: int = MEMORY) -> None:
         self.layout, self.device = layout, device
@@ -77,18 +77,18 @@ class Forward:
 
     def logits(self, theta: Tensor, images: Tensor) -> Tensor:
         """[K, N, classes] for images [N, 3, H, W]. A row that is not finite says NaN, and the others do not hear of it."""
-        pictures = images.permute(0, 2, 3, 1).to(torch.float32).contiguous()
-        return torch.cat([self._some(rows, pictures) for rows in theta.split(ROWS)])
+        images = images.permute(0, 2, 3, 1).to(torch.float32).contiguous()
+        return torch.cat([self._some(rows, images) for rows in theta.split(ROWS)])
 
-    def _some(self, theta: Tensor, pictures: Tensor) -> Tensor:
+    def _some(self, theta: Tensor, images: Tensor) -> Tensor:
         w, k = parameters(self.layout, theta, torch.float32), len(theta)
-        out = theta.new_empty(k, len(pictures), self.layout.classes)
+        out = theta.new_empty(k, len(images), self.layout.classes)
         done = 0
-        for part in pictures.split(self.capacity // k):
+        for part in images.split(self.capacity // k):
             n = len(part)
             model = torch.arange(k, dtype=torch.int32, device=self.device).repeat_interleave(n)
-            picture = torch.arange(n, dtype=torch.int32, device=self.device).repeat(k)
-            features = self.blocks.features(w, part, model, picture)
+            image = torch.arange(n, dtype=torch.int32, device=self.device).repeat(k)
+            features = self.blocks.features(w, part, model, image)
             out[:, done : done + n] = head_logits(self.layout, w, features.view(k, n, -1))[1]
             done += n
         return out

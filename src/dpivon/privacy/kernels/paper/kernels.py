@@ -52,13 +52,13 @@ def _pixels3(X, pixels, h, w, H: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def conv_forward(
-    X, WEIGHT, BIAS, MODEL, PICTURE, Z,
+    X, WEIGHT, BIAS, MODEL, IMAGE, Z,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
     BM: tl.constexpr, SIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM positions of one example; BM divides H·W. SIGN = −1 with transposed weights gives the input's gradient.
 
-    With PICTURE, example n reads image PICTURE[n], which others may read too; with None it has its own.
+    With IMAGE, example n reads image IMAGE[n], which others may read too; with None it has its own.
     """
     tl.static_assert(H * W % BM == 0)
     tiles: tl.constexpr = H * W // BM
@@ -68,10 +68,10 @@ def conv_forward(
     h = pixels // W
     w = pixels % W
     cols = tl.arange(0, COUT)
-    if PICTURE is None:
+    if IMAGE is None:
         X += n * (H * W * CIN)
     else:
-        X += tl.load(PICTURE + n).to(tl.int64) * (H * W * CIN)
+        X += tl.load(IMAGE + n).to(tl.int64) * (H * W * CIN)
     if CIN == 3:
         kk = tl.arange(0, 32)
         a = _pixels3(X, pixels, h, w, H, W)
