@@ -28,7 +28,7 @@ from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterio
 from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
 from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
-from dpivon.privacy.noise import SecureNoise, TorchNoise, own_generator
+from dpivon.privacy.noise import SecureNoise, TorchNoise, check_noise_alone, own_generator
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group, current
@@ -37,7 +37,6 @@ from dpivon.privacy.ranks.start import choose_team, starting, unwrap_parallel
 from dpivon.privacy.ranks.states import FollowedLedger, open_ledger
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
-from dpivon.privacy.twins import check_noise_alone
 
 
 class PrivacyEngine(OpacusVerbs):

@@ -6,14 +6,15 @@ import hashlib
 import math
 import os
 import warnings
-from typing import NoReturn, Protocol
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from dpivon.errors import PrivacyError, PrivacyWarning
+from dpivon.errors import PrivacyError, PrivacyWarning, bad
 
-#: Who can repeat what was drawn: whoever knows the caller's seed; nobody, short of breaking the generator; nobody.
+#: Who can repeat what was drawn: whoever knows the caller's seed; whoever breaks the generator; no one.
 SEEDED, OS_ENTROPY, CRYPTOGRAPHIC = "seeded", "os-entropy", "cryptographic"
 
 
@@ -40,13 +41,25 @@ Remembered = tuple[tuple[int, int], dict[str, list[Tensor]]]
 class OfOneProcess:
     """A source of draws that is refreshed in a forked process, where its copy would draw what the original draws.
 
-    A subclass sets ``_process`` when it is made, and calls :meth:`_here` before anything that a draw depends on is read.
+    A subclass sets ``_process`` and ``_origin`` when it is made, and calls :meth:`_here` before anything that a draw depends
+    on is read.
     """
 
     _process: tuple[int, int]
+    _origin: str
+
+    @property
+    def origin(self) -> str:
+        """Who knows the seed, for the ledger."""
+        self._here()
+        return self._origin
+
+    @origin.setter
+    def origin(self, value: str) -> None:
+        self._origin = value
 
     def refresh(self) -> None:
-        """From here on draws that nobody has seen."""
+        """Draw from the operating system's entropy from here on."""
         raise NotImplementedError
 
     def _here(self) -> None:
@@ -61,6 +74,25 @@ class OfOneProcess:
             )
 
 
+class OneGenerator(OfOneProcess):
+    """A source that draws from a generator of torch's. A deep copy is the original: a copied generator would draw the same
+    numbers again, and two releases with the same noise subtract to the data."""
+
+    _generator: torch.Generator
+
+    @property
+    def generator(self) -> torch.Generator:
+        self._here()
+        return self._generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator) -> None:
+        self._generator = value
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+
 class NoiseSource(Protocol):
     @property
     def origin(self) -> str:
@@ -72,7 +104,7 @@ class NoiseSource(Protocol):
         ...
 
 
-class TorchNoise(OfOneProcess):
+class TorchNoise(OneGenerator):
     """PyTorch's pseudo-random generator: fast, and not cryptographic.
 
     Without a generator it makes its own from the operating system's entropy, never from torch's global one: a
@@ -89,27 +121,6 @@ class TorchNoise(OfOneProcess):
         self._generator = generator if generator is not None else own_generator()
         self._elsewhere: dict[torch.device, torch.Generator] = {}
 
-    @property
-    def origin(self) -> str:
-        self._here()
-        return self._origin
-
-    @origin.setter
-    def origin(self, value: str) -> None:
-        self._origin = value
-
-    @property
-    def generator(self) -> torch.Generator:
-        self._here()
-        return self._generator
-
-    @generator.setter
-    def generator(self, value: torch.Generator) -> None:
-        self._generator = value
-
-    def __deepcopy__(self, memo: dict[int, object]) -> TorchNoise:
-        return self  # a copied generator would add the same noise twice, and two such releases subtract to the data
-
     def __reduce__(self) -> NoReturn:
         raise not_pickled("noise source")
 
@@ -122,7 +133,7 @@ class TorchNoise(OfOneProcess):
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator).mul_(std)
 
     def refresh(self) -> None:
-        """From here on noise that nobody has seen, whatever seed was set: after a crash, part of the old stream was used."""
+        """Renew the generator, whatever seed was set: after a crash, part of the old stream was used."""
         self._generator, self._origin, self.memory = renewed(torch.Generator(self._generator.device)), OS_ENTROPY, None
         self._elsewhere.clear()
 
@@ -186,7 +197,7 @@ def own_generator(parent: torch.Generator | None = None, device: torch.device | 
 
 
 def os_generator(device: torch.device | str = "cpu") -> torch.Generator:
-    """A new generator that starts where nobody knows."""
+    """A new generator, seeded from the operating system's entropy."""
     return renewed(torch.Generator(device))
 
 
@@ -225,3 +236,24 @@ def secure_uniform(n: int) -> Tensor:
     """n doubles in [0, 1) with 53 random bits each, from the operating system."""
     bits = torch.frombuffer(bytearray(os.urandom(8 * n) or b"\0" * 8), dtype=torch.int64)[:n]
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def check_noise_alone(noise: Any, others: Mapping[str, Any]) -> None:
+    """Refuse a noise generator with the seed or state of one of the ``others``, by their names.
+
+    Noise would then repeat the numbers that decided the batches, or be known from θ. One generator for both is fine.
+    """
+    for name, other in others.items():
+        if _draw_alike(noise, other):
+            problem = f"has the seed of {name}, and would draw the same numbers"
+            fix = "Seed them differently, or give a single PrivacyEngine(generator=…), which seeds noise and batches apart"
+            raise bad("noise_generator", noise, problem, fix)
+
+
+def _draw_alike(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Generator) and isinstance(b, torch.Generator)) or a is b:
+        return False
+    if a.device.type != b.device.type:
+        return False
+    # All that were seeded from the operating system's entropy have one initial seed, and different states.
+    return (a.initial_seed() == b.initial_seed() != KNOWN_SEED) or torch.equal(a.get_state(), b.get_state())

@@ -27,7 +27,7 @@ from dpivon.privacy.noise import (
     CRYPTOGRAPHIC,
     OS_ENTROPY,
     SEEDED,
-    OfOneProcess,
+    OneGenerator,
     expanded,
     not_pickled,
     own_generator,
@@ -92,7 +92,7 @@ class Draws:
                 getattr(listener, event)()
 
 
-class PoissonSampler(UniformWithReplacementSampler, OfOneProcess):  # type: ignore[misc]
+class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: ignore[misc]
     """Index batches of size Binomial(n, q); ``steps`` of them make a pass.
 
     With ``part=(r, W)`` every one of W ranks draws the same batch of all examples, and rank r gets of it those whose index
@@ -124,27 +124,6 @@ class PoissonSampler(UniformWithReplacementSampler, OfOneProcess):  # type: igno
         self.began_at = 0  # that of the pass under way
         # For checkpoints: runs before every draw, and says what the draw is bound to besides the generator's state.
         self.before_draw: Callable[[], bytes] = bytes
-
-    @property
-    def generator(self) -> torch.Generator:
-        self._here()
-        return self._generator
-
-    @generator.setter
-    def generator(self, value: torch.Generator) -> None:
-        self._generator = value
-
-    @property
-    def origin(self) -> str:
-        self._here()
-        return self._origin
-
-    @origin.setter
-    def origin(self, value: str) -> None:
-        self._origin = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PoissonSampler:
-        return self  # a copy would draw the same batches again; copied loaders share the one stream
 
     def __reduce__(self) -> NoReturn:
         raise not_pickled("sampler")

@@ -51,12 +51,6 @@ class Streams(OfOneProcess):
         self._rows = torch.tensor(self._seeds, dtype=torch.int64, device=device)
 
     @property
-    def origin(self) -> str:
-        """Who knows the seeds, for the ledger: whoever gave them, or nobody."""
-        self._here()
-        return self._origin
-
-    @property
     def seeds(self) -> list[int]:
         self._here()
         return self._seeds
@@ -67,7 +61,7 @@ class Streams(OfOneProcess):
         return self._rows
 
     def refresh(self) -> None:
-        """From here on draws that nobody has seen, whatever seeds were given."""
+        """Draw by seeds from the operating system's entropy from here on, whatever seeds were given."""
         self._seeds, self._origin = _os_seeds(len(self._seeds)), "os-entropy, counter-based"
         self._rows.copy_(torch.tensor(self._seeds, dtype=torch.int64))  # in place: captured steps read it
 
