@@ -61,7 +61,10 @@ def rows_unchecked() -> Patch:
 
 def outputs_only() -> Patch:
     def hold(original: Any) -> Any:
-        return lambda self, found, apart, examples, weights: self._hold_outputs(found.outputs, apart, examples)
+        def outputs_only(self: Any, found: Any, apart: Any, examples: Any, weights: Any) -> None:
+            self._hold_outputs(found.outputs, [outcome.outputs for outcome in apart], examples)
+
+        return outputs_only
 
     return attr(independence._Rehearsal, "_hold", hold)
 

@@ -382,9 +382,9 @@ def test_several_theta_samples_and_augmentations_are_averaged_per_example_before
 
     keeper = BookKeeper(model, batch_first=True, loss_reduction="mean", samples=3)
     for k in range(3):  # the same through three passes, as θ-samples make them
-        keeper.begin_sample()
+        keeper.between_samples()
         loss_of(model(x[:, k]), weight).mean().backward()
-        keeper.end_of_sample()
+        keeper.between_samples()
     for e, g in zip(expected, keeper.clipped_sums(params, FlatClipping(0.3)), strict=True):
         torch.testing.assert_close(e, g)
 

@@ -172,10 +172,6 @@ class Attributes:
             for name, layer in self._layers.items()
         }
 
-    def changed(self) -> list[str]:
-        """The names of those that are not what they were."""
-        return [f"{name}.{key}".lstrip(".") for name, key, _ in self._changes()]
-
     def state(self) -> dict[tuple[str, str], Any]:
         """Copies of all of them as they are now."""
         return {(n, key): _copy(v) for n, layer in self._layers.items() for key, v in _held(layer).items()}

@@ -1,16 +1,15 @@
 """Shows that the rows of a batch are examples: a model does to rows together what it does to each of them alone.
 
-Clipping bounds an example only if its row of every layer depends on it alone, and if its part of the loss does. Neither is
-assumed. Before the first release of a run, and whenever its inputs change their structure, the model is run on made-up inputs
-(:mod:`dpivon.privacy.made_up`) in double precision: a few rows together, through the book-keeper; some of them in another
-order; each of them alone, by plain autograd; and with one row poisoned by NaN. Norms, weighted sums, outputs, buffers,
-parameters and whatever attributes the model keeps must agree. None of it is anyone's data, so neither is the answer.
+Clipping bounds an example only if its row of every layer, and its part of the loss, depend on it alone. Before the first
+release of a run, and whenever its inputs change their structure, the model is run on made-up inputs
+(:mod:`dpivon.privacy.made_up`) in double precision: a few rows together, through the book-keeper; some in another order;
+each alone, by plain autograd; and with one row poisoned by NaN. Norms, weighted sums, outputs, buffers, parameters and
+attributes must agree. None of it is anyone's data, so neither is the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,14 +43,14 @@ def check_model_rows(keeper: BookKeeper, args: Any, kwargs: Any, *, falls_back: 
 
     Where bare parameters were expanded and must not be, their modules run example by example from here on, if it may be so.
     """
-    projection = _Projection(keeper)
 
     def objective(model: nn.Module, inputs: Any, rows: list[int]) -> tuple[list[Tensor], Tensor]:
-        return projection(model(*inputs[0], **inputs[1]), rows)
+        return _projected(keeper, model(*inputs[0], **inputs[1]), rows)
 
     given = next(t.shape[keeper.dim] for t in tensors_in((args, kwargs)) if t.dim() > keeper.dim)
-    _check(keeper, objective, (args, kwargs), given, "model", falls_back=falls_back)
-    keeper.breaks_with_ignored = not _holds_with_ignored(keeper, objective, (args, kwargs), given, "model")
+    trial = _Trial(keeper, objective, (args, kwargs), given, "model")
+    trial.run(falls_back=falls_back)
+    keeper.breaks_with_ignored = not trial.holds_with_ignored()
 
 
 def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any], batch: Any) -> bool:
@@ -76,8 +75,9 @@ def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any]
     sizes = [t.shape[keeper.dim] for t in tensors_in(batch) if t.dim() > keeper.dim]
     if not sizes:
         raise PrivacyError("batch: holds no tensor with a batch dimension. Give a batch as the data loader returns it.")
-    _check(keeper, objective, batch, sizes[0], "loss")
-    return _holds_with_ignored(keeper, objective, batch, sizes[0], "loss")
+    trial = _Trial(keeper, objective, batch, sizes[0], "loss")
+    trial.run()
+    return trial.holds_with_ignored()
 
 
 @dataclass(frozen=True)
@@ -87,106 +87,95 @@ class _Outcome:
     sums: dict[str, Tensor]  # Σ_i c_i g_i by parameter
 
 
-class _Projection:
-    """A random linear function of every row of a model's outputs, another one for every example: the loss where none was
-    given."""
-
-    def __init__(self, keeper: BookKeeper) -> None:
-        self._keeper = keeper
-
-    def __call__(self, output: Any, examples: list[int]) -> tuple[list[Tensor], Tensor]:
-        rows = len(examples)
-        found = [z for z in tensors_in(output) if z.requires_grad and z.is_floating_point()]
-        if not found:
-            raise PrivacyError(
-                f"The model {type(self._keeper.module).__name__} returned no tensor that depends on its parameters. Return "
-                "tensors, or tuples, lists, dicts or objects that hold them."
-            )
-        by_row, total = [], found[0].new_zeros(())
-        for i, z in enumerate(found):
-            z = self._rows_first(z, rows)
-            generator = torch.Generator().manual_seed(i)
-            single = z.dim() == 0 or len(z) != rows  # already reduced over the batch, or not of it
-            each = torch.rand(z.shape if single else z.shape[1:], generator=generator, dtype=torch.float64) + 0.5
-            if not single:
-                each = each * (1.0 + torch.tensor(examples, dtype=torch.float64)).view(-1, *[1] * (z.dim() - 1))
-            value = (z * each.to(z)).sum()
-            divides = not single and self._keeper.loss_reduction == "mean"
-            total = total + (value / rows if divides else value)
-            if not single:
-                by_row.append(z)
-        return by_row, total
-
-    def _rows_first(self, z: Tensor, rows: int) -> Tensor:
-        if z.dim() > self._keeper.dim and z.shape[self._keeper.dim] == rows:
-            return z.movedim(self._keeper.dim, 0)
-        folded = self._keeper.dim == 0 and z.dim() > 0 and len(z) % rows == 0  # [batch · positions, …]
-        return z.unflatten(0, (rows, -1)) if folded and len(z) else z
+def _projected(keeper: BookKeeper, output: Any, examples: list[int]) -> tuple[list[Tensor], Tensor]:
+    """A random linear function of every row of a model's outputs, another for every example: the loss where none is given."""
+    rows = len(examples)
+    found = [z for z in tensors_in(output) if z.requires_grad and z.is_floating_point()]
+    if not found:
+        raise PrivacyError(
+            f"The model {type(keeper.module).__name__} returned no tensor that depends on its parameters. Return "
+            "tensors, or tuples, lists, dicts or objects that hold them."
+        )
+    by_row, total = [], found[0].new_zeros(())
+    for i, z in enumerate(found):
+        if z.dim() > keeper.dim and z.shape[keeper.dim] == rows:
+            z = z.movedim(keeper.dim, 0)
+        elif keeper.dim == 0 and z.dim() and len(z) and len(z) % rows == 0:  # [batch · positions, …]
+            z = z.unflatten(0, (rows, -1))
+        generator = torch.Generator().manual_seed(i)
+        single = z.dim() == 0 or len(z) != rows  # already reduced over the batch, or not of it
+        each = torch.rand(z.shape if single else z.shape[1:], generator=generator, dtype=torch.float64) + 0.5
+        if not single:
+            each = each * (1.0 + torch.tensor(examples, dtype=torch.float64)).view(-1, *[1] * (z.dim() - 1))
+            by_row.append(z)
+        value = (z * each.to(z)).sum()
+        total = total + (value / rows if not single and keeper.loss_reduction == "mean" else value)
+    return by_row, total
 
 
-def _check(
-    keeper: BookKeeper, objective: Objective, value: Any, given: int, what: str, *, falls_back: bool = True
-) -> None:
-    failures: list[Exception] = []
-    for kind in kinds(keeper.module):
-        for dtype in (torch.float32,) if keeper.sharded else (torch.float64, torch.float32):
-            rehearsal = _Rehearsal(keeper, objective, value, given, what, kind, dtype)
-            try:
+@dataclass(frozen=True)
+class _Trial:
+    """What is tried (a model or a loss), and a value with the structure and the ``given`` rows of its inputs."""
+
+    keeper: BookKeeper
+    objective: Objective
+    value: Any
+    given: int
+    what: str
+
+    def run(self, *, falls_back: bool = True) -> None:
+        """Refuse it unless rows together give what rows give alone, on the first made-up inputs that it takes."""
+        failures: list[Exception] = []
+        for kind in kinds(self.keeper.module):
+            for dtype in (torch.float32,) if self.keeper.sharded else (torch.float64, torch.float32):
+                rehearsal = _Rehearsal(self, kind, dtype)
                 try:
-                    rehearsal.run()
-                except Exception:  # once more, with modules whose bare parameters were expanded run example by example
-                    if not falls_back or not keeper.run_expanded_alone():
-                        raise
-                    rehearsal.run()
-                return
-            except DpivonError:
-                raise
-            except Exception as error:  # the model wants other numbers than these
-                failures.append(error)
-    reason = " ".join(f"{type(failures[0]).__name__}: {failures[0]}".split())
-    raise NotTried(
-        f"The {what} could not be tried on made-up inputs ({reason[:300]}), so nothing shows that one row does not depend on "
-        "another. Make it run on any numbers of its inputs' shapes and types, or pass unchecked=True to make_private if you "
-        "know that no row depends on another; the ledger records that."
-    )
+                    try:
+                        rehearsal.run()
+                    except (
+                        Exception
+                    ):  # once more, with modules whose bare parameters were expanded run example by example
+                        if not falls_back or not self.keeper.run_expanded_alone():
+                            raise
+                        rehearsal.run()
+                    return
+                except DpivonError:
+                    raise
+                except Exception as error:  # the model wants other numbers than these
+                    failures.append(error)
+        reason = " ".join(f"{type(failures[0]).__name__}: {failures[0]}".split())
+        raise NotTried(
+            f"The {self.what} could not be tried on made-up inputs ({reason[:300]}), so nothing shows that one row does not "
+            "depend on another. Make it run on any numbers of its inputs' shapes and types, or pass unchecked=True to "
+            "make_private if you know that no row depends on another; the ledger records that."
+        )
 
-
-def _holds_with_ignored(keeper: BookKeeper, objective: Objective, value: Any, given: int, what: str) -> bool:
-    """Whether rows are examples also where some integers are -100, as far as the model takes such numbers."""
-    if keeper.sharded:
+    def holds_with_ignored(self) -> bool:
+        """Whether rows are examples also where some integers are -100, as far as the model takes such numbers."""
+        if self.keeper.sharded:
+            return True
+        integers = sum(not t.is_floating_point() and t.dtype != torch.bool for t in tensors_in(self.value))
+        for place in range(integers):
+            try:
+                _Rehearsal(self, replace(kinds(self.keeper.module)[0], ignored=place), torch.float64).run()
+            except PrivacyError:
+                return False
+            except Exception:  # those are no labels
+                continue
         return True
-    integers = sum(not t.is_floating_point() and t.dtype != torch.bool for t in tensors_in(value))
-    for place in range(integers):
-        kind = replace(kinds(keeper.module)[0], ignored=place)
-        try:
-            _Rehearsal(keeper, objective, value, given, what, kind, torch.float64).run()
-        except PrivacyError:
-            return False
-        except Exception:  # those are no labels
-            continue
-    return True
 
 
 class _Rehearsal:
     """One try, with one kind of made-up inputs."""
 
-    def __init__(
-        self,
-        keeper: BookKeeper,
-        objective: Objective,
-        value: Any,
-        given: int,
-        what: str,
-        kind: Kind,
-        dtype: torch.dtype,
-    ) -> None:
-        self._keeper, self._objective, self._what, self._dtype = keeper, objective, what, dtype
+    def __init__(self, trial: _Trial, kind: Kind, dtype: torch.dtype) -> None:
+        self._keeper = keeper = trial.keeper
+        self._objective, self._what, self._given = trial.objective, trial.what, trial.given
         self._per_example = keeper.augmentations
         self._rows = EXAMPLES * self._per_example
         self._device = next(keeper.module.parameters()).device
-        self._given = given
-        self._value = made_up(value, self._rows, given, keeper.dim, kind, dtype)
-        self._lowered = dtype
+        self._value = made_up(trial.value, self._rows, trial.given, keeper.dim, kind, dtype)
+        self._dtype = self._lowered = dtype
 
     def run(self) -> None:
         keeper, modes = self._keeper, [(layer, layer.training) for layer in self._keeper.module.modules()]
@@ -212,9 +201,9 @@ class _Rehearsal:
         some = [EXAMPLES - 1, 0]
         self._hold(self._together(some, weights[:2]), apart, some, weights[:2])
         if self._what == "model" and not self._keeper.sharded:  # of which all ranks make the same passes
-            self._compare_outputs(apart, everyone)
+            self._compare_outputs([outcome.outputs for outcome in apart], everyone)
 
-    def _compare_outputs(self, apart: list[_Outcome], everyone: list[int]) -> None:
+    def _compare_outputs(self, apart: list[list[Tensor]], everyone: list[int]) -> None:
         """Forward passes of what gradients would say no more about: a poisoned row, large numbers, a whole batch."""
         bad = poisoned(self._value, self._rows - 1, self._rows, self._keeper.dim)
         if bad is not None:
@@ -224,8 +213,7 @@ class _Rehearsal:
             alone = [self._pass(self._forward_alone, self._some([i], loud), self._of([i])) for i in everyone]
             if all(bool(torch.isfinite(t).all()) for outputs in alone for t in outputs):
                 outputs = self._pass(self._forward_alone, loud, self._of(everyone))
-                unused = apart[0].squares
-                self._hold_outputs(outputs, [_Outcome(t, unused, {}) for t in alone], everyone, "with large inputs, ")
+                self._hold_outputs(outputs, alone, everyone, "with large inputs, ")
         copies = max(1, min(self._given, MOST_ROWS) // self._rows)
         if copies > 1:
             many = some_rows(self._value, list(range(self._rows)) * copies, self._rows, self._keeper.dim)
@@ -288,7 +276,7 @@ class _Rehearsal:
 
     def _differentiated(self, model: nn.Module, inputs: Any, rows: list[int]) -> _Outcome:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        with self._unwatched():  # also where a checkpoint computes a forward again
+        with self._keeper.unwatched():  # also where a checkpoint computes a forward again
             outputs, loss = self._objective(model, inputs, rows)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         m = self._keeper.augmentations if self._keeper.loss_reduction == "sum" else 1
@@ -300,22 +288,13 @@ class _Rehearsal:
         return _Outcome([z.detach() for z in outputs], squares, sums)
 
     def _forward_alone(self, model: nn.Module, inputs: Any, rows: list[int]) -> list[Tensor]:
-        with self._unwatched():
+        with self._keeper.unwatched():
             return [z.detach() for z in self._objective(model, inputs, rows)[0]]
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """Inside, layers run unwatched."""
-        self._keeper.ignores = True
-        try:
-            yield
-        finally:
-            self._keeper.ignores = False
 
     # ---- what must agree
 
     def _hold(self, found: _Outcome, apart: list[_Outcome], examples: list[int], weights: Tensor) -> None:
-        self._hold_outputs(found.outputs, apart, examples)
+        self._hold_outputs(found.outputs, [outcome.outputs for outcome in apart], examples)
         limit = TOLERANCE[self._lowered]
         norms = torch.stack([apart[i].squares for i in examples]).sqrt()
         scale = (weights.to(norms) * norms).sum().clamp(min=1e-30)
@@ -332,28 +311,29 @@ class _Rehearsal:
                 f"alone (off by {max(worst[name], off):.2g} of it), so clipping would not bound an example. {_FIX[self._what]}."
             )
 
-    def _hold_outputs(self, found: list[Tensor], apart: list[_Outcome], examples: list[int], when: str = "") -> None:
-        m, limit = self._per_example, TOLERANCE[self._lowered]
+    def _hold_outputs(
+        self, found: list[Tensor], apart: list[list[Tensor]], examples: list[int], when: str = ""
+    ) -> None:
+        m = self._per_example
         for k, z in enumerate(found):
             for place, i in enumerate(examples):
-                alone = apart[i].outputs[k]
-                if not float((z[place * m : (place + 1) * m] - alone).norm()) <= limit * float(
-                    alone.norm().clamp(min=1.0)
-                ):
+                if self._differ(z[place * m : (place + 1) * m], apart[i][k]):
                     raise PrivacyError(
                         f"The {self._what} on made-up inputs: {when}the result of one row depends on the other rows of its "
                         f"batch{self._seen_first()}, so clipping would not bound an example. {_FIX[self._what]}."
                     )
+
+    def _differ(self, found: Tensor, alone: Tensor) -> bool:
+        return not float((found - alone).norm()) <= TOLERANCE[self._lowered] * float(alone.norm().clamp(min=1.0))
 
     def _seen_first(self) -> str:
         """In which layer's output it is seen first that rows depend on each other."""
         if self._what != "model":
             return ""
         everyone, alone = (self._outputs_of_layers(some) for some in (list(range(EXAMPLES)), [EXAMPLES - 1]))
-        m, limit = self._per_example, TOLERANCE[self._lowered]
+        m = self._per_example
         for (name, z), (_, a) in zip(everyone, alone, strict=False):
-            comparable = z.dim() and len(z) == self._rows and z[-m:].shape == a.shape
-            if comparable and not float((z[-m:] - a).norm()) <= limit * float(a.norm().clamp(min=1.0)):
+            if z.dim() and len(z) == self._rows and z[-m:].shape == a.shape and self._differ(z[-m:], a):
                 return f", as the output of {name} shows first"
         return f" in {type(self._keeper.module).__name__}"
 

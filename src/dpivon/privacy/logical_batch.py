@@ -112,7 +112,7 @@ class ThetaPasses:
                 "call step() after them."
             )
         if k > 1:
-            self._source.begin_sample()
+            self._source.between_samples()
         try:
             with inner.sampled_params(train=True):
                 yield
@@ -121,7 +121,7 @@ class ThetaPasses:
         except BaseException:
             self.forget(inner)
             raise
-        self._source.end_of_sample()
+        self._source.between_samples()
 
     def _check_same_batch(self, *, first: bool) -> None:
         if first:
@@ -148,7 +148,7 @@ class ThetaPasses:
     def clear(self, inner: Optimizer, *, keep_theta: bool) -> None:
         """Forget pending gradients, but for those of a step of which more samples are to come; and θ, unless it is kept."""
         if isinstance(inner, IVON) and inner.samples_complete:
-            self._source.begin_sample()
+            self._source.between_samples()
             return
         self._source.clear()
         if isinstance(inner, IVON) and not inner.inside_training_sample and not keep_theta:

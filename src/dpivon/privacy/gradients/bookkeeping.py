@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +88,9 @@ class BookKeeper(LayerWatch):
         self.on_first = on_first
         self._known: set[Any] = set()  # structures of inputs that were seen
         self._untried: NotTried | None = None
-        self.breaks_with_ignored = (
-            False  # whether labels of -100 inside the model's inputs let examples depend on each other
-        )
+        self.breaks_with_ignored = False  # whether labels of -100 among the inputs let examples depend on each other
         self.rehearses = False  # whether passes are on made-up inputs
-        self.doubt: Tensor | None = (
-            None  # on a GPU: whether a forward has written to the model, so that no gradient counts
-        )
+        self.doubt: Tensor | None = None  # on a GPU: whether a forward wrote to the model, so that no gradient counts
         self._passes = _Passes()
         self._pool = Pool()
         settle_allocator()
@@ -212,10 +208,7 @@ class BookKeeper(LayerWatch):
             g = g if batch_major else self._batch_major((g,))[0]
             if first and capturing() and g.dtype == torch.bfloat16:
                 g = stored(g)
-            if torch.is_grad_enabled():  # with create_graph=True
-                with torch.no_grad():
-                    self._record(uses, g, layer)
-            else:
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # with create_graph=True
                 self._record(uses, g, layer)
 
         z.register_hook(arrived)
@@ -352,12 +345,8 @@ class BookKeeper(LayerWatch):
                     "clipped. Use it through its layer only; for an l2 penalty use the optimizer's weight_decay."
                 )
 
-    def begin_sample(self) -> None:
-        """Another pass over the same examples is about to start."""
-        self._passes.arrived, self._passes.recorded = False, None
-
-    def end_of_sample(self) -> None:
-        """One of several passes over the same examples is complete."""
+    def between_samples(self) -> None:
+        """One of several passes over the same examples is complete, or about to start."""
         self._passes.arrived, self._passes.recorded = False, None
 
     def batches(self) -> int:

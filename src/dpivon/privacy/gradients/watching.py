@@ -6,7 +6,8 @@ What becomes of an output's gradient is the book-keeper's: :mod:`dpivon.privacy.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class LayerWatch:
         self.batch_first = batch_first
         self.dim = 0 if batch_first else 1
         self.rows: int | None = None  # of the batch, as the model saw it
-        self.ignores = False  # whether layers run unwatched
+        self._ignores = False  # whether layers run unwatched
         self._unwatched: list[nn.Module] = []  # modules that run example by example, and their children with them
         self._expanded: set[nn.Module] = set()  # modules whose bare parameters are expanded to one copy per example
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
@@ -84,6 +85,15 @@ class LayerWatch:
             handle.remove()
         for layer in self._patched:
             del layer.forward
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside, layers run unwatched."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
 
     def run_expanded_alone(self) -> bool:
         """From here on, modules with expanded parameters run example by example. False if there are none."""
@@ -241,7 +251,7 @@ class LayerWatch:
 
     def _recording(self, layer: nn.Module) -> bool:
         # A deep copy of a watched layer has its hooks too, and is no layer of this model.
-        watched = not self.ignores and not self._unwatched and layer in self._names
+        watched = not self._ignores and not self._unwatched and layer in self._names
         return watched and layer.training and torch.is_grad_enabled()
 
     def _detach(self, layer: nn.Module) -> list[Tensor]:
