@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,7 +35,20 @@ LONG = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but ``keep`` cases of a campaign slow, spread evenly over it, and put long files first."""
+    campaigns: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("campaign") is not None:
+            campaigns[item.nodeid.split("[")[0]].append(item)
+    for cases in campaigns.values():
+        mark = cases[0].get_closest_marker("campaign")
+        keep = mark.kwargs["keep"] if mark is not None else 0
+        kept = {place * len(cases) // keep for place in range(keep)}
+        for place, item in enumerate(cases):
+            if place not in kept:
+                item.add_marker("slow")
     places = {f"tests/{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONG)))
 

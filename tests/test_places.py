@@ -123,6 +123,7 @@ def test_on_a_cpu_an_example_counts_the_same_at_every_place(offset):
         torch.testing.assert_close(sums.at([COUNT] * place + [5]), first, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("augment", [None, VIEWED], ids=["as they are", "views"])
 @pytest.mark.parametrize("offset", [0.0, 3000.0])
 @pytest.mark.parametrize("name", NETWORKS)

@@ -155,6 +155,7 @@ def test_views_in_bf16_are_added_up_before_they_are_made(data, monkeypatch):
     assert 0 < float((together[0] - wide).norm() / wide.norm()) < 0.1
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_no_example_moves_the_sum_by_more_than_c_whatever_its_views(data, dtype, offset):
@@ -207,6 +208,7 @@ def test_a_view_that_is_not_finite_strikes_its_example_and_no_other(data):
     assert torch.isfinite(sums).all()
 
 
+@pytest.mark.slow
 def test_taking_a_batch_in_parts_changes_nothing_but_rounding(data):
     """With and without views; parts that are filled, and parts that are not."""
     for augment in (None, FOUR):

@@ -28,6 +28,7 @@ MUTANTS = mutants()
 RUNNABLE = [p for p in PATHS if p != "distributed" or can_fork()]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("path", RUNNABLE)
 def test_the_library_as_it_is_passes(path: str) -> None:
     findings = [check(probe(path, METHOD)) for check in (*TIER_A, *TIER_B)]
@@ -71,6 +72,7 @@ def test_a_curvature_that_overflows_is_no_trace_of_the_data(path: str, method: s
     assert check(probe(path, method)).holds is True
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("path", RUNNABLE)
 def test_it_passes_inside_the_callers_autocast(path: str) -> None:
     findings = [check(probe(path, METHOD, autocast=True)) for check in TIER_A]
@@ -108,6 +110,7 @@ def test_no_cell_of_the_matrix_is_empty() -> None:
         assert any(mutant.expect in check.name for check in CHECKS)
 
 
+@pytest.mark.campaign(keep=8)
 @pytest.mark.parametrize("i", range(len(MUTANTS)), ids=[m.name for m in MUTANTS])
 def test_the_check_that_should_see_a_bug_sees_it(i: int) -> None:
     """On one path each, by turns; `make audit` has all of them."""
@@ -148,6 +151,7 @@ class Tokens(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_a_model_and_an_optimizer_of_ones_own(tmp_path) -> None:
     torch.manual_seed(0)
     model, x, y = Tokens(), torch.randint(9, (20, 5)), torch.randint(3, (20,))
@@ -183,6 +187,7 @@ def test_an_optimizer_that_looks_behind_the_boundary_is_found() -> None:
     assert check(subject.but(method=lambda m: torch.optim.SGD(m.parameters(), lr=2.0**-36))).holds is True
 
 
+@pytest.mark.slow
 def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> None:
     arguments = ["audit", "--model", "small", "--path", "stacked", "--quick", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)

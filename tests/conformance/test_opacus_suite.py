@@ -32,6 +32,8 @@ MODULES = [
     "grad_sample_module_fast_gradient_clipping_test",
     "grad_sample_hooks_fast_gradient_clipping_test",
 ]
+#: Those that `make test` runs; `make test-all` and `make conformance` run all.
+QUICK = {"batch_memory_manager_test", "randomness_test", "schedulers.noise_scheduler_test", "poisson_test"}
 
 
 def test_at_most_ten_refusals_each_with_its_reason():
@@ -41,13 +43,15 @@ def test_at_most_ten_refusals_each_with_its_reason():
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """All modules in one process: it imports torch and Opacus once. Its cases, by module."""
+def outcome(request, tmp_path_factory):
+    """The selected modules in one process: it imports torch and Opacus once. Its cases, by module."""
+    selected = {item.callspec.params["module"] for item in request.session.items if "outcome" in item.fixturenames}
+    modules = [module for module in MODULES if module in selected]
     folder, source = tmp_path_factory.mktemp("opacus"), Path(__file__).parents[2] / "src"
     report = folder / "report.xml"
     run = subprocess.run(
         [sys.executable, *OPTIONS, f"--junitxml={report}", "--refused", str(HERE / "refused.txt"), "--pyargs"]
-        + [f"opacus.tests.{module}" for module in MODULES],
+        + [f"opacus.tests.{module}" for module in modules],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(source), str(HERE)])},
         capture_output=True,
@@ -57,13 +61,13 @@ def outcome(tmp_path_factory):
     words = run.stdout[-4000:] + run.stderr[-2000:]
     assert report.exists(), words
     cases = list(ElementTree.parse(report).iter("testcase"))
-    found = {m: [c for c in cases if c.find(f"properties/property[@value='{m}']") is not None] for m in MODULES}
+    found = {m: [c for c in cases if c.find(f"properties/property[@value='{m}']") is not None] for m in modules}
     assert sum(map(len, found.values())) == len(cases), words  # each is of one module; an error in collection of none
     assert run.returncode == int(any(case.find(kind) is not None for case in cases for kind in BAD)), words
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MODULES])
 def test_opacus_module_passes_against_our_engine(module, outcome):
     cases = outcome[module]
     wrong = {str(c.get("name")): bad.text for c in cases for kind in BAD if (bad := c.find(kind)) is not None}

@@ -118,6 +118,7 @@ def test_terms_that_are_none_of_a_release_fail_though_their_chain_holds(tmp_path
     assert "holds terms that are none of a release" in text
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("place", ["config.yaml", "ledgers/x", "stacks/x", ""])
 def test_epsilon_is_shown_at_the_runs_own_delta(tmp_path, place):
     """It was shown at 1e-5, after training at 1e-4."""

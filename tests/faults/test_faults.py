@@ -35,6 +35,7 @@ def check(report, kills, aimed, flips):
     assert faults["bit flipped or end cut off"]["checkpoints"]["found_and_fell_back"] > 0.8 * flips
 
 
+@pytest.mark.slow
 def test_killed_stopped_damaged_and_out_of_disk(tmp_path):
     check(campaign(tmp_path / "faults.json", "--kills", 3, "--aimed", 1, "--flips", 20), 3, 1, 20)
 

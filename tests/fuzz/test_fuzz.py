@@ -22,6 +22,7 @@ def test_the_valid_file_is_read(name: str, tmp_path: Path) -> None:
     assert attempt(READERS[name], READERS[name].valid(), tmp_path) == "read"
 
 
+@pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_refused(name: str, tmp_path: Path) -> None:
     reader = READERS[name]
@@ -49,6 +50,7 @@ def test_anything_at_all_is_read_or_refused(name: str, tmp_path: Path) -> None:
     once()
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_random_configuration_works_or_is_refused_and_its_epsilon_is_right(name: str) -> None:

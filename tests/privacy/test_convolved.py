@@ -192,6 +192,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch, name):
     build, least = NETWORKS[name]

@@ -111,6 +111,7 @@ BARE = {
 }
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("shape", [(1, 6), (6,)])
 @pytest.mark.parametrize("how", BARE)
 def test_bare_parameters_are_right_whatever_is_done_with_them(how, shape):

@@ -187,6 +187,7 @@ def vision():
     return VisionTransformer(image_size=20, patch=4, width=32, heads=2, depth=1)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(("build", "weights"), [(text, 8), (vision, 5)])
 def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypatch, build, weights):
     """With spare rows and, where inputs can be, a non-finite example; no example's weight gradient is made."""
@@ -219,6 +220,7 @@ def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypa
     assert not [target for target, shape in shapes if shape[:1] == (11,) and shape[1:] in made]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_example_moves_the_traced_sum_of_a_transformer_by_more_than_c(dtype):
     """Coherent examples of which one is taken away: the very tensor that gets the noise, with every gradient materialised."""

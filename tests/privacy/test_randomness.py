@@ -162,6 +162,7 @@ ORIGINS: dict[str, tuple[Callable[[], PrivacyEngine], Callable[[], dict], str]] 
 }
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", ORIGINS)
 def test_the_ledger_says_who_drew(tmp_path, name):
     make, options, words = ORIGINS[name]

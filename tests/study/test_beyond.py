@@ -279,6 +279,7 @@ raise SystemExit(outcome.exit_code)
 """
 
 
+@pytest.mark.slow
 def test_a_bare_machine_is_enough(whole, tmp_path):
     wanted = replace(WANTED, ood=("held-out",))
     replace(PLAN, runs=PLAN.runs[1:2], evaluate=wanted).write(tmp_path / "plan.json")

@@ -131,6 +131,7 @@ def test_a_plan_that_looks_beyond_comes_back_and_others_stay_as_they_were(resolv
     assert not {"classes", "evaluate"} & json.loads((tmp_path / "p.json").read_text()).keys()
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", ["beyond", "beyond-classes", "beyond-tuning", "beyond-quick", "beyond-quick-tuning"])
 def test_studies_beyond_the_paper_hold_every_method_at_matched_epsilon(name):
     plan = resolve(STUDIES[f"{name}.yaml"])

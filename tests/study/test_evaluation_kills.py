@@ -134,6 +134,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_changes_no_row_no_account_and_no_answer(trained, whole, tmp_path, monkeypatch, moment):
     where, options, written = MOMENTS[moment]

@@ -74,6 +74,7 @@ def struck(monkeypatch, tmp_path):
     return plant
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local, tmp_path, struck):
     out, charged = tmp_path / "out", struck(signal.SIGKILL)
     outcome = run_with("ray", LONG, out, FAST, TWO)
@@ -91,6 +92,7 @@ def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local
     assert not (out / ".cluster").exists()
 
 
+@pytest.mark.slow
 def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, local, tmp_path, struck):
     out, scratch, charged = tmp_path / "out", tmp_path / "scratch", struck(signal.SIGKILL)
     outcome = run_with("ray", LONG, out, FAST, Cluster(workers=2, scratch=scratch))
@@ -116,6 +118,7 @@ def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, loca
     assert kept == {row["releases"] for row in rows.values()}
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, tmp_path, struck):
     out, charged = tmp_path / "out", struck(signal.SIGSTOP)
     outcome = run_with("ray", LONG, out, FAST, Cluster(workers=2, hung_after=6.0))
@@ -188,6 +191,7 @@ def test_the_loss_of_the_desk_is_told_and_the_same_command_goes_on(cluster, loca
     assert all(same(row, local[name]) for name, row in rows.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_tried_again_then_named_and_the_others_finish(cluster, tmp_path):
     bad = PLAN.runs[1]
     folder = tmp_path / "stacks" / "0000"

@@ -261,6 +261,7 @@ def test_time_may_run_out_in_an_evaluation_but_every_call_gets_on(pair, tmp_path
     compare(tmp_path, pair, exact=True)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("at", [1, 3, 6, 9, 12])
 def test_a_crash_anywhere_changes_nothing(undisturbed, tmp_path, monkeypatch, at):
     launch, calls = Stack._launch, []
@@ -309,6 +310,7 @@ raise SystemExit(outcome.exit_code)
 """
 
 
+@pytest.mark.slow
 def test_killed_for_good_on_a_bare_machine_and_resumed(undisturbed, tmp_path):
     PLAN.write(tmp_path / "plan.json")
     out = tmp_path / "out"

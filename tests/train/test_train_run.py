@@ -211,6 +211,7 @@ def test_the_number_of_rows_is_never_counted(whole: Any, tmp_path: Path) -> None
 # ---- killed, stopped, gone on with
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("after", [1, pytest.param(6, marks=slow), 7, pytest.param(15, marks=slow), 24])
 def test_killed_at_any_step_it_goes_on_to_the_bit_and_charges_nothing_twice(
     whole: Any, tmp_path: Path, after: int

@@ -10,6 +10,7 @@ from dpivon.errors import ArgumentError, PrivacyWarning
 from dpivon.privacy.accounting import Budget, budget, epsilon, noise_multiplier
 
 
+@pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("target", [0.01, 0.1, 1.0, 8.0, 1e2, 1e4, 1e6])
 @pytest.mark.parametrize(("q", "steps"), [(256 / 60000, 14062), (1.0, 1), (1.0, 10**6), (0.5, 100), (1e-4, 10)])
 def test_both_sides_of_the_target(target: float, q: float, steps: int) -> None:

@@ -39,6 +39,7 @@ def test_rdp_is_monotone(sigma: float, q: float, steps: int, delta: float, facto
     check_monotone(sigma, q, steps, delta, factor, "rdp")
 
 
+@pytest.mark.slow
 @given(sigmas, rates, lengths, deltas, factors)
 @settings(max_examples=3, deadline=None, derandomize=True)
 def test_pld_is_monotone(sigma: float, q: float, steps: int, delta: float, factor: float) -> None:

@@ -37,6 +37,7 @@ def classic_epsilon(history: History, delta: float) -> float:
     return float(np.nanmin(rho - math.log(delta) / (np.array(alphas) - 1)))
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize(("q", "sigma", "steps", "delta", "classic", "improved", "tight", "low", "high"), TABLE)
 def test_reference_table(
     q: float,
@@ -121,6 +122,7 @@ def gaussian_epsilon(sigma: float, steps: int, delta: float) -> float:
     return float(brentq(excess, 0.0, 1e3, xtol=1e-12))
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(("sigma", "steps"), [(10.0, 100), (1.0, 1), (5.0, 1), (20.0, 1000), (2.0, 50)])
 @pytest.mark.parametrize("delta", [1e-5, 1e-9])
 def test_without_sampling_it_is_the_analytic_gaussian(sigma: float, steps: int, delta: float) -> None:
@@ -132,6 +134,7 @@ def test_without_sampling_it_is_the_analytic_gaussian(sigma: float, steps: int, 
     assert epsilon([(sigma, 1.0, steps)], delta, "rdp") >= exact
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(("sigma", "q"), [(0.1, 0.5), (0.3, 0.001), (0.3, 0.9), (1.0, 0.01), (5.0, 0.3)])
 def test_one_sampled_step_is_never_below_its_exact_value(sigma: float, q: float) -> None:
     """Removing a record from one sampled step: δ(ε) = q δ_Gauss(log(1 + (e^ε − 1)/q)) (Balle et al. 2018)."""

@@ -58,6 +58,7 @@ def shares(runs: RandomRuns) -> np.ndarray:
     return np.concatenate([[0.0], tail])
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("runs", SEARCHES, ids=str)
 def test_the_law_has_the_mean_it_says_and_draws_follow_it(runs: RandomRuns) -> None:
     p = shares(runs)
