@@ -11,33 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence, memory_of
-from dpivon.optim.ivon_rule import DEFAULTS, ivon_step, variance
-from dpivon.optim.parameters import follow, full_dtype, full_mean, full_means, parameter_names, restore
+from dpivon.optim.ivon_rule import DEFAULTS, ivon_step, std, variance
+from dpivon.optim.parameters import dense, follow, full_dtype, full_means, restore
 from dpivon.optim.rule import check_hyper
 from dpivon.optim.rule import debias as one_minus_power
+from dpivon.optim.rule_optimizer import NO_GRADIENT, ReleaseOptimizer
 from dpivon.optim.tensors import TensorList
-from dpivon.optim.theta import (
-    GradientAverage,
-    Perturbation,
-    ThetaSamples,
-    draw,
-    evidence_of_average,
-    evidence_of_gradients,
-    set_aside,
-)
+from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, set_aside
 from dpivon.posterior import Posterior
 from dpivon.release import Release
-from dpivon.shards import is_sharded, local, whole
+from dpivon.shards import is_sharded, local
 
 _MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
 
-class IVON(Optimizer):
+class IVON(ReleaseOptimizer):
     """Improved Variational Online Newton (Shen et al., ICML 2024), ready for private gradients.
 
     >>> optimizer = IVON(model.parameters(), lr=0.1, ess=len(train_set))
@@ -92,38 +84,20 @@ class IVON(Optimizer):
     ) -> None:
         if hess_approx is not None:
             if curvature is not None:
-                raise bad(
-                    "hess_approx",
-                    hess_approx,
-                    f"contradicts curvature={curvature!r}",
-                    "Give only one of them",
-                )
+                raise bad("hess_approx", hess_approx, f"contradicts curvature={curvature!r}", "Give only one of them")
             curvature = hess_approx
         self.mc_samples = check_whole("mc_samples", mc_samples, "Use 1 unless you average several θ a step", at_least=1)
         self._curvature = None if curvature is None else curvatures.resolve(curvature)
         self.generator = generator
-        self._private = False
         self._inside: str | None = None  # "train" or "predict" while parameters are perturbed
         self._in_closure = False
         self._samples = ThetaSamples()
         self._average: GradientAverage | None = None
         self._warned_unsampled = False
         self._aside: list[Tensor] = []  # room for m while the parameters are perturbed
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "ess": ess,
-                "hess_init": hess_init,
-                "beta1": beta1,
-                "beta2": beta2,
-                "weight_decay": weight_decay,
-                "clip_radius": clip_radius,
-                "debias": debias,
-                "rescale_lr": rescale_lr,
-                "curvature_decay": curvature_decay,
-            },
-        )
+        numbers = {"lr": lr, "ess": ess, "hess_init": hess_init, "beta1": beta1, "beta2": beta2}
+        numbers |= {"weight_decay": weight_decay, "clip_radius": clip_radius, "curvature_decay": curvature_decay}
+        super().__init__(params, {**numbers, "debias": debias, "rescale_lr": rescale_lr})
 
     # ---- sampling
 
@@ -166,15 +140,10 @@ class IVON(Optimizer):
         parts = []
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.requires_grad]:
-                states = self._states(params, group)
-                parts.append((params, draw(states, group, self._standard_normals)))
+                hess = TensorList([state["hess"] for state in self._states(params, group)])
+                sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+                parts.append((params, self._standard_normals(hess) * sigma))
         return Perturbation(parts)
-
-    def _standard_normals(self, like: TensorList) -> TensorList:
-        return like.filled(self._standard_normal)
-
-    def _standard_normal(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
 
     @torch.no_grad()
     def _perturb(self, saved: list[Tensor], here: list[Tensor], perturbation: Perturbation) -> None:
@@ -194,24 +163,17 @@ class IVON(Optimizer):
         """
         if self._inside is not None:
             raise DpivonError("step() inside sampled_params: the mean is not in place; call it after the `with` block.")
-        if self._private and release is None:
-            raise PrivacyError(
-                "step() without a release: this IVON belongs to a dpivon.DPOptimizer, and p.grad may hold raw gradients. "
-                "Call step() on the optimizer that make_private returned."
-            )
+        self._check_release("IVON", release)
         loss = None if closure is None else self._run(closure)
         if release is None and self._average is not None:
             self._fold_gradients()  # the last of several θ-samples
-        stepped = False
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.requires_grad and self._has_gradient(p, release)]
-            if params:
-                self._states(params, group)
-                self._update(group, params, self._evidence(group, params, release))
-                stepped = True
+        trained = self._trained(release)
+        for group, params in trained:
+            self._states(params, group)
+            self._update(group, params, self._evidence(group, params, release))
         self.discard_samples()
-        if not stepped:
-            raise DpivonError("step() without a gradient: no parameter has p.grad; call loss.backward() before step().")
+        if not trained:
+            raise DpivonError(NO_GRADIENT)
         return loss
 
     def _run(self, closure: Callable[[], Any]) -> Any:
@@ -263,16 +225,26 @@ class IVON(Optimizer):
 
     def _evidence(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> Evidence[TensorList]:
         hess = TensorList([self.state[p]["hess"] for p in params])
+        facts: dict[str, Any] = {
+            "hess": hess,
+            "ess": group["ess"],
+            "weight_decay": group["weight_decay"],
+            "decay": group["curvature_decay"],
+        }
         if release is None and self._average is not None:
-            return evidence_of_average(self._average, params, hess, group)
-        return evidence_of_gradients(
-            release.gradients if release is not None else {p: p.grad for p in params},
-            params,
-            hess,
-            group,
-            epsilons=self._samples.perturbations if self.curvature.needs_sample else (),
+            g, g_squared, g_perturbation = self._average.means(params)
+            return Evidence(g=g, g_squared=g_squared, g_perturbation=g_perturbation, noise_variance=0.0, **facts)
+        raw = release.gradients if release is not None else {p: p.grad for p in params}
+        g = TensorList([dense(raw[p]).to(h.dtype) for p, h in zip(params, hess, strict=True)])
+        # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
+        shift = self._samples.shift(params) if self.curvature.needs_sample else None
+        return Evidence(
+            g=g,
+            g_squared=g.square(),
+            g_perturbation=None if shift is None else g * shift,
             noise_variance=0.0 if release is None else release.variance,
             batch_size=None if release is None else release.batch_size,
+            **facts,
         )
 
     # ---- gradients of several θ-samples, without privacy
@@ -303,20 +275,11 @@ class IVON(Optimizer):
         super().zero_grad(set_to_none)
 
     def _has_gradient(self, p: Tensor, release: Release | None) -> bool:
-        if release is not None:
-            return p in release.gradients
-        return p.grad is not None if self._average is None else p in self._average.g
+        if release is not None or self._average is None:
+            return super()._has_gradient(p, release)
+        return p in self._average.g
 
     # ---- what the release boundary calls
-
-    def bind_to_releases(self) -> None:
-        """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
-        self._private = True
-
-    @property
-    def private(self) -> bool:
-        """Whether this learns from releases only."""
-        return self._private
 
     def rewind_samples(self) -> None:
         """The next micro-batch of the same logical batch uses the same θ."""
@@ -361,15 +324,11 @@ class IVON(Optimizer):
         """
         if self._inside is not None:
             raise DpivonError("posterior() inside sampled_params: call it after the `with` block.")
-        names = parameter_names(self, model)
-        mean, var = {}, {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    hess = self._state(p, group)["hess"]
-                    mean[names[p]] = whole(self._mean(p).detach().clone(), p)
-                    var[names[p]] = whole(variance(hess, ess=group["ess"], weight_decay=group["weight_decay"]), p)
-        return Posterior(mean=mean, variance=var, metadata={"method": "ivon", "curvature": self.curvature.name})
+
+        def width(p: Tensor, group: dict[str, Any]) -> Tensor:
+            return variance(self._state(p, group)["hess"], ess=group["ess"], weight_decay=group["weight_decay"])
+
+        return self._gaussian(model, width, method="ivon", curvature=self.curvature.name)
 
     # ---- state
 
@@ -396,9 +355,6 @@ class IVON(Optimizer):
         plain = not memory_of(self.curvature)
         return [self.state[p] if plain and _ready(self.state[p], p) else self._state(p, group) for p in params]
 
-    def _mean(self, p: Tensor) -> Tensor:
-        return full_mean(local(p), self.state[p])
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -423,7 +379,7 @@ class IVON(Optimizer):
                 "copying or pickling inside sampled_params: the mean is not in place; do it after the block."
             )
         own = ("mc_samples", "_curvature", "generator", "_private", "_in_closure", "_warned_unsampled")
-        state = super().__getstate__() | {key: self.__dict__[key] for key in own}
+        state = super().__getstate__() | {key: getattr(self, key) for key in own}
         # A sample that is pending belongs to gradients that are not part of the copy.
         return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None, "_aside": []}
 

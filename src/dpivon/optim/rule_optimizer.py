@@ -6,18 +6,75 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad
-from dpivon.optim.parameters import dense, follow, full_dtype, full_means, restore
+from dpivon.optim.parameters import dense, follow, full_dtype, full_mean, full_means, parameter_names, restore
 from dpivon.optim.rule import UpdateRule, check_hyper
 from dpivon.optim.tensors import TensorList
+from dpivon.posterior import Posterior
 from dpivon.release import Release
-from dpivon.shards import local
+from dpivon.shards import local, whole
 
 
-class RuleOptimizer(Optimizer):
+class ReleaseOptimizer(Optimizer):
+    """What optimizers share that learn from releases: :class:`RuleOptimizer` and :class:`dpivon.IVON`."""
+
+    generator: torch.Generator | None = None
+    _private = False
+
+    def bind_to_releases(self) -> None:
+        """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
+        self._private = True
+
+    @property
+    def private(self) -> bool:
+        """Whether this learns from releases only."""
+        return self._private
+
+    def _check_release(self, name: str, release: Release | None) -> None:
+        if self._private and release is None:
+            raise PrivacyError(
+                f"step() without a release: this {name} belongs to a dpivon.DPOptimizer, and p.grad may hold raw "
+                "gradients. Call step() on the optimizer that make_private returned."
+            )
+
+    def _has_gradient(self, p: Tensor, release: Release | None) -> bool:
+        return p.grad is not None if release is None else p in release.gradients
+
+    def _trained(self, release: Release | None) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """Every group that has gradients, with the parameters that have them."""
+        found = []
+        for group in self.param_groups:
+            if params := [p for p in group["params"] if p.requires_grad and self._has_gradient(p, release)]:
+                found.append((group, params))
+        return found
+
+    def _standard_normals(self, like: TensorList) -> TensorList:
+        return like.filled(self._standard_normal)
+
+    def _standard_normal(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
+
+    def _gaussian(
+        self, model: nn.Module | None, variance: Callable[[Tensor, dict[str, Any]], Tensor], **metadata: str
+    ) -> Posterior:
+        """N(m, diag variance(p, group)), under the parameters' names; of a sharded model every rank must ask for it."""
+        names = parameter_names(self, model)
+        mean, var = {}, {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    var[names[p]] = whole(variance(p, group), p)
+                    mean[names[p]] = whole(full_mean(local(p), self.state[p]).detach().clone(), p)
+        return Posterior(mean=mean, variance=var, metadata=metadata)
+
+
+NO_GRADIENT = "step() without a gradient: no parameter has p.grad; call loss.backward() before step()."
+
+
+class RuleOptimizer(ReleaseOptimizer):
     """Runs a pure rule over all parameters of a model.
 
     >>> optimizer = RuleOptimizer(model.parameters(), AdamBC(), lr=1e-3)
@@ -46,29 +103,21 @@ class RuleOptimizer(Optimizer):
                 f"It has {', '.join(map(repr, rule.defaults)) or 'none besides lr'}",
             )
         self.rule, self.generator = rule, generator
-        self._private = False
         super().__init__(params, {"lr": lr, **rule.defaults, **hyper})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any:
         """Update from the gradients in ``p.grad``, or from a private ``release`` of them."""
-        if self._private and release is None:
-            raise PrivacyError(
-                f"step() without a release: this {self.rule.name!r} belongs to a dpivon.DPOptimizer, and p.grad may hold raw "
-                "gradients. Call step() on the optimizer that make_private returned."
-            )
+        self._check_release(repr(self.rule.name), release)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = False
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.requires_grad and _has_gradient(p, release)]
-            if params:
-                self._update(group, params, release)
-                stepped = True
-        if not stepped:
-            raise DpivonError("step() without a gradient: no parameter has p.grad; call loss.backward() before step().")
+        trained = self._trained(release)
+        if not trained:
+            raise DpivonError(NO_GRADIENT)
+        for group, params in trained:
+            self._update(group, params, release)
         self._stepped(release)
         return loss
 
@@ -90,16 +139,13 @@ class RuleOptimizer(Optimizer):
             g,
             t=[state["step"] for state in states],
             noise_variance=0.0 if release is None else release.variance,
-            normal=g.filled(self._standard_normal) if self.rule.draws else None,
+            normal=self._standard_normals(g) if self.rule.draws else None,
             hyper=group,
         )
         after["mean"].copy_to(here)
         for i, state in enumerate(states):
             for key in (*remembered, *(["mean"] if "mean" in state else [])):
                 state[key] = after[key][i]
-
-    def _standard_normal(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=self.generator)
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -108,12 +154,6 @@ class RuleOptimizer(Optimizer):
             state.update({"step": 0, **{key: value[0] for key, value in started.items() if key != "mean"}})
         follow(local(p), state)
         return state
-
-    # ---- what the release boundary calls
-
-    def bind_to_releases(self) -> None:
-        """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
-        self._private = True
 
     # ---- the optimizer protocol
 
@@ -147,11 +187,7 @@ class RuleOptimizer(Optimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {key: self.__dict__[key] for key in ("rule", "generator", "_private")}
+        return super().__getstate__() | {key: getattr(self, key) for key in ("rule", "generator", "_private")}
 
     def __repr__(self) -> str:
         return f"{self.rule.name}: {super().__repr__()}"
-
-
-def _has_gradient(p: Tensor, release: Release | None) -> bool:
-    return p.grad is not None if release is None else p in release.gradients

@@ -56,7 +56,6 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.ivon_rule import curvature_update, variance
-from dpivon.optim.parameters import full_mean, parameter_names
 from dpivon.optim.rule import REQUIRED, Hyper, debias, full_like
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.optim.tensors import Values
@@ -228,17 +227,12 @@ class CalmOptimizer(RuleOptimizer):
     @torch.no_grad()
     def posterior(self, model: nn.Module | None = None) -> Posterior:
         """N(m, diag T/(N_ess (h + δ))), named as by :meth:`dpivon.IVON.posterior`."""
-        names = parameter_names(self, model)
-        mean, var = {}, {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    state = self._state(p, group)
-                    mean[names[p]] = full_mean(p, state).detach().clone()
-                    v = variance(state["hess"], ess=group["ess"], weight_decay=group["weight_decay"])
-                    var[names[p]] = v * group["temperature"]
-        metadata = {"method": self.rule.name, "curvature": self.rule.estimator.name}
-        return Posterior(mean=mean, variance=var, metadata=metadata)
+
+        def width(p: Tensor, group: dict[str, Any]) -> Tensor:
+            h = self._state(p, group)["hess"]
+            return variance(h, ess=group["ess"], weight_decay=group["weight_decay"]) * group["temperature"]
+
+        return self._gaussian(model, width, method=self.rule.name, curvature=self.rule.estimator.name)
 
 
 class SteadyOptimizer(CalmOptimizer):

@@ -1,4 +1,4 @@
-"""The θ-samples of the step under way: how they are drawn, which comes next, and what gradients at them are evidence of.
+"""The θ-samples of the step under way: how they are drawn, which comes next, and the gradients taken at them.
 
 A step may use several samples θ_k = m + ε_k. Without privacy their gradients are averaged here as they come; under
 privacy the boundary averages them before clipping, and only the perturbations ε_k are kept on this side.
@@ -6,16 +6,13 @@ privacy the boundary averages them before clipping, and only the perturbations �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpivon.optim.curvature import Evidence
-from dpivon.optim.ivon_rule import std
 from dpivon.optim.parameters import dense, full_dtype
 from dpivon.optim.tensors import TensorList, room_for
 
@@ -34,14 +31,6 @@ class Perturbation:
     def by_parameter(self) -> dict[Tensor, Tensor]:
         """For those who ask parameter by parameter."""
         return {p: e for params, epsilon in self.parts for p, e in zip(params, epsilon, strict=True)}
-
-
-def draw(
-    states: Sequence[dict[str, Any]], group: dict[str, Any], normal: Callable[[TensorList], TensorList]
-) -> TensorList:
-    """ε = σ ⊙ N(0, I) for the parameters of a group, with σ² = 1 / (N_ess (h + δ))."""
-    hess = TensorList([state["hess"] for state in states])
-    return normal(hess) * std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
 
 
 @torch.no_grad()
@@ -74,6 +63,13 @@ class ThetaSamples:
             self.perturbations.append(draw())
         self.used += 1
         return self.perturbations[self.used - 1]
+
+    def shift(self, params: Sequence[Tensor]) -> TensorList | None:
+        """Σ ε_k of these parameters; None where not all of them were perturbed."""
+        known = [perturbation.by_parameter for perturbation in self.perturbations]
+        if not known or any(p not in epsilon for epsilon in known for p in params):
+            return None
+        return TensorList([sum((epsilon[p] for epsilon in known[1:]), start=known[0][p]) for p in params])
 
     def rewind(self) -> None:
         self.used = 0
@@ -109,60 +105,7 @@ class GradientAverage:
                 total[p] = total[p] + value if p in total else value.clone()
             p.grad = None
 
-
-def evidence_of_average(
-    average: GradientAverage, params: Sequence[Tensor], hess: TensorList, group: dict[str, Any]
-) -> Evidence[TensorList]:
-    """Of several θ-samples, whose gradients were averaged as they came; without privacy."""
-    g, g_squared, g_perturbation = (
-        TensorList([total[p] for p in params]) / average.count
-        for total in (average.g, average.g_squared, average.g_perturbation)
-    )
-    return _evidence(group, hess, g, g_squared, g_perturbation, 0.0, None)
-
-
-def evidence_of_gradients(
-    gradients: Mapping[Tensor, Tensor | None],
-    params: Sequence[Tensor],
-    hess: TensorList,
-    group: dict[str, Any],
-    *,
-    epsilons: Sequence[Perturbation],
-    noise_variance: float,
-    batch_size: float | None,
-) -> Evidence[TensorList]:
-    """Of one gradient: that of ``p.grad``, or a released one. ``epsilons`` are the perturbations at which it was taken, if the
-    estimator reads them."""
-    g = TensorList([_as(h, dense(gradients[p])) for p, h in zip(params, hess, strict=True)])
-    # K·g ⊙ mean(ε_k) = g ⊙ Σ ε_k: exact for one sample, unbiased for several of which only the average was released.
-    known = [epsilon.by_parameter for epsilon in epsilons]
-    sampled = bool(known) and all(p in epsilon for epsilon in known for p in params)
-    shift = [sum((epsilon[p] for epsilon in known[1:]), start=known[0][p]) for p in params] if sampled else None
-    g_perturbation = None if shift is None else g * TensorList(shift)
-    return _evidence(group, hess, g, g.square(), g_perturbation, noise_variance, batch_size)
-
-
-def _as(h: Tensor, g: Tensor) -> Tensor:
-    return g if g.dtype is h.dtype else g.to(h.dtype)
-
-
-def _evidence(
-    group: dict[str, Any],
-    hess: TensorList,
-    g: TensorList,
-    g_squared: TensorList,
-    g_perturbation: TensorList | None,
-    noise_variance: Any,
-    batch_size: float | None,
-) -> Evidence[TensorList]:
-    return Evidence(
-        g=g,
-        g_squared=g_squared,
-        g_perturbation=g_perturbation,
-        noise_variance=noise_variance,
-        hess=hess,
-        ess=group["ess"],
-        weight_decay=group["weight_decay"],
-        batch_size=batch_size,
-        decay=group["curvature_decay"],
-    )
+    def means(self, params: Sequence[Tensor]) -> list[TensorList]:
+        """Of g_k, g_k² and g_k ⊙ ε_k over the samples."""
+        totals = (self.g, self.g_squared, self.g_perturbation)
+        return [TensorList([total[p] for p in params]) / self.count for total in totals]
