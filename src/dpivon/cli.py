@@ -210,9 +210,9 @@ def audit(
 
     Example: dpivon audit --method dp-sgd --path alone --quick --out audit-output
     """
-    from dpivon.audit.command import run
+    from dpivon.audit.run import audit_paths
 
-    if not run(out, model=model, method=method, paths=path or [], quick=quick, say=typer.echo):
+    if not audit_paths(out, model=model, method=method, paths=path or [], quick=quick, say=typer.echo):
         raise typer.Exit(1)
 
 

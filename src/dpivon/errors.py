@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from typing import Any
@@ -29,6 +30,10 @@ class StorageError(DpivonError, OSError):
 
 class RankError(DpivonError, RuntimeError):
     """Another process of the group is gone, failed, or does not answer. Nothing was released without a charge."""
+
+
+class MissingPackage(DpivonError, ImportError):
+    """A package that an extra of dpivon brings is not installed."""
 
 
 class PrivacyWarning(UserWarning):
@@ -89,3 +94,17 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...], fix: str) -> s
     if value not in choices:
         raise bad(name, value, f"is not one of {', '.join(map(repr, choices))}", fix)
     return str(value)
+
+
+def pip_line(extra: str) -> str:
+    """The command that installs an extra of dpivon."""
+    return f"pip install 'dpivon[{extra}]'"
+
+
+def need(package: str, extra: str) -> Any:
+    """The imported package, or an error with the line that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        problem = f"{package}: is not installed ({error}). {pip_line(extra)} installs what is needed."
+        raise MissingPackage(problem) from error

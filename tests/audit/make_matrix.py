@@ -26,13 +26,11 @@ from mutants import mutants
 from record_bugs import record_bugs
 from sowing import Mutant
 
-from dpivon.audit.command import digits
-from dpivon.audit.finding import Finding
 from dpivon.audit.page import write
-from dpivon.audit.run import Audit, audit
-from dpivon.audit.subject import PATHS, STACK_PATHS, probe
+from dpivon.audit.probes import probe
+from dpivon.audit.run import CHECKS, Audit, audit, digits
+from dpivon.audit.subject import PATHS, STACK_PATHS, Finding
 from dpivon.audit.tier_c import Audited, single_releases
-from dpivon.audit.tiers import CHECKS
 from dpivon.stacked.rules import stackable
 
 SEEDS = (1, 2, 3)

@@ -9,9 +9,9 @@ from typing import Any
 
 from sowing import Mutant
 
-from dpivon.audit.finding import Check, Finding
-from dpivon.audit.subject import probe
-from dpivon.audit.tiers import CHECKS
+from dpivon.audit.probes import probe
+from dpivon.audit.run import CHECKS
+from dpivon.audit.subject import Check, Finding
 
 METHOD = "dp-ivon-gradsq"
 

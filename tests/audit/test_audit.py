@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 import dpivon
 from dpivon import ArgumentError
 from dpivon.audit.distributed_session import can_fork
+from dpivon.audit.probes import probe
+from dpivon.audit.run import CHECKS
 from dpivon.audit.session import silence, start
-from dpivon.audit.subject import PATHS, VARIED_PATHS, Setting, probe
+from dpivon.audit.subject import PATHS, VARIED_PATHS, Setting
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
-from dpivon.audit.tiers import CHECKS
 from dpivon.cli import app
 from dpivon.privacy.gradients.watching import has_rules
 

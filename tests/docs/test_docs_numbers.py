@@ -11,7 +11,7 @@ import pytest
 from docs_pages import DOCS, ROOT
 
 from dpivon import budget
-from dpivon.integrations.need import pip_line
+from dpivon.errors import pip_line
 from dpivon.methods import METHODS
 
 METHODS_PAGE = (DOCS / "methods.md").read_text()

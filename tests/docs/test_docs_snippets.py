@@ -14,7 +14,7 @@ from docs_pages import PAGES, fences, run
 from torch import nn
 
 from dpivon.durable.ledger import read
-from dpivon.integrations.need import pip_line
+from dpivon.errors import pip_line
 
 Names = dict[str, Any]
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpivon.errors import PrivacyError
-from dpivon.integrations.need import pip_line
+from dpivon.errors import PrivacyError, pip_line
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
-from dpivon.integrations.need import pip_line
+from dpivon.errors import pip_line
 
 lightning = pytest.importorskip("lightning.pytorch", reason=pip_line("lightning"))
 from dpivon.integrations.lightning import PrivateTraining  # noqa: E402

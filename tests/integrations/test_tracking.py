@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib
 import math
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
-from dpivon.integrations.need import MissingPackage, need, pip_line
+from dpivon.errors import MissingPackage, need, pip_line
 from dpivon.integrations.tracking import NOT_PRIVATE, PrivateLog, mlflow_log, tensorboard_log
 
 STEPS = 6
@@ -156,7 +155,7 @@ def test_a_plain_optimizer_is_refused():
 
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch):
-    real = builtins.__import__
+    real = importlib.import_module
 
     def missing(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.partition(".")[0] in ("lightning", "tensorboard", "mlflow"):

@@ -16,27 +16,28 @@ import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpivon.audit.engine_session import EngineSession, make_optimizer
-from dpivon.audit.session import Answer, Observed
+from dpivon.audit.session import Answer, Observed, Session
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.mechanism import NoiseSpec
 
 RANKS = 2
+_T = TypeVar("_T")
 PATIENCE = 60.0  # seconds until a rank that does not answer is given up
 
 
 class RankSession(EngineSession):
     """What one rank does: its own part of the rows that the auditor names."""
 
-    def step(self, rows: Sequence[int], *, run: int = 0) -> Observed:
+    def step(self, rows: Sequence[int]) -> Observed:
         return super().step(self._mine(rows))
 
     def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
@@ -48,9 +49,6 @@ class RankSession(EngineSession):
     def fresh_step(self, rows: Sequence[int]) -> Observed:
         """The first step of the same run, begun anew."""
         return type(self)(self.subject, self.setting, self.answer).step(rows)
-
-    def answer_by(self, answer: Answer | None) -> None:
-        self.answer = answer
 
     @staticmethod
     def _mine(rows: Sequence[int]) -> list[int]:
@@ -96,13 +94,12 @@ def _end(processes: list[Any], folder: Any) -> None:
     folder.cleanup()
 
 
-class DistributedSession:
-    """The ranks of one run as one session."""
+class DistributedSession(Session):
+    """The ranks of one run as one session: what is asked of it is asked of every rank, and their answers are compared."""
 
     def __init__(self, subject: Subject, setting: Setting, answer: Answer | None) -> None:
         check_forks(subject.path)
-        self.subject, self.setting, self._answer = subject, setting, answer
-        self.charged: list[int] = []
+        super().__init__(subject, setting, answer)
         context = multiprocessing.get_context("fork")
         folder = tempfile.TemporaryDirectory()
         store = str(Path(folder.name) / "store")
@@ -140,18 +137,14 @@ class DistributedSession:
                 self.charged += charged
         return [answers[pipe] for pipe in self._pipes]
 
-    @property
-    def answer(self) -> Answer | None:
-        return self._answer
-
-    @answer.setter
-    def answer(self, answer: Answer | None) -> None:
-        self._answer = answer
-        self._ask("answer_by", answer)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "answer" and "_pipes" in vars(self):
+            self._ask("__setattr__", name, value)
 
     # ---- steps
 
-    def step(self, rows: Sequence[int], *, run: int = 0) -> Observed:
+    def step(self, rows: Sequence[int]) -> Observed:
         return _one_and_the_same(self._ask("step", list(rows)))
 
     def fresh_step(self, rows: Sequence[int]) -> Observed:
@@ -159,8 +152,7 @@ class DistributedSession:
 
     def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
         by_rank = self._ask("step_in_parts", list(rows))
-        if len({len(seen) for seen in by_rank}) > 1:
-            raise PrivacyError(f"{[len(seen) for seen in by_rank]} releases on the ranks of one run.")
+        _agreed([len(seen) for seen in by_rank], "number of release")
         return [_one_and_the_same(list(seen)) for seen in zip(*by_rank, strict=True)]
 
     def leave_half_way(self, rows: Sequence[int]) -> bool:
@@ -174,13 +166,13 @@ class DistributedSession:
 
     # ---- what is stated and kept
 
-    def spec(self, run: int = 0) -> NoiseSpec:
-        first, *others = self._ask("spec")
-        return _agreed(first, others, "NoiseSpec")
+    def spec(self) -> NoiseSpec:
+        specs: list[NoiseSpec] = self._ask("spec")
+        return _agreed(specs, "NoiseSpec")
 
-    def accountant(self, run: int = 0) -> Accountant:
+    def accountant(self) -> Accountant:
         accounts: list[Accountant] = self._ask("accountant")
-        _agreed(accounts[0].history, [a.history for a in accounts[1:]], "account")
+        _agreed([a.history for a in accounts], "account")
         return accounts[0]
 
     def sampled(self, steps: int) -> list[list[int]]:
@@ -188,16 +180,15 @@ class DistributedSession:
         return [[i for part in parts for i in part] for parts in zip(*self._ask("sampled", steps), strict=True)]
 
     def state(self) -> list[Tensor]:
-        states: list[list[Tensor]] = self._ask("state")
-        for other in states[1:]:
-            if any(not torch.equal(a, b) for a, b in zip(states[0], other, strict=True)):
-                raise PrivacyError("The ranks of one run have learned different things.")
-        return states[0]
+        first, *others = self._ask("state")
+        if any(not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
+            raise PrivacyError("The ranks of one run have learned different things.")
+        return list(first)
 
     def network_as_trained(self) -> nn.Module:
         return make_optimizer(self.subject, self.setting)[0]
 
-    def means(self, run: int = 0) -> Tensor:
+    def means(self) -> Tensor:
         means: list[Tensor] = self._ask("means")
         return means[0]
 
@@ -213,7 +204,7 @@ def _one_and_the_same(seen: list[Observed]) -> Observed:
     return first
 
 
-def _agreed(first: Any, others: list[Any], what: str) -> Any:
-    if any(other != first for other in others):
+def _agreed(found: list[_T], what: str) -> _T:
+    if any(other != found[0] for other in found):
         raise PrivacyError(f"The ranks of one run have different {what}s.")
-    return first
+    return found[0]

@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.audit.distributed_session import can_fork
-from dpivon.audit.engine_session import make_optimizer
-from dpivon.audit.finding import Check
+from dpivon.audit.engine_session import EngineSession
 from dpivon.audit.session import start
-from dpivon.audit.subject import Setting, Subject
-from dpivon.optim.ivon import IVON
+from dpivon.audit.subject import Setting, Subject, Tier, Verdict
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy.checkpoints import Checkpoints
@@ -30,14 +27,15 @@ from dpivon.privacy.streams import PRIVACY
 from dpivon.privacy.temperature import _predicted, clipped_sum
 
 BATCHES = 30
+DRAWS, _DRAWS = Tier("A"), "an equal draw has odds below 1e-9"
 _RANKS = "its ranks are processes of their own"
-Verdict = tuple[bool | None, str]
 
 
+@DRAWS.asks("Does a forked process draw anew?", _DRAWS)
 def a_fork_draws_neither_noise_nor_batches_again(subject: Subject) -> Verdict:
     if subject.path == "distributed" or not can_fork():
         return None, _RANKS if can_fork() else "beside a GPU autograd does not survive a fork"
-    session: Any = start(subject, _setting(subject))
+    session = start(subject, _setting(subject))
     session.step([0, 1])
 
     def draws() -> tuple[Tensor, list[list[int]]]:
@@ -52,10 +50,11 @@ def a_fork_draws_neither_noise_nor_batches_again(subject: Subject) -> Verdict:
     )
 
 
+@DRAWS.asks("Does a copied loader or stack draw anew?", _DRAWS)
 def a_copy_draws_nothing_again(subject: Subject) -> Verdict:
     if subject.path == "distributed":
         return None, _RANKS
-    session: Any = start(subject, _setting(subject))
+    session = start(subject, _setting(subject))
     if subject.stacked:
         own, step = session.streams.own, torch.tensor(0)
         a, b = (s.normal(torch.zeros(1, 1000).double(), step, PRIVACY) for s in (own, copy.deepcopy(own)))
@@ -66,6 +65,7 @@ def a_copy_draws_nothing_again(subject: Subject) -> Verdict:
     return same < BATCHES // 2, f"{same} of {BATCHES} batches are the same"
 
 
+@DRAWS.asks("May a run's folder be copied?", _DRAWS)
 def copies_of_a_run_that_go_on_apart_share_no_noise(subject: Subject) -> Verdict:
     """A run's folder copied, and gone on with at two learning rates: equal noise on sums that are not equal."""
     if subject.stacked or subject.path == "distributed":
@@ -83,6 +83,7 @@ def copies_of_a_run_that_go_on_apart_share_no_noise(subject: Subject) -> Verdict
     return met == 0 and apart > 0, f"{met} of {apart} different sums got the same noise"
 
 
+@DRAWS.asks("Does one example move a temperature's sum by at most B?", "sees draws that depend on the batch")
 def predictions_for_a_temperature_are_of_one_function(subject: Subject) -> Verdict:
     """Of a wide posterior, in batches: removing one example moves the sum by at most B."""
     torch.manual_seed(subject.seed)
@@ -106,10 +107,11 @@ def predictions_for_a_temperature_are_of_one_function(subject: Subject) -> Verdi
     return moved <= 1 + 1e-5, f"at most {moved:.5f} B"
 
 
+@DRAWS.asks("Is noise drawn in double?", "sees noise of 24 bits")
 def noise_is_finer_than_what_is_released(subject: Subject) -> Verdict:
     if subject.path == "distributed":
         return None, _RANKS
-    session: Any = start(subject, _setting(subject))
+    session = start(subject, _setting(subject))
     if subject.stacked:
         session.step([0, 1])
         noise = session.stack.mechanism._noise
@@ -149,16 +151,10 @@ def _in_fork(action: Callable[[], Any]) -> Any:
 
 def _released(subject: Subject, folder: Path, rate: float, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
     """Sums and their noise, of the next steps of a run that is kept in a folder; its learning rate times ``rate``."""
-    torch.manual_seed(subject.seed)
-    model, inner = make_optimizer(subject, _setting(subject))
-    engine, found = PrivacyEngine(), list[tuple[Tensor, Tensor]]()
-    data = TensorDataset(subject.inputs, subject.labels)
-    made = engine.make_private(
-        module=model, optimizer=inner, data_loader=DataLoader(data, batch_size=max(1, len(data) // 2)),
-        noise_multiplier=1.0, max_grad_norm=1.0,
-    )  # fmt: skip
-    wrapped, optimizer, loader = made
-    kept = Checkpoints(folder, engine=engine, optimizer=optimizer, data_loader=loader)
+    session = EngineSession(subject, _setting(subject).but(sigma=1.0, bound=1.0), None, PrivacyEngine())
+    engine, optimizer, found = session.engine, session.optimizer, list[tuple[Tensor, Tensor]]()
+    optimizer.noise = optimizer.noise.own
+    kept = Checkpoints(folder, engine=engine, optimizer=optimizer, data_loader=session.loader)
     kept.restore()
     normal = optimizer.noise.normal
 
@@ -169,35 +165,8 @@ def _released(subject: Subject, folder: Path, rate: float, steps: int = 3) -> li
     optimizer.noise.normal = watched
     for group in optimizer.param_groups:
         group["lr"] *= rate
-    while steps:
-        for x, y in loader:
-            optimizer.zero_grad()
-            for _ in range(inner.mc_samples if isinstance(inner, IVON) else 1):
-                with optimizer.sampled_params(train=True) if isinstance(inner, IVON) else warnings.catch_warnings():
-                    each = subject.loss(wrapped(x), y)
-                    (each.mean() if len(each) else 0.0 * each.sum()).backward()
-            optimizer.step()
-            steps -= 1
-            if not steps:
-                break
+    session.train(steps)
     kept.save()
     assert engine.ledger is not None
     engine.ledger.close()
     return found
-
-
-_DRAWS = "an equal draw has odds below 1e-9"
-DRAWS = [
-    Check(f.__name__.replace("_", " "), "A", question, f, power)
-    for f, question, power in (
-        (a_fork_draws_neither_noise_nor_batches_again, "Does a forked process draw anew?", _DRAWS),
-        (a_copy_draws_nothing_again, "Does a copied loader or stack draw anew?", _DRAWS),
-        (copies_of_a_run_that_go_on_apart_share_no_noise, "May a run's folder be copied?", _DRAWS),
-        (
-            predictions_for_a_temperature_are_of_one_function,
-            "Does one example move a temperature's sum by at most B?",
-            "sees draws that depend on the batch",
-        ),
-        (noise_is_finer_than_what_is_released, "Is noise drawn in double?", "sees noise of 24 bits"),
-    )
-]

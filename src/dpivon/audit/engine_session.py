@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,32 +12,47 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpivon.audit.ruleless import without_rules
-from dpivon.audit.session import Answer, Observed
+from dpivon.audit.session import Answer, Observed, Session
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.layers.registry import forward_for, rule_for
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.mechanism import NoiseSpec
 
 
 def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
     """What the subject's method trains, and by which optimizer; on path="alone", of layers that have no rule."""
-    model, optimizer = _made(subject, setting)
+    model = subject.build()
+    if isinstance(subject.method, str):
+        defaults = describe(subject.method).defaults
+        options: dict[str, Any] = {"mc_samples": setting.mc_samples} if "mc_samples" in defaults else {}
+        learner = method(subject.method, model, dataset_size=setting.size, lr=setting.lr, **options)
+        model, optimizer = learner.model, learner.optimizer
+    else:
+        optimizer = subject.method(model)
     return (without_rules(model) if subject.path == "alone" else model), optimizer
 
 
-def _made(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
-    model = subject.build()
-    if not isinstance(subject.method, str):
-        return model, subject.method(model)
-    defaults = describe(subject.method).defaults
-    options: dict[str, Any] = {"mc_samples": setting.mc_samples} if "mc_samples" in defaults else {}
-    learner = method(subject.method, model, dataset_size=setting.size, lr=setting.lr, **options)
-    return learner.model, learner.optimizer
+def without_rules(model: nn.Module) -> nn.Module:
+    """The same model, with every layer that has a rule made an instance of a subclass, which has none.
+
+    It computes what it did on the same parameters. Rules are for exact types, so book-keeping runs each of these layers example
+    by example.
+    """
+    for layer in model.modules():
+        if rule_for(layer) is not None or forward_for(layer) is not None:
+            kind: Any = type(layer)
+            layer.__class__ = _subclass(kind)
+    return model
+
+
+@functools.cache
+def _subclass(kind: Any) -> Any:
+    return type(f"Own{kind.__name__}", (kind,), {})
 
 
 class _WatchedNoise:
@@ -54,34 +71,30 @@ class _WatchedNoise:
         return self.session.answer(like, std)
 
 
-class EngineSession:
-    def __init__(self, subject: Subject, setting: Setting, answer: Answer | None) -> None:
-        self.subject, self.setting, self.answer = subject, setting, answer
-        self.charged: list[int] = []
+class EngineSession(Session):
+    def __init__(
+        self, subject: Subject, setting: Setting, answer: Answer | None, engine: PrivacyEngine | None = None
+    ) -> None:
+        super().__init__(subject, setting, answer)
         torch.manual_seed(setting.seed)
-        self.engine = PrivacyEngine(generator=torch.default_generator)  # equal settings, equal streams
-        model, self.inner = make_optimizer(subject, setting)
-        self.module = model
-        loader = DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1)
-        self.criterion = PerExampleLoss(subject.loss)
-        made = self.engine.make_private(
-            module=model,
+        self.engine = engine or PrivacyEngine(generator=torch.default_generator)  # equal settings, equal streams
+        self.module, self.inner = make_optimizer(subject, setting)
+        self.criterion, self._t = PerExampleLoss(subject.loss), 0
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            module=self.module,
             optimizer=self.inner,
-            data_loader=loader,
+            data_loader=DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1),
             noise_multiplier=setting.sigma,
             max_grad_norm=setting.bound,
             dataset_size=setting.size,
             expected_batch_size=setting.batch,
             augmentations=subject.views,
         )
-        self.model, self.optimizer, self.loader = made
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
-        self._batches: Iterator[Any] = iter(())
-        self._t = 0
 
     # ---- steps
 
-    def step(self, rows: Sequence[int], *, run: int = 0) -> Observed:
+    def step(self, rows: Sequence[int]) -> Observed:
         next(iter(self.loader))  # one draw is spent; the batch is the auditor's
         before = self.optimizer.last_release
         seen = self._step(*self._batch(rows))
@@ -114,22 +127,16 @@ class EngineSession:
         return True
 
     def train(self, steps: int) -> None:
-        done = 0
-        while done < steps:
-            for x, y in self.loader:
-                self._step(*(t.repeat_interleave(self.subject.views, 0) for t in (x, y)))
-                done += 1
-                if done == steps:
-                    return
+        forever = itertools.chain.from_iterable(itertools.repeat(self.loader))
+        for x, y in itertools.islice(forever, steps):
+            self._step(*(t.repeat_interleave(self.subject.views, 0) for t in (x, y)))
 
     def _batch(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(list(rows), dtype=torch.int64).repeat_interleave(self.subject.views)
         return self.subject.inputs[index], self.subject.labels[index]
 
     def _step(self, x: Tensor, y: Tensor) -> Observed:
-        torch.manual_seed(
-            self.setting.seed + 1000 + self._t
-        )  # what a random forward pass draws is the same in two worlds
+        torch.manual_seed(self.setting.seed + 1000 + self._t)  # a random forward pass draws the same in two worlds
         self._t += 1
         self.optimizer.zero_grad()
         draws = self.inner.mc_samples if isinstance(self.inner, IVON) else 1
@@ -147,11 +154,11 @@ class EngineSession:
 
     # ---- what is stated and kept
 
-    def spec(self, run: int = 0) -> NoiseSpec:
+    def spec(self) -> NoiseSpec:
         stated: NoiseSpec = self.optimizer.spec
         return stated
 
-    def accountant(self, run: int = 0) -> Accountant:
+    def accountant(self) -> Accountant:
         return self.engine.accountant
 
     def sampled(self, steps: int) -> list[list[int]]:
@@ -168,7 +175,7 @@ class EngineSession:
     def network_as_trained(self) -> nn.Module:
         return make_optimizer(self.subject, self.setting)[0]
 
-    def means(self, run: int = 0) -> Tensor:
+    def means(self) -> Tensor:
         return torch.cat([p.detach().flatten().double() for p in self.optimizer.params])
 
 

@@ -1,26 +1,30 @@
-"""The audit of a subject on one path, and all that came of it."""
+"""The audit of a model on one path, all that came of it, and the loop over paths of ``dpivon audit``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpivon.audit.distributed_session import check_forks
-from dpivon.audit.finding import Check, Finding
-from dpivon.audit.reference import unknown
-from dpivon.audit.subject import Loss, MakeOptimizer, Subject
+from dpivon.audit.distributed_session import can_fork, check_forks
+from dpivon.audit.probes import probe
+from dpivon.audit.session import unknown
+from dpivon.audit.subject import PATHS, STACK_PATHS, Check, Finding, Loss, MakeOptimizer, Subject, check_path
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, plain, single_releases
 from dpivon.errors import bad, check_whole
+from dpivon.import_paths import imported
 from dpivon.stacked.networks import cross_entropy
+from dpivon.stacked.rules import stackable
 
+CHECKS: list[Check] = [*TIER_A, *TIER_B, *TIER_C]
 EXAMPLES = 64  # of a data set that are looked at
 OWN_GUESSES = 1000
 
@@ -113,7 +117,7 @@ def audit(
         method: a name of ``dpivon methods``, or a function that makes an optimizer for a model.
         path: ``"bookkeeping"``; ``"alone"``, as if no layer had a rule, so that each runs example by example;
             ``"distributed"``, book-keeping on two processes; ``"stacked"`` or ``"captured"``.
-        loss: ``loss(outputs, labels)`` gives one loss an example.
+        loss: ``loss(outputs, labels)`` gives one loss per example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.
         views: several of every example, averaged before clipping; all alike, so that what they must give is known.
@@ -127,8 +131,11 @@ def audit(
         check_forks(path)
     begun, tell = time.perf_counter(), progress or (lambda name: None)
     state = torch.random.get_rng_state()
+    findings: list[Finding] = []
     try:
-        findings = [_say(check, subject, tell) for check in (*TIER_A, *TIER_B, *(() if not quick else TIER_C[:1]))]
+        for check in (*TIER_A, *TIER_B, *(TIER_C[:1] if quick else ())):
+            tell(f"{check.tier}: {check.name}")
+            findings.append(check(subject))
         audited = [] if quick else _curve(subject, tell)
     finally:
         torch.random.set_rng_state(state)
@@ -137,11 +144,6 @@ def audit(
     how = [path, *([f"{views} views"] if views > 1 else [])]
     how += ["autocast"] if autocast else []
     return Audit(", ".join(how), subject.name, type(model).__name__, size, findings, audited, spent)
-
-
-def _say(check: Check, subject: Subject, tell: Callable[[str], None]) -> Finding:
-    tell(f"{check.tier}: {check.name}")
-    return check(subject)
 
 
 def _curve(subject: Subject, tell: Callable[[str], None]) -> list[Audited]:
@@ -170,3 +172,54 @@ def _take(data: tuple[Tensor, Tensor] | Dataset[Any]) -> tuple[Tensor, Tensor]:
         raise bad(
             "data", type(data).__name__, f"cannot be stacked ({error})", "Give (inputs, labels) as two tensors"
         ) from error
+
+
+# ---- dpivon audit
+
+
+def digits() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network and scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    return model, torch.tensor(x[:64], dtype=torch.float32) / 16.0, torch.tensor(y[:64])
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    """A few parameters, a layer of which is used twice."""
+    subject = probe("bookkeeping", "dp-sgd")
+    return subject.model, subject.inputs, subject.labels
+
+
+MODELS = {"digits": digits, "small": small}
+
+
+def load(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """One of ours, or what a function of the user's own returns: (model, inputs, labels)."""
+    if name in MODELS:
+        return MODELS[name]()
+    fix = f"Use one of {', '.join(MODELS)}, or package.module:function that returns (model, inputs, labels)"
+    made: Any = imported("model", name, fix)()
+    if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
+        raise bad("model", name, "did not return (model, inputs, labels)", fix)
+    return made
+
+
+def audit_paths(out: Path, *, model: str, method: str, paths: list[str], quick: bool, say: Any) -> bool:
+    """Audit on every path, print what was found, write the report; whether everything holds."""
+    for path in paths:
+        check_path(path)
+    network, inputs, labels = load(model)
+    here = [p for p in PATHS if (can_fork() or p != "distributed") and (p not in STACK_PATHS or method in stackable())]
+    audits: list[Audit] = []
+    for i, path in enumerate(paths or here):  # each with noise of its own, so that they are so many trials
+        audits.append(audit(network, (inputs, labels), seed=100 * i, method=method, path=path, quick=quick))
+        say(str(audits[-1]))
+    from dpivon.audit.page import write
+
+    write(audits, out)
+    say(f"report in {out / 'audit.html'}")
+    return all(a.holds for a in audits)

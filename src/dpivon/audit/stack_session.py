@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.audit.session import Answer, Observed
+from dpivon.audit.session import Answer, Observed, Session
 from dpivon.audit.subject import Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
@@ -45,45 +45,30 @@ class _WatchedStreams:
         self.session, self.own = session, own
         self.forced: Tensor | None = None  # [K, N], who is in the next batch
 
-    @property
-    def origin(self) -> str:
-        return str(self.own.origin)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
     def normal(self, out: Tensor, step: Tensor, stream: int) -> Tensor:
         session = self.session
-        if stream != PRIVACY:
-            drawn: Tensor = self.own.normal(out, step, stream)
-            return drawn
-        session.charged.append(len(session.accountant()))
-        if session.answer is None:
-            noise: Tensor = self.own.normal(out, step, stream)
-            return noise
+        if stream == PRIVACY:
+            session.charged.append(len(session.accountant()))
+        if stream != PRIVACY or session.answer is None:
+            return self.own.normal(out, step, stream)
         for row, std in zip(out, session.stack.mechanism.noise_std.flatten().tolist(), strict=True):
             row.copy_(session.answer(row, std) / std)
         return out
 
-    def words(self, *place: Any) -> list[Tensor]:
-        drawn: list[Tensor] = self.own.words(*place)
-        return drawn
-
-    def orders(self, *place: Any, **begin: int) -> Tensor:
-        drawn: Tensor = self.own.orders(*place, **begin)
-        return drawn
-
     def poisson(self, examples: int, rates: Tensor, first_step: int, steps: int) -> Tensor:
         if self.forced is None:
-            drawn: Tensor = self.own.poisson(examples, rates, first_step, steps)
-            return drawn
+            return self.own.poisson(examples, rates, first_step, steps)
         return self.forced.expand(steps, *self.forced.shape).to(torch.int8)
 
 
-class StackSession:
+class StackSession(Session):
     def __init__(self, subject: Subject, setting: Setting, answer: Answer | None) -> None:
-        self.subject, self.setting, self.answer = subject, setting, answer
-        self.charged: list[int] = []
+        super().__init__(subject, setting, answer)
         kind = TracedNetwork if subject.path == "captured" else AnyNetwork
         self.network = kind(subject.build, subject.loss)
-        batch = int(setting.batch)
         runs = [
             Run(
                 str(subject.method),
@@ -91,7 +76,7 @@ class StackSession:
                 noise_multiplier=setting.sigma * (1 + k if setting.ladder else 1),
                 max_grad_norm=setting.bound,
                 lr=setting.lr or 0.01,
-                batch_size=batch,
+                batch_size=int(setting.batch),
             )
             for k in range(setting.runs)
         ]
@@ -125,49 +110,33 @@ class StackSession:
 
     # ---- steps
 
-    def step(self, rows: Sequence[int], *, run: int = 0) -> Observed:
-        seen = self._observe(rows)
+    def step(self, rows: Sequence[int]) -> Observed:
+        seen = self.step_in_parts(rows)
         if not seen:
             raise PrivacyError(f"A step on a batch of {len(rows)} released nothing.")
         return seen[-1]
 
     def all_runs(self, mask: Tensor) -> Tensor:
         """One step with run k on the rows of mask[k]; what every run released, [K, P]."""
-        self.streams.forced = mask
-        self._released.clear()
-        self.train(1)
-        self.streams.forced = None
-        return self._released[-1]
-
-    def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
-        return self._observe(rows)
-
-    def _observe(self, rows: Sequence[int]) -> list[Observed]:
-        mask = torch.zeros(self.setting.runs, len(self.subject.inputs))
-        mask[:, list(rows)] = 1
-        self.streams.forced = mask
         self._released.clear()
         self._thetas.clear()
-        variance = self._told()
+        self.streams.forced = mask
         self.train(1)
         self.streams.forced = None
+        return self._released[-1] if self._released else torch.zeros(0)
+
+    def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
+        mask = torch.zeros(self.setting.runs, len(self.subject.inputs))
+        mask[:, list(rows)] = 1
+        told = float(self.stack.parts[0].hyper["noise_variance"][0])  # to the first run's rule, of the release to come
+        self.all_runs(mask)
         shapes = [p.shape for p in self.subject.trained()]
         seen = []
         for g in self._released:
             pieces = self._thetas[-1][0].split([s.numel() for s in shapes])
             theta = [t.view(s) for t, s in zip(pieces, shapes, strict=True)]
-            seen.append(Observed(g[0], variance, theta, len(self._thetas)))
+            seen.append(Observed(g[0], told, theta, len(self._thetas)))
         return seen
-
-    def _told(self) -> float:
-        """What the first run's rule will be told of the noise in the next release."""
-        return float(self.stack.parts[0].hyper["noise_variance"][0])
-
-    def leave_half_way(self, rows: Sequence[int]) -> bool:
-        return False
-
-    def rebound(self, bound: float) -> bool:
-        return False
 
     def train(self, steps: int) -> None:
         with self.subject.around_a_step():
@@ -176,11 +145,11 @@ class StackSession:
 
     # ---- what is stated and kept
 
-    def spec(self, run: int = 0) -> NoiseSpec:
-        return self.stack.mechanism.specs[run]
+    def spec(self) -> NoiseSpec:
+        return self.stack.mechanism.specs[0]
 
-    def accountant(self, run: int = 0) -> Accountant:
-        return self.stack.mechanism.accountants[run]
+    def accountant(self) -> Accountant:
+        return self.stack.mechanism.accountants[0]
 
     def sampled(self, steps: int) -> list[list[int]]:
         block = self.stack.sampler.draw(0, steps)
@@ -200,5 +169,5 @@ class StackSession:
     def network_as_trained(self) -> nn.Module:
         return self.subject.build()
 
-    def means(self, run: int = 0) -> Tensor:
-        return self.stack.mean[run].detach().double()
+    def means(self) -> Tensor:
+        return self.stack.mean[0].detach().double()

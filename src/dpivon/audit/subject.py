@@ -1,4 +1,4 @@
-"""What is audited: a model, the method that trains it, its loss, data, and the path by which gradients are privatised."""
+"""What is audited, by which path gradients are privatised, and what one check says of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dpivon.stacked.networks import cross_entropy
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
+Verdict = tuple[bool | None, str]
 
 #: Ways from a batch to a release: book-keeping by the layers' rules, the same with layers that have none and run example by
 #: example, on two processes, and two of a stack of runs ("captured" is the traced, padded program).
@@ -62,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model as the user brings it. ``loss(outputs, labels)`` gives one loss an example.
+    """A model as the user brings it. ``loss(outputs, labels)`` gives one loss per example.
 
     ``method`` is a name of ``dpivon methods``, or a function that makes an optimizer for a model. The model itself is
     never trained: every run of the audit gets a copy.
@@ -90,7 +91,7 @@ class Subject:
             fix = f"Use one of {', '.join(map(repr, VARIED_PATHS))}"
             raise bad("views", self.views, f"is not for path={self.path!r}", fix)
         if self.stacked and self.views > 1 and self.inputs.dim() != 4:
-            problem = f"are of pictures on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
+            problem = f"are of images on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
             raise bad(
                 "views", self.views, problem, "Give inputs of shape [N, channels, height, width], or another path"
             )
@@ -124,94 +125,54 @@ class Subject:
         return self.but(loss=lambda outputs, labels: 0.0 * loss(outputs, labels))
 
 
-def probe(path: str, method: str | MakeOptimizer, **varied: Any) -> Subject:
-    """A small network on made-up data. One layer is used twice. ``varied`` is ``views`` and ``autocast``; in the last a
-    layer has several positions, over which its gradient is added up."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        model: nn.Module = Uses(2)
-        if varied.get("autocast"):
-            model = nn.Sequential(nn.Conv2d(1, 6, (1, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))
-    x = torch.randn(12, 5, generator=generator)
-    return Subject(model, _pictures(x), torch.randint(3, (12,), generator=generator), method, path, **varied)
+@dataclass(frozen=True)
+class Finding:
+    """What one check says.
 
-
-def _pictures(x: Tensor) -> Tensor:
-    """[N, n] as pictures of one row."""
-    return x.view(len(x), 1, 1, -1)
-
-
-class Uses(nn.Module):
-    """Its middle layer is applied several times, so that its gradient is a sum with cross terms."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.first, self.middle, self.last, self.times = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3), times
-        with torch.no_grad():  # its uses then have alike inputs and gradients, and the cross terms are large
-            self.middle.weight.copy_(torch.eye(6) + 0.1 * self.middle.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x.flatten(1)).tanh()
-        for _ in range(self.times):
-            h = self.middle(h)
-        out: Tensor = self.last(h)
-        return out
-
-
-def wide_probe(subject: Subject, width: int = 160) -> Subject:
-    """Two layers of width² coordinates each, on which statistics of the noise are sharp, by the subject's path and method."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(12)
-        layers = [nn.Linear(width, width, bias=False) for _ in range(2)]
-        model = nn.Sequential(nn.Flatten(), *layers)
-    x = _pictures(torch.ones(4, width))
-    labels = torch.zeros(4, dtype=torch.long)
-    return subject.but(model=model, inputs=x, labels=labels, loss=cross_entropy).silent_loss()
-
-
-def cancelling_probe(subject: Subject, examples: int = 8) -> Subject:
-    """A layer and a table, each used on two halves of an example that are almost equal, by the subject's path and method.
-
-    What the halves give is subtracted, so that a gradient is little more than the rounding of what it is made of.
+    Attributes:
+        check: its name.
+        holds: whether the claim holds; None where the check does not apply.
+        detail: what was measured, or why it does not apply.
+        power: what the check can see.
     """
-    generator = torch.Generator().manual_seed(14)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(14)
-        model = Cancelling()
-    half = 1e6 * torch.randn(examples, 16, generator=generator)
-    labels = torch.zeros(examples, dtype=torch.long)
-    x = _pictures(torch.cat([half, half * (1 + 3e-7)], 1))
-    return subject.but(model=model, inputs=x, labels=labels, loss=cross_entropy)
+
+    check: str
+    holds: bool | None
+    detail: str
+    power: str = ""
 
 
-class Cancelling(nn.Module):
-    """Two uses of a linear layer, and two of every row of a table, with opposite signs."""
+@dataclass(frozen=True)
+class Check:
+    """A check by its name, and the tier it belongs to. It returns (holds, detail)."""
 
-    def __init__(self) -> None:
+    name: str
+    tier: str
+    question: str
+    run: Callable[[Subject], Verdict]
+    power: str = ""
+
+    def __call__(self, subject: Subject) -> Finding:
+        """An error of any kind is a failure: a check that cannot be finished shows nothing."""
+        try:
+            holds, detail = self.run(subject)
+        except Exception as error:
+            holds, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return Finding(self.name, holds, detail, self.power)
+
+
+class Tier(list[Check]):
+    """Checks of one kind: A deterministic, B statistical, C by attack."""
+
+    def __init__(self, letter: str) -> None:
         super().__init__()
-        self.layer, self.table = nn.Linear(16, 40), nn.Embedding(2, 8)
+        self.letter = letter
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = x.flatten(1).chunk(2, 1)
-        linear = self.layer(first) - self.layer(second)
-        rows = torch.arange(4, device=x.device).remainder(2).expand(len(x), 4)
-        found = self.table(rows) * torch.cat([first, -second], 1).view(len(x), 4, 8)
-        return linear.view(len(x), 4, 10).sum(2) + found.sum(1).view(len(x), 4, 2).sum(2)
+    def asks(self, question: str, power: str) -> Callable[[Callable[[Subject], Verdict]], Check]:
+        """A decorator that makes a function a check of this tier, under the function's name."""
 
+        def make(function: Callable[[Subject], Verdict]) -> Check:
+            self.append(Check(function.__name__.replace("_", " "), self.letter, question, function, power))
+            return self[-1]
 
-def canary_probe(subject: Subject, canaries: int) -> Subject:
-    """One linear unit, by the subject's path and method. Its loss is its output, so that the gradient of an example is the
-    example itself, at every θ.
-
-    Example j is a multiple of the unit vector e_j, so that canaries are told apart and do not disturb each other.
-    """
-    unit = nn.Linear(canaries, 1, bias=False)
-    nn.init.zeros_(unit.weight)
-    labels = torch.zeros(canaries, dtype=torch.long)
-    model, x = nn.Sequential(nn.Flatten(), unit), _pictures(10.0 * torch.eye(canaries))
-    return subject.but(model=model, inputs=x, labels=labels, loss=_output_itself)
-
-
-def _output_itself(outputs: Tensor, labels: Tensor) -> Tensor:
-    return outputs.squeeze(1)
+        return make

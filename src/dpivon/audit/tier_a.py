@@ -11,19 +11,17 @@ import math
 import torch
 from torch import Tensor
 
-from dpivon.audit import reference
 from dpivon.audit.bounds import gaussian_epsilon
 from dpivon.audit.draws import DRAWS
-from dpivon.audit.extremes import with_extremes
-from dpivon.audit.finding import Check
-from dpivon.audit.session import drowned, one_std, side_by_side, silence, start
-from dpivon.audit.subject import Setting, Subject, cancelling_probe
+from dpivon.audit.probes import cancelling_probe, with_extremes
+from dpivon.audit.session import clipped_sum, drowned, is_random, one_std, side_by_side, silence, start, unknown
+from dpivon.audit.subject import Setting, Subject, Tier, Verdict
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import epsilon
 
 TOLERANCE = 1e-5  # of C, in what one example may move
 AGREEMENT = 1e-3  # of C, between a sum and the definition of it
-Verdict = tuple[bool | None, str]
+TIER_A, _POWER = Tier("A"), "to rounding, on these data and their extremes"
 
 
 def _members(subject: Subject) -> int:
@@ -41,9 +39,10 @@ def _size(t: Tensor) -> float:
     return norm if math.isfinite(norm) else math.inf
 
 
+@TIER_A.asks("Is b·g_dp − noise the sum of clipped per-example gradients?", _POWER)
 def the_sum_is_what_the_definition_says(subject: Subject) -> Verdict:
     """S = Σ g_i min(1, C/‖g_i‖) for batches of several sizes, divided by the expected batch; at two bounds and two steps."""
-    if why := reference.unknown(subject):
+    if why := unknown(subject):
         return None, why
     worst = 0.0
     n = _members(subject)
@@ -52,16 +51,17 @@ def the_sum_is_what_the_definition_says(subject: Subject) -> Verdict:
         session = start(subject, setting, silence)
         for rows in (list(range(n)), [1], [], list(range(n // 2))):
             seen = session.step(rows)
-            expected = reference.clipped_sum(subject, seen, rows, bound)
+            expected = clipped_sum(subject, seen, rows, bound)
             scale = min(bound, _size(expected) + 1.0)
             worst = max(worst, _size(seen.released * setting.batch - expected) / scale)
     return worst <= AGREEMENT, f"off by at most {worst:.1e} C"
 
 
+@TIER_A.asks("Is the sensitivity C, for the worst examples too?", _POWER)
 def one_example_moves_the_sum_by_at_most_c(subject: Subject) -> Verdict:
     """Alone, and among others where what those give does not depend on it: a draw or a rounding to bf16 may."""
     worst, at, lost = 0.0, "", False
-    alone = bool(reference.unknown(subject))
+    alone = bool(unknown(subject))
     n = _members(subject)
     larger, places = with_extremes(subject, n)
     size = len(larger.inputs)
@@ -87,6 +87,7 @@ def _pairs(sums: list[Tensor], k: int, half: int) -> list[tuple[Tensor, Tensor]]
     return alone if len(sums) == half else [*alone, (sums[half + k], sums[half])]
 
 
+@TIER_A.asks("Is what is added up what was measured, to its rounding?", _POWER)
 def an_example_that_cancels_moves_the_sum_by_at_most_c(subject: Subject) -> Verdict:
     """Alone: among others a mean over the batch rounds what those give anew, and here roundings are all there is."""
     cancelling = cancelling_probe(subject)
@@ -103,9 +104,10 @@ def an_example_that_cancels_moves_the_sum_by_at_most_c(subject: Subject) -> Verd
     return ok, f"at most {max(moved):.6f} C" + ("; every example was lost" if lost else "")
 
 
+@TIER_A.asks("Does rounding stay below one example's share?", _POWER)
 def a_large_coherent_batch_rounds_by_less_than_an_example(subject: Subject) -> Verdict:
     """A sum of many parallel gradients is as many times as long as one of them, and so is its rounding."""
-    if not subject.inputs.is_floating_point() or reference.is_random(subject):
+    if not subject.inputs.is_floating_point() or is_random(subject):
         return None, "needs real-valued inputs and a deterministic forward pass"
     n, bound = 321, 0.01
     generator = torch.Generator().manual_seed(0)
@@ -117,6 +119,7 @@ def a_large_coherent_batch_rounds_by_less_than_an_example(subject: Subject) -> V
     return worst <= 1 + TOLERANCE, f"one of {n} moves the sum by {worst:.6f} C"
 
 
+@TIER_A.asks("Is the noise scaled to σC/b, and is the optimizer told so?", _POWER)
 def the_noise_is_sigma_c_over_b(subject: Subject) -> Verdict:
     """Noise of one standard deviation moves the release by σC/b in every coordinate; the optimizer is told its square."""
     setting = _setting(subject)
@@ -128,6 +131,7 @@ def the_noise_is_sigma_c_over_b(subject: Subject) -> Verdict:
     return off < 1e-5 and abs(told - 1) < 1e-5, f"σC/b off by {off:.1e}; told a variance of {told:.6f} (σC/b)²"
 
 
+@TIER_A.asks("Do NoiseSpec, shapes and charges ignore the data?", _POWER)
 def what_is_public_does_not_depend_on_the_data(subject: Subject) -> Verdict:
     n = _members(subject)
     setting = _setting(subject)
@@ -151,6 +155,7 @@ def what_is_public_does_not_depend_on_the_data(subject: Subject) -> Verdict:
     return facts[0] == facts[1], "σ, C, b, q, shapes, variances and charges are equal on D and D ∪ {x}"
 
 
+@TIER_A.asks("Is every release charged before its noise is drawn, the empty batch too?", _POWER)
 def every_release_is_charged_first_and_once(subject: Subject) -> Verdict:
     setting = _setting(subject)
     session = start(subject, setting, silence)
@@ -166,6 +171,7 @@ def every_release_is_charged_first_and_once(subject: Subject) -> Verdict:
     return history == [(setting.sigma, setting.rate, 4)], f"the account holds {history}"
 
 
+@TIER_A.asks("Is ε at least the cost of what was done?", _POWER)
 def the_account_is_no_less_than_the_mechanism(subject: Subject) -> Verdict:
     """At q = 1 the ε of T Gaussian releases is known exactly; at q < 1 it falls with σ and rises with T."""
     setting = _setting(subject, sigma=1.0)
@@ -185,6 +191,7 @@ def the_account_is_no_less_than_the_mechanism(subject: Subject) -> Verdict:
     return loud < few < many, f"ε at q = 1, T = 3: exactly {exact[3]:.3f}, claimed {stated:.3f}"
 
 
+@TIER_A.asks("Does the optimizer learn from the release only?", _POWER)
 def with_the_release_frozen_the_data_leave_no_trace(subject: Subject) -> Verdict:
     """Noise so large that in fp32 nothing else is left: whatever differs then came past the boundary."""
     if any(p.dtype != torch.float32 for p in subject.trained()):
@@ -216,6 +223,7 @@ def _drowned_states(subject: Subject, bound: float, steps: int) -> list[list[Ten
     return None if torch.equal(*sums) else states
 
 
+@TIER_A.asks("Is a batch that does not fit released once, and whole?", _POWER)
 def a_batch_in_parts_is_one_release_of_all_of_it(subject: Subject) -> Verdict:
     n = _members(subject)
     x = torch.cat([subject.inputs[:n]] * 3)
@@ -231,28 +239,30 @@ def a_batch_in_parts_is_one_release_of_all_of_it(subject: Subject) -> Verdict:
         results.append(seen[0])
     std = setting.sigma * setting.bound / setting.batch
     noise = float(((results[1].released - results[0].released) / std - 1).abs().max())
-    if reference.unknown(subject):
+    if unknown(subject):
         return noise < 1e-5, f"one release, one charge; its noise is off by {noise:.1e}"
-    expected = reference.clipped_sum(many, results[0], rows, setting.bound)
+    expected = clipped_sum(many, results[0], rows, setting.bound)
     off = _size(results[0].released * setting.batch - expected) / setting.bound
     return off <= 3 * AGREEMENT and noise < 1e-5, f"sum off by {off:.1e} C, noise by {noise:.1e}"
 
 
+@TIER_A.asks("Does an abandoned batch leave nothing in the next sum?", _POWER)
 def a_batch_that_was_left_leaves_nothing_behind(subject: Subject) -> Verdict:
     n = _members(subject)
     setting = _setting(subject)
     session = start(subject, setting, silence)
     if not session.leave_half_way(range(n // 2)):
         return None, "the parts of a batch are summed in one call, which returns all of them or nothing"
-    if reference.unknown(subject):
+    if unknown(subject):
         moved = _size(session.step([0]).released * setting.batch) / setting.bound
         return moved <= 1 + TOLERANCE, f"a batch of one example sums to {moved:.6f} C afterwards"
     rows = list(range(n // 2, n))
     seen = session.step(rows)
-    off = seen.released * setting.batch - reference.clipped_sum(subject, seen, rows, setting.bound)
+    off = seen.released * setting.batch - clipped_sum(subject, seen, rows, setting.bound)
     return _size(off) <= AGREEMENT * setting.bound, f"the next sum is off by {_size(off) / setting.bound:.1e} C"
 
 
+@TIER_A.asks("Are several θ-samples one clip and one charge?", _POWER)
 def several_samples_of_theta_are_clipped_as_one(subject: Subject) -> Verdict:
     if subject.stacked:
         return None, "this path takes one θ-sample a step, and refuses more"
@@ -269,6 +279,7 @@ def several_samples_of_theta_are_clipped_as_one(subject: Subject) -> Verdict:
     )
 
 
+@TIER_A.asks("Does a new C reach clipping, noise and correction?", _POWER)
 def a_changed_bound_changes_clipping_and_noise_together(subject: Subject) -> Verdict:
     setting = _setting(subject)
     facts = []
@@ -286,24 +297,4 @@ def a_changed_bound_changes_clipping_and_noise_together(subject: Subject) -> Ver
     return ok, f"after C → C/700 an example moves {moved:.6f} C, the noise is {std:.6f} σC"
 
 
-TIER_A = [
-    Check(f.__name__.replace("_", " "), "A", question, f, "to rounding, on these data and their extremes")
-    for f, question in (
-        (the_sum_is_what_the_definition_says, "Is b·g_dp − noise the sum of clipped per-example gradients?"),
-        (one_example_moves_the_sum_by_at_most_c, "Is the sensitivity C, for the worst examples too?"),
-        (an_example_that_cancels_moves_the_sum_by_at_most_c, "Is what is added up what was measured, to its rounding?"),
-        (a_large_coherent_batch_rounds_by_less_than_an_example, "Does rounding stay below one example's share?"),
-        (the_noise_is_sigma_c_over_b, "Is the noise scaled to σC/b, and is the optimizer told so?"),
-        (what_is_public_does_not_depend_on_the_data, "Do NoiseSpec, shapes and charges ignore the data?"),
-        (
-            every_release_is_charged_first_and_once,
-            "Is every release charged before its noise is drawn, the empty batch too?",
-        ),
-        (the_account_is_no_less_than_the_mechanism, "Is ε at least the cost of what was done?"),
-        (with_the_release_frozen_the_data_leave_no_trace, "Does the optimizer learn from the release only?"),
-        (a_batch_in_parts_is_one_release_of_all_of_it, "Is a batch that does not fit released once, and whole?"),
-        (a_batch_that_was_left_leaves_nothing_behind, "Does an abandoned batch leave nothing in the next sum?"),
-        (several_samples_of_theta_are_clipped_as_one, "Are several θ-samples one clip and one charge?"),
-        (a_changed_bound_changes_clipping_and_noise_together, "Does a new C reach clipping, noise and correction?"),
-    )
-] + DRAWS
+TIER_A.extend(DRAWS)

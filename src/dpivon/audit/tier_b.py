@@ -12,13 +12,16 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dpivon.audit.finding import Check
+from dpivon.audit.probes import wide_probe
 from dpivon.audit.session import Observed, start
-from dpivon.audit.subject import Setting, Subject, wide_probe
+from dpivon.audit.subject import Setting, Subject, Tier, Verdict
 
 COORDINATES = 100_000
 EXAMPLES, RATE, STEPS = 400, 0.05, 1200
-Verdict = tuple[bool | None, str]
+TIER_B = Tier("B")
+_WIDTH = f"sees a noise multiplier wrong by {5 / math.sqrt(2 * COORDINATES):.1%} or more"
+_CORRELATED = f"sees correlations above {5 / math.sqrt(COORDINATES // 2):.3f}"
+_RATE = f"sees a rate wrong by {5 * math.sqrt((1 - RATE) / (RATE * EXAMPLES * STEPS)):.1%} or more"
 
 
 def _noisy(subject: Subject) -> Subject:
@@ -48,6 +51,7 @@ def _correlation(a: Tensor, b: Tensor) -> float:
     return math.inf if math.isnan(found) else found
 
 
+@TIER_B.asks("Is the noise N(0, σ²C²)?", _WIDTH)
 def the_noise_is_gaussian_of_the_stated_width(subject: Subject) -> Verdict:
     noisy = _noisy(subject)
     noise = torch.cat(_releases(noisy, _setting(noisy)))
@@ -62,6 +66,7 @@ def the_noise_is_gaussian_of_the_stated_width(subject: Subject) -> Verdict:
     return ok, detail + (f", {distinct:.1%} distinct" if distinct <= 0.98 else "")
 
 
+@TIER_B.asks("Is noise never used twice?", _CORRELATED)
 def noise_is_independent_across_coordinates_parameters_and_steps(subject: Subject) -> Verdict:
     noisy = _noisy(subject)
     first, second = _releases(noisy, _setting(noisy))[:2]
@@ -80,6 +85,7 @@ def noise_is_independent_across_coordinates_parameters_and_steps(subject: Subjec
     return worst < 5, f"correlations at most {worst:.1f} sd"
 
 
+@TIER_B.asks("Is privacy noise independent of θ?", _CORRELATED)
 def privacy_noise_is_independent_of_posterior_noise(subject: Subject) -> Verdict:
     noisy = _noisy(subject)
     setting = _setting(noisy)
@@ -99,6 +105,7 @@ def privacy_noise_is_independent_of_posterior_noise(subject: Subject) -> Verdict
     return worst < 5, f"correlations at most {worst:.1f} sd"
 
 
+@TIER_B.asks("Do runs have noise and batches of their own?", _CORRELATED)
 def two_runs_share_neither_noise_nor_batches(subject: Subject) -> Verdict:
     noisy = _noisy(subject)
     setting = _setting(noisy)
@@ -106,7 +113,7 @@ def two_runs_share_neither_noise_nor_batches(subject: Subject) -> Verdict:
         session = start(noisy, setting.but(runs=2, ladder=True))
         mask = torch.zeros(2, len(noisy.inputs))
         mask[:, 0] = 1
-        one, two = session.all_runs(mask)  # type: ignore[attr-defined]
+        one, two = session.all_runs(mask)
     else:
         one, two = (start(noisy, setting.but(seed=seed)).step([0]).released for seed in (0, 1))
     unit = setting.sigma * setting.bound / setting.batch
@@ -137,6 +144,7 @@ def _inclusion(subject: Subject, seed: int, steps: int) -> Tensor:
     return out
 
 
+@TIER_B.asks("Is every example drawn independently with probability q?", _RATE)
 def batches_are_poisson_samples_at_the_charged_rate(subject: Subject) -> Verdict:
     included = _inclusion(subject, 0, STEPS)
     if float(included.max()) > 1:
@@ -157,22 +165,3 @@ def batches_are_poisson_samples_at_the_charged_rate(subject: Subject) -> Verdict
     }
     worst = max(found, key=lambda name: abs(found[name]))
     return abs(found[worst]) < 5, f"{STEPS} batches of {EXAMPLES} examples, worst: {worst}, {found[worst]:+.1f} sd"
-
-
-_WIDTH = f"sees a noise multiplier wrong by {5 / math.sqrt(2 * COORDINATES):.1%} or more"
-_CORRELATED = f"sees correlations above {5 / math.sqrt(COORDINATES // 2):.3f}"
-_RATE = f"sees a rate wrong by {5 * math.sqrt((1 - RATE) / (RATE * EXAMPLES * STEPS)):.1%} or more"
-TIER_B = [
-    Check(f.__name__.replace("_", " "), "B", question, f, power)
-    for f, question, power in (
-        (the_noise_is_gaussian_of_the_stated_width, "Is the noise N(0, σ²C²)?", _WIDTH),
-        (noise_is_independent_across_coordinates_parameters_and_steps, "Is noise never used twice?", _CORRELATED),
-        (privacy_noise_is_independent_of_posterior_noise, "Is privacy noise independent of θ?", _CORRELATED),
-        (two_runs_share_neither_noise_nor_batches, "Do runs have noise and batches of their own?", _CORRELATED),
-        (
-            batches_are_poisson_samples_at_the_charged_rate,
-            "Is every example drawn independently with probability q?",
-            _RATE,
-        ),
-    )
-]

@@ -16,18 +16,23 @@ from dataclasses import dataclass
 
 import torch
 
-from dpivon.audit import reference
 from dpivon.audit.bounds import expected_bound, gaussian_epsilon, mu_lower_bound, noticed_deficit, one_run_epsilon
-from dpivon.audit.finding import Check
-from dpivon.audit.session import Session, start
-from dpivon.audit.subject import Setting, Subject, canary_probe
+from dpivon.audit.probes import canary_probe
+from dpivon.audit.session import Session, clipped, gradients, start
+from dpivon.audit.subject import Setting, Subject, Tier, Verdict
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import epsilon
 
 DELTA, ALPHA, ONE_RUN_ALPHA = 1e-5, 1e-6, 1e-2
 CANARIES, GUESSES = 64, 20_000
+NOTICED = 1.14  # tests hold it to noticed_deficit(1, GUESSES / 2, …)
+_SINGLE = (
+    f"at σ = 1 sees noise too small by {NOTICED}× or more; a bound above the claim is an error of the claim with confidence "
+    f"1 − {ALPHA:g}; one below it proves nothing"
+)
+_WHOLE = "a smoke test of the whole: sees gross errors only (no noise, no clipping)"
+TIER_C = Tier("C")
 SIGMAS = (0.5, 0.7, 1.0, 1.5, 2.0, 4.0)
-Verdict = tuple[bool | None, str]
 
 
 @dataclass(frozen=True)
@@ -69,19 +74,7 @@ def single_releases(subject: Subject, sigma: float, guesses: int = GUESSES) -> A
         seen = session.step(inside.nonzero().flatten().tolist())
         said = seen.released * (setting.batch / setting.bound) > 0.5
         counts += torch.stack([(said & ~inside).sum(), (~inside).sum(), (~said & inside).sum(), inside.sum()])
-    false, negatives, misses, positives = (int(n) for n in counts)
-    bound = mu_lower_bound(false, negatives, misses, positives, ALPHA)
-    claimed = _claim(session, 1)
-    each = guesses // 2
-    return Audited(
-        "single releases",
-        sigma,
-        guesses,
-        gaussian_epsilon(bound, DELTA),
-        claimed,
-        expected_bound(sigma, each, DELTA, ALPHA),
-        noticed_deficit(sigma, each, claimed, DELTA, ALPHA),
-    )
+    return _audited("single releases", session, guesses, tuple(counts.tolist()))
 
 
 def own_model(subject: Subject, sigma: float, guesses: int) -> Audited:
@@ -93,20 +86,22 @@ def own_model(subject: Subject, sigma: float, guesses: int) -> Audited:
     for _ in range(guesses):
         inside = bool(torch.rand((), generator=coins) < 0.5)
         seen = session.step([0] if inside else [])
-        own = reference.gradients(subject, seen.theta, [0])
-        u = reference.clipped(own, setting.bound)[0] / setting.bound
+        own = gradients(subject, seen.theta, [0])
+        u = clipped(own, setting.bound)[0] / setting.bound
         score = float(seen.released @ u) * setting.batch / setting.bound / float(u.norm())
         said = score > 0.5 * float(u.norm())
         counts[1 + 2 * inside] += 1
         counts[2 * inside] += said != inside
+    return _audited("own model", session, guesses, (counts[0], counts[1], counts[2], counts[3]))
+
+
+def _audited(attack: str, session: Session, guesses: int, counts: tuple[int, int, int, int]) -> Audited:
+    """The bound that follows from (false positives, negatives, misses, positives)."""
+    sigma, each, claimed = session.setting.sigma, guesses // 2, _claim(session, 1)
+    bound = gaussian_epsilon(mu_lower_bound(*counts, alpha=ALPHA), DELTA)
+    expected = expected_bound(sigma, each, DELTA, ALPHA)
     return Audited(
-        "own model",
-        sigma,
-        guesses,
-        gaussian_epsilon(mu_lower_bound(counts[0], counts[1], counts[2], counts[3], ALPHA), DELTA),
-        _claim(session, 1),
-        expected_bound(sigma, guesses // 2, DELTA, ALPHA),
-        noticed_deficit(sigma, guesses // 2, _claim(session, 1), DELTA, ALPHA),
+        attack, sigma, guesses, bound, claimed, expected, noticed_deficit(sigma, each, claimed, DELTA, ALPHA)
     )
 
 
@@ -146,34 +141,13 @@ def plain(subject: Subject) -> bool:
         return False
 
 
+@TIER_C.asks("Does an attacker learn no more than ε allows?", _SINGLE)
 def canaries_in_single_releases(subject: Subject) -> Verdict:
     if not plain(subject):
         return None, "the method does not train the canaries' network as it is, so that their gradients are not known"
     return _verdict(single_releases(subject, 1.0))
 
 
+@TIER_C.asks("Does one who sees a whole run's result?", _WHOLE)
 def canaries_in_one_training_run(subject: Subject) -> Verdict:
     return _verdict(one_run(subject, 1.0))
-
-
-NOTICED = 1.14  # tests hold it to noticed_deficit(1, GUESSES / 2, …)
-_SINGLE = (
-    f"at σ = 1 sees noise too small by {NOTICED}× or more; a bound above the claim is an error of the claim with confidence "
-    f"1 − {ALPHA:g}; one below it proves nothing"
-)
-TIER_C = [
-    Check(
-        "canaries in single releases",
-        "C",
-        "Does an attacker learn no more than ε allows?",
-        canaries_in_single_releases,
-        _SINGLE,
-    ),
-    Check(
-        "canaries in one training run",
-        "C",
-        "Does one who sees a whole run's result?",
-        canaries_in_one_training_run,
-        "a smoke test of the whole: sees gross errors only (no noise, no clipping)",
-    ),
-]

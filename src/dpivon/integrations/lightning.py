@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpivon.errors import DpivonError, PrivacyError, PrivacyWarning, bad, check_number
-from dpivon.integrations.need import need
+from dpivon.errors import DpivonError, PrivacyError, PrivacyWarning, bad, check_number, need
 from dpivon.privacy import DPOptimizer, PrivacyEngine
 from dpivon.privacy.made_up import NotTried
 

@@ -51,30 +51,25 @@ class _Family:
 class _Private(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share: public scaling, one call of :func:`dpivon.fit`, fixed posterior draws."""
 
-    def __init__(
-        self,
-        *,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        bounds: Any = None,
-        dataset_size: int | None = None,
-        hidden: Any = (64,),
-        network: Callable[[int, int], nn.Module] | None = None,
-        batch_size: int = 256,
-        epochs: int = 20,
-        lr: float | None = None,
-        max_grad_norm: float = 1.0,
-        method: str = "dp-ivon-gradsq",
-        options: Any = None,
-        samples: int = 32,
-        device: Any = "cpu",
-        random_state: Any = None,
-    ) -> None:
-        self.epsilon, self.delta, self.bounds, self.dataset_size = epsilon, delta, bounds, dataset_size
-        self.hidden, self.network = hidden, network
-        self.batch_size, self.epochs, self.lr, self.max_grad_norm = batch_size, epochs, lr, max_grad_norm
-        self.method, self.options, self.samples = method, options, samples
-        self.device, self.random_state = device, random_state
+    epsilon: float | None
+    delta: float | None
+    bounds: Any
+    dataset_size: int | None
+    hidden: Any
+    network: Callable[[int, int], nn.Module] | None
+    batch_size: int
+    epochs: int
+    lr: float | None
+    max_grad_norm: float
+    method: str
+    options: Any
+    samples: int
+    device: Any
+    random_state: Any
+
+    def _keep(self, given: dict[str, Any]) -> None:
+        """The parameters of ``__init__`` as attributes of the same names, which is what scikit-learn wants."""
+        self.__dict__ |= {name: value for name, value in given.items() if name not in ("self", "__class__")}
 
     # ---- training
 
@@ -221,6 +216,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     the seed; like every pickle, load it only from where you trust. ``posterior_.save`` writes a file that cannot hold code.
     """
 
+    classes: Any
+
     def __init__(
         self,
         *,
@@ -241,24 +238,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         device: Any = "cpu",
         random_state: Any = None,
     ) -> None:
-        super().__init__(
-            epsilon=epsilon,
-            delta=delta,
-            bounds=bounds,
-            dataset_size=dataset_size,
-            hidden=hidden,
-            network=network,
-            batch_size=batch_size,
-            epochs=epochs,
-            lr=lr,
-            max_grad_norm=max_grad_norm,
-            method=method,
-            options=options,
-            samples=samples,
-            device=device,
-            random_state=random_state,
-        )
-        self.classes = classes
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, **not_supported: Any) -> DPIVONClassifier:
         """Train within (ε, δ)."""
@@ -321,6 +301,9 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         noise_std: the width of the likelihood as a share of half that range; a public constant.
     """
 
+    target_bounds: Any
+    noise_std: float
+
     def __init__(
         self,
         *,
@@ -342,24 +325,7 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         device: Any = "cpu",
         random_state: Any = None,
     ) -> None:
-        super().__init__(
-            epsilon=epsilon,
-            delta=delta,
-            bounds=bounds,
-            dataset_size=dataset_size,
-            hidden=hidden,
-            network=network,
-            batch_size=batch_size,
-            epochs=epochs,
-            lr=lr,
-            max_grad_norm=max_grad_norm,
-            method=method,
-            options=options,
-            samples=samples,
-            device=device,
-            random_state=random_state,
-        )
-        self.target_bounds, self.noise_std = target_bounds, noise_std
+        self._keep(locals())
 
     def fit(self, X: Any, y: Any, **not_supported: Any) -> DPIVONRegressor:
         """Train within (ε, δ)."""

@@ -11,12 +11,10 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Protocol
 
 from dpivon.diagnostics import Diagnostics, Row
-from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
-from dpivon.integrations.need import need
+from dpivon.errors import PrivacyWarning, bad, check_number, check_whole, need
 from dpivon.privacy import DPOptimizer, PrivacyEngine
 
 NOT_PRIVATE = "NOT_PRIVATE"
@@ -50,11 +48,9 @@ class PrivateLog:
         self.optimizer, self.engine, self.sink = optimizer, engine, sink
         self.delta = check_number("delta", delta, "Use a probability well below 1/N", above=0.0, below=1.0)
         self.every = check_whole("every", every, "Use 1 for all", at_least=1)
-        self.diagnostics = Diagnostics(optimizer)
-        self.releases = 0
+        self.diagnostics, self.releases = Diagnostics(optimizer), 0
         self._seen: Any = None
-        self._warned = False
-        spec = optimizer.spec
+        self._warned, spec = False, optimizer.spec
         self.sink.settings(
             {
                 "delta": repr(self.delta),
@@ -76,12 +72,8 @@ class PrivateLog:
             return None
         row = self.diagnostics.observe(step=self.releases)
         spec = self.optimizer.spec
-        privacy = {
-            "epsilon": self._epsilon(),
-            "noise_multiplier": spec.noise_multiplier,
-            "max_grad_norm": spec.max_grad_norm,
-        }
-        self._write("privacy", privacy)
+        public = {"noise_multiplier": spec.noise_multiplier, "max_grad_norm": spec.max_grad_norm}
+        self._write("privacy", {"epsilon": self._epsilon()} | public)
         # Without noise a row describes raw gradients.
         self._write("diagnostics" if row.private else NOT_PRIVATE, _numbers(row))
         return row
@@ -117,9 +109,7 @@ class PrivateLog:
     def __enter__(self) -> PrivateLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpivon.errors import bad
-from dpivon.integrations.need import need
+from dpivon.errors import bad, need
 from dpivon.sources.base import Examples, Source, no_examples, rows
 from dpivon.sources.columns import Categorical, Column, is_missing, number
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dpivon.errors import DpivonError, bad
-from dpivon.integrations.need import need
+from dpivon.errors import DpivonError, bad, need
 from dpivon.study.run.settings import Cluster
 
 _ROOM = 256 * 2**20  # of the object store, beside the data
