@@ -115,7 +115,7 @@ def run_demo(
     from rich.console import Console
 
     console, digits = Console(quiet=quiet, highlight=False), load_digits()
-    _introduce(console, digits, len(chosen), epsilon=epsilon, delta=delta, epochs=epochs, seed=seed)
+    _introduce(console, digits, len(chosen), epsilon, delta, epochs, seed)
     results, predictions, runs, written = [], [], [], ["results.csv", "reliability.png"]
     several = sum(method.samples > 0 for method in chosen) > 1
     for method in chosen:
@@ -232,47 +232,29 @@ def _claim(output: Path) -> Path:
 def _width_panels(posterior: Posterior, rows: Sequence[Row], initial: float) -> list[tuple[Panel, Axis, Axis]]:
     """Posterior standard deviation by layer, as a change since the start; curvature h and projected share over training."""
     layers = Diagnostics.by_layer(posterior)
-    widths = [[100 * (v / initial - 1) for v in (s.median, s.p01, s.p99)] for s in layers.values()]
-    names = tuple(name.removeprefix("features.").removeprefix("head.") for name in layers)
-    parts = {
-        f"Posterior std: median {rows[-1].std.median / initial - 1:+.2%} since the start": (
-            [
-                Series(
-                    "median, and 1% to 99%",
-                    tuple(Point(m, i, a, b) for i, (m, a, b) in enumerate(widths)),
-                    mark="ranges",
-                )
-            ],
-            Axis(f"change of the posterior std since the start ({initial:.4f}), in %"),
-            Axis("", names=names),
-        ),
-        f"Curvature: median {rows[0].hess.median:.4f} → {rows[-1].hess.median:.4f}": (
-            [
-                Series(
-                    "median, and 1% to 99%",
-                    tuple(Point(r.step, r.hess.median, r.hess.p01, r.hess.p99) for r in rows),
-                    GREEN,
-                )
-            ],
-            Axis("step"),
-            Axis("curvature h"),
-        ),
-        "Coordinates whose gradient is within the noise": (
-            [
-                Series("each step", tuple(Point(r.step, r.projected_share) for r in rows), ORANGE),
-                Series(
-                    f"noise alone: {NOISE_ONLY:.1%}", tuple(Point(r.step, NOISE_ONLY) for r in rows), GREY, dash="--"
-                ),
-            ],
-            Axis("step"),
-            Axis("projected share"),
-        ),
-    }
-    return [(Panel(title, tuple(series)), x, y) for title, (series, x, y) in parts.items()]
+
+    def change(width: float) -> float:
+        return 100 * (width / initial - 1)
+
+    widths = tuple(Point(change(s.median), i, change(s.p01), change(s.p99)) for i, s in enumerate(layers.values()))
+    curvature = tuple(Point(r.step, r.hess.median, r.hess.p01, r.hess.p99) for r in rows)
+    shares = Series("each step", tuple(Point(r.step, r.projected_share) for r in rows), ORANGE)
+    line = tuple(Point(r.step, NOISE_ONLY) for r in (rows[0], rows[-1]))
+    noise = Series(f"noise alone: {NOISE_ONLY:.1%}", line, GREY, dash="--")
+    spread, step = "median, and 1% to 99%", Axis("step")
+    first = f"Posterior std: median {change(rows[-1].std.median):+.2f}% since the start"
+    second = f"Curvature: median {rows[0].hess.median:.4f} → {rows[-1].hess.median:.4f}"
+    percent = Axis(f"change of the posterior std since the start ({initial:.4f}), in %")
+    names = Axis("", names=tuple(name.removeprefix("features.").removeprefix("head.") for name in layers))
+    return [
+        (Panel(first, (Series(spread, widths, mark="ranges"),)), percent, names),
+        (Panel(second, (Series(spread, curvature, GREEN),)), step, Axis("curvature h")),
+        (Panel("Coordinates whose gradient is within the noise", (shares, noise)), step, Axis("projected share")),
+    ]
 
 
 def _introduce(
-    console: Any, digits: Digits, methods: int, *, epsilon: float, delta: float, epochs: int, seed: int
+    console: Any, digits: Digits, methods: int, epsilon: float, delta: float, epochs: int, seed: int
 ) -> None:
     lines = {
         "Hardware": f"{cpu_name()}, one thread, torch {torch.__version__}. No GPU and no network are used.",

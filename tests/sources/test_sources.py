@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from clinic import HEADER, rows, write_csv
 from PIL import Image
 
+from clinic import HEADER, rows, write_csv
 from dpivon import ArgumentError, DpivonError
-from dpivon.sources import kind_of
+from dpivon.sources import kind_of, source_for
 from dpivon.sources.arrays import Arrays, example_shape
 from dpivon.sources.columns import Categorical, Numeric
 from dpivon.sources.images import Images
@@ -246,3 +246,22 @@ def test_a_damaged_file_is_read_or_refused_and_never_a_traceback(tmp_path: Path,
         except DpivonError:
             refused += 1
     assert refused > 20
+
+
+def test_a_source_is_made_from_a_path_and_what_is_declared(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(12.0).reshape(3, 4), y=np.array([0, 1, 1]))
+    where = str(tmp_path / "a.npz")
+    source = source_for(where, value_bounds=Numeric(min=0, max=11))
+    examples = source.read(where, ("0", "1"))
+    assert examples.inputs.shape == (3, *source.shape)
+    assert examples.targets is not None
+    assert examples.targets.tolist() == [0, 1, 1]
+    with pytest.raises(ArgumentError, match="bounds=None"):
+        source_for(where)
+    with pytest.raises(ArgumentError, match=r"target='y'.*no meaning for arrays"):
+        source_for(where, target="y", value_bounds=Numeric(min=0, max=11))
+    (tmp_path / "t.csv").write_text("age,ill\n3,no\n4,yes\n")
+    table = source_for(str(tmp_path / "t.csv"), columns={"age": Numeric(min=0, max=10)}, target="ill")
+    assert table.read(str(tmp_path / "t.csv"), ("no", "yes")).targets.tolist() == [0, 1]  # type: ignore[union-attr]
+    with pytest.raises(ArgumentError, match=r"columns='age'.*neither range nor categories"):
+        source_for(str(tmp_path / "t.csv"), target="ill")
