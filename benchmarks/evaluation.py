@@ -1,8 +1,8 @@
-"""Forward passes a second in evaluation: torch's own operations against the fast ways, on the same rows and pictures.
+"""Forward passes a second in evaluation: torch's own operations against the fast ways, on the same rows and images.
 
-    python -m benchmarks.evaluation --device cuda --json evaluation.json      # 33 rows of parameters and 2,000 pictures
+    python -m benchmarks.evaluation --device cuda --json evaluation.json      # 33 rows of parameters and 2,000 images
     python -m benchmarks.evaluation --device cuda --tiles                     # other tiles for the kernels, block by block
-    python -m benchmarks.evaluation --rows 3 --pictures 128 --only paper      # on a CPU there is the eager way alone
+    python -m benchmarks.evaluation --rows 3 --images 128 --only paper      # on a CPU there is the eager way alone
 
 Every way is timed after a first call that compiles, and held to the eager one as a study holds it: "off" is the mean of half
 the summed differences of probabilities, beside what would be allowed.
@@ -44,17 +44,17 @@ def best(function, device, rounds):
 
 
 @torch.no_grad()
-def measure(name, device, rows, pictures, rounds):
+def measure(name, device, rows, images, rounds):
     """A row of the table for each way."""
     network = NETWORKS[name]()
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(pictures, 3, 32, 32, device=device, generator=generator)
+    x = torch.randn(images, 3, 32, 32, device=device, generator=generator)
     mean = network.initial(0).to(device)
     std = torch.full_like(mean, 0.02)
     theta, eager = draw_rows(mean, std, samples=rows - 1, seed=0), EagerPasses(network, device)
     found = []
     for make in [lambda: eager, *(fast_ways(network, mean) if device.type == "cuda" else [])]:
-        row = {"network": name, "rows": rows, "pictures": pictures}
+        row = {"network": name, "rows": rows, "images": images}
         try:
             way = make()
             row["way"] = way.name
@@ -64,7 +64,7 @@ def measure(name, device, rows, pictures, rounds):
 
             seconds, first = best(whole, device, rounds)
             off, allowed = apart(way, eager, theta, x)
-            row |= {"passes_per_s": rows * pictures / seconds, "first_s": first, "off": off, "allowed": allowed}
+            row |= {"passes_per_s": rows * images / seconds, "first_s": first, "off": off, "allowed": allowed}
         except Exception as error:  # a way that fails is passed over in a study too
             row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
         found.append(row)
@@ -85,13 +85,13 @@ def shown(row, eager):
 
 
 @torch.no_grad()
-def tiles(device, rows, pictures, rounds):
+def tiles(device, rows, images, rounds):
     """Passes a second of the paper's kernels with other tiles in one block at a time; all must say the same."""
     from dpivon.privacy.kernels.paper import forward  # needs Triton
 
     network = PaperNetwork()
     theta = torch.stack([network.initial(i) for i in range(rows)]).to(device)
-    x = torch.randn(pictures, 3, 32, 32, device=device, generator=torch.Generator(device).manual_seed(0))
+    x = torch.randn(images, 3, 32, 32, device=device, generator=torch.Generator(device).manual_seed(0))
     program, first, found = forward.Forward(network.layout, device), None, []
     for block, (side, *_) in enumerate(network.layout.convs):
         used = forward.TUNING["forward_fp32"][block]
@@ -103,7 +103,7 @@ def tiles(device, rows, pictures, rounds):
                 said = program.logits(theta, x)
                 first = said if first is None else first
                 seconds, _ = best(lambda: program.logits(theta, x), device, rounds)
-                row |= {"passes_per_s": rows * pictures / seconds, "off": float((said - first).abs().max())}
+                row |= {"passes_per_s": rows * images / seconds, "off": float((said - first).abs().max())}
             except Exception as error:  # a tile that does not fit this chip
                 row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
             found.append(row)
@@ -112,9 +112,9 @@ def tiles(device, rows, pictures, rounds):
     return found
 
 
-def scoring(pictures):
+def scoring(images):
     """Milliseconds of a set's scores on the host, beside its forward passes."""
-    probs, labels = torch.randn(pictures, 10).softmax(-1), torch.randint(0, 10, (pictures,))
+    probs, labels = torch.randn(images, 10).softmax(-1), torch.randint(0, 10, (images,))
     return 1e3 * best(lambda: batch_scores(probs[None], labels), torch.device("cpu"), 20)[0]
 
 
@@ -122,7 +122,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=33)
-    parser.add_argument("--pictures", type=int, default=2000)
+    parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--tiles", action="store_true")
@@ -133,12 +133,12 @@ def main():
         "hardware": hardware(device),
         "torch": torch.__version__,
         "command": " ".join(["python -m benchmarks.evaluation", *sys.argv[1:]]),
-        "scores_ms": scoring(args.pictures),
+        "scores_ms": scoring(args.images),
     }
-    print(f"{facts['hardware']}, torch {facts['torch']}: {args.rows} rows, {args.pictures} pictures")
-    sizes = device, args.rows, args.pictures, args.rounds
+    print(f"{facts['hardware']}, torch {facts['torch']}: {args.rows} rows, {args.images} images")
+    sizes = device, args.rows, args.images, args.rounds
     rows = tiles(*sizes) if args.tiles else [row for name in args.only for row in measure(name, *sizes)]
-    print(f"scores of {args.pictures} pictures on the host: {facts['scores_ms']:.2f} ms")
+    print(f"scores of {args.images} images on the host: {facts['scores_ms']:.2f} ms")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(facts | {"rows": rows}, file, indent=1)

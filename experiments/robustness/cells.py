@@ -1,4 +1,4 @@
-"""beyond.csv put together with runs.csv: a score of a method at a setting, mean and spread over seeds."""
+"""robustness.csv put together with runs.csv: a score of a method at a setting, mean and spread over seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Predictor:
         return METHODS[self.method].title if self.method in METHODS else self.method
 
 
-class BeyondCells:
+class RobustnessCells:
     """Scores by (predictor, setting, condition)."""
 
     def __init__(self, rows: Sequence[Row], beyond: Sequence[Row]) -> None:

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from dpivon.study.results.cells import Value
 from dpivon.study.results.charts import IVON
 from experiments.paper.claims import BASELINES, Claim, Comparison
-from experiments.robustness.cells import AVERAGE, MEAN, BeyondCells, Predictor, Setting
+from experiments.robustness.cells import AVERAGE, MEAN, Predictor, RobustnessCells, Setting
 
 GAIN = 0.02  # what withholding a fifth of the answers has to add to the accuracy of the others
 _Score = Callable[[Predictor, Setting], Value | None]
 
 
-class BeyondClaims:
+class RobustnessClaims:
     """Statements about one table. A run that diverged makes its comparisons fail: a NaN is neither lower nor higher."""
 
-    def __init__(self, cells: BeyondCells) -> None:
+    def __init__(self, cells: RobustnessCells) -> None:
         self.cells = cells
 
     def all(self) -> list[Claim]:
@@ -47,7 +47,7 @@ class BeyondClaims:
                 "DP-IVON-Gradsq, averaged, has a lower NLL under shift than DP-SGD and DP-Adam",
                 self._against(shifted("nll"), lower=True),
             ),
-            Claim("B5", f"ECE at {level} is higher than on clean pictures", self._severity(worst)),
+            Claim("B5", f"ECE at {level} is higher than on clean images", self._severity(worst)),
             Claim(
                 "B6",
                 "ECE under shift is higher at the smallest ε than at the largest",
@@ -55,32 +55,32 @@ class BeyondClaims:
             ),
             Claim(
                 "B7",
-                f"more accuracy is lost from clean pictures to {level} at the smallest ε than at the largest",
+                f"more accuracy is lost from clean images to {level} at the smallest ε than at the largest",
                 self._privacy(lost, lower=False),
             ),
             Claim(
                 "B8",
-                "the AUROC of foreign pictures by entropy is lower at the smallest ε than at the largest",
+                "the AUROC of OOD images by entropy is lower at the smallest ε than at the largest",
                 self._privacy_ood(),
             ),
             Claim(
                 "B9",
-                "mutual information tells foreign pictures better than entropy does (AUROC)",
+                "mutual information tells OOD images better than entropy does (AUROC)",
                 self._information(),
             ),
             Claim(
                 "B10",
-                "DP-IVON-Gradsq, averaged, tells foreign pictures by entropy better than DP-SGD and DP-Adam (AUROC)",
+                "DP-IVON-Gradsq, averaged, tells OOD images by entropy better than DP-SGD and DP-Adam (AUROC)",
                 self._ivon_ood(),
             ),
             Claim(
                 "B11",
-                "averaging over the posterior lowers AURC on clean pictures",
+                "averaging over the posterior lowers AURC on clean images",
                 self._averaging(lambda p, s: cells.clean(p, s, "aurc")),
             ),
             Claim(
                 "B12",
-                f"leaving the least confident fifth unanswered raises the accuracy on clean pictures by at least {GAIN:g}",
+                f"leaving the least confident fifth unanswered raises the accuracy on clean images by at least {GAIN:g}",
                 self._withholding(),
             ),
         ]

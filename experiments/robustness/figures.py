@@ -1,4 +1,4 @@
-"""Figures beyond the paper's axes: scores by severity, foreign pictures by method and ε, risk by coverage."""
+"""Figures beyond the paper's axes: scores by severity, OOD images by method and ε, risk by coverage."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dpivon.report.figures import STYLE, save
 from dpivon.study.results.cells import Value
 from dpivon.study.results.table import COVERAGES, Row
 from experiments.paper.figures import log_numbers, new_figure
-from experiments.robustness.cells import AVERAGE, BeyondCells, Predictor, Setting
+from experiments.robustness.cells import AVERAGE, Predictor, RobustnessCells, Setting
 
 _MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE (15 bins)"}
 _MOST_COLUMNS = 5
 
 
-def draw_beyond(rows: Sequence[Row], beyond: Sequence[Row], folder: Path) -> list[Path]:
-    """All figures that beyond.csv gives, in ``folder``."""
+def draw_robustness(rows: Sequence[Row], beyond: Sequence[Row], folder: Path) -> list[Path]:
+    """All figures that robustness.csv gives, in ``folder``."""
     import matplotlib
 
-    cells, out = BeyondCells(rows, beyond), []
+    cells, out = RobustnessCells(rows, beyond), []
     with matplotlib.rc_context(STYLE):
         if cells.corruptions:
             for measure in _MEASURES:
@@ -33,8 +33,8 @@ def draw_beyond(rows: Sequence[Row], beyond: Sequence[Row], folder: Path) -> lis
     return out
 
 
-def severity_figure(cells: BeyondCells, measure: str) -> Any:
-    """A panel a method: the measure, averaged over corruptions, from clean pictures to the worst severity."""
+def severity_figure(cells: RobustnessCells, measure: str) -> Any:
+    """A panel a method: the measure, averaged over corruptions, from clean images to the worst severity."""
     levels = [0, *cells.severities]
     figure, axes = _panels(
         cells, lambda p, s: [(float(k), cells.shift(p, s, measure, k)) for k in levels], "severity (0: clean)"
@@ -52,8 +52,8 @@ def severity_figure(cells: BeyondCells, measure: str) -> Any:
     return figure
 
 
-def coverage_figure(cells: BeyondCells) -> Any:
-    """A panel a method: the error among the share of clean test pictures that are answered with most confidence."""
+def coverage_figure(cells: RobustnessCells) -> Any:
+    """A panel a method: the error among the share of clean test images that are answered with most confidence."""
 
     def error(found: Value | None) -> Value | None:
         return None if found is None else Value(1 - found.mean, found.std, found.n)
@@ -64,15 +64,15 @@ def coverage_figure(cells: BeyondCells) -> Any:
 
     figure, _ = _panels(cells, curve, "coverage (%)")
     figure.suptitle(
-        f"Risk and coverage: the error among the most confident answers, clean test pictures\n({_spread(cells)})",
+        f"Risk and coverage: the error among the most confident answers, clean test images\n({_spread(cells)})",
         fontsize=11,
     )
     figure.supylabel("error", fontsize=10)
     return figure
 
 
-def foreign_figure(cells: BeyondCells) -> Any:
-    """A panel a set of foreign pictures, a line a method, a colour an ε."""
+def foreign_figure(cells: RobustnessCells) -> Any:
+    """A panel a set of OOD images, a line a method, a colour an ε."""
     figure = new_figure(max(8.4, 4.2 * len(cells.foreign) + 1.6), 0.45 * len(cells.methods) + 1.6)  # the legend is wide
     axes = figure.subplots(1, len(cells.foreign), sharey=True, squeeze=False)[0]
     places = {m: len(cells.methods) - 1 - i for i, m in enumerate(cells.methods)}
@@ -94,11 +94,13 @@ def foreign_figure(cells: BeyondCells) -> Any:
     handles, names = _setting_handles(cells)
     more, words = _marker_handles(cells)
     _below(figure, handles + more, names + words)
-    figure.suptitle(f"Telling foreign pictures from test pictures: {_spread(cells)}", fontsize=11)
+    figure.suptitle(f"Telling OOD images from test images: {_spread(cells)}", fontsize=11)
     return figure
 
 
-def _panels(cells: BeyondCells, curve: Callable[[Predictor, Setting], list[tuple[float, Value | None]]], x: str) -> Any:
+def _panels(
+    cells: RobustnessCells, curve: Callable[[Predictor, Setting], list[tuple[float, Value | None]]], x: str
+) -> Any:
     """A panel a method with a curve an ε, and a paler dashed one of its posterior mean where it averages."""
     columns = min(_MOST_COLUMNS, len(cells.methods))
     lines = math.ceil(len(cells.methods) / columns)
@@ -136,21 +138,21 @@ def _panels(cells: BeyondCells, curve: Callable[[Predictor, Setting], list[tuple
     return figure, axes[: len(cells.methods)]
 
 
-def _colours(cells: BeyondCells) -> list[Any]:
+def _colours(cells: RobustnessCells) -> list[Any]:
     from matplotlib import colormaps
 
     n = len(cells.settings)
     return [colormaps["viridis"](0.85 * i / max(1, n - 1)) for i in range(n)]
 
 
-def _setting_handles(cells: BeyondCells) -> tuple[list[Any], list[str]]:
+def _setting_handles(cells: RobustnessCells) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
     handles: list[Any] = [Line2D([], [], color=colour, lw=2.5) for colour in _colours(cells)]
     return handles, [cells.label(s) for s in cells.settings]
 
 
-def _marker_handles(cells: BeyondCells) -> tuple[list[Any], list[str]]:
+def _marker_handles(cells: RobustnessCells) -> tuple[list[Any], list[str]]:
     from matplotlib.lines import Line2D
 
     if not any(p.way == AVERAGE for p in cells.predictors):
@@ -160,7 +162,7 @@ def _marker_handles(cells: BeyondCells) -> tuple[list[Any], list[str]]:
     return [full, hollow], ["averaged over the posterior, or a point", "posterior mean"]
 
 
-def _spread(cells: BeyondCells) -> str:
+def _spread(cells: RobustnessCells) -> str:
     seeds = len({row["seed"] for row in cells.rows})
     return f"mean and standard deviation of {seeds} seeds" if seeds > 1 else "one seed"
 

@@ -73,7 +73,7 @@ class Digits:
 
 
 class Fashion:
-    """10,000 pictures to train on, 5,000 others of the training set to choose by, and the test set."""
+    """10,000 images to train on, 5,000 others of the training set to choose by, and the test set."""
 
     name, delta, batch, epochs, seeds, network = "fashion", 1e-5, 512, 6, 3, (784, 32)
     draws, ablated = 8, True

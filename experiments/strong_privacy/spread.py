@@ -103,7 +103,7 @@ def report(out: Path = RESULTS) -> list[Path]:
     tuned, final = scores(), scores(FINAL, "runs.csv")
     width, lines = choice(tuned)
     text = [
-        "# How wide: trace by held-out pictures",
+        "# How wide: trace by held-out images",
         "",
         "    python -m experiments.strong_privacy.spread",
         "",

@@ -270,7 +270,7 @@ def test_without_a_plan_the_others_repetitions_are_what_was_planned(field):
 
 
 def test_runs_with_views_are_not_held_against_runs_without(field):
-    """Ours on augmented pictures, the baselines on plain ones: two cells, in neither of which there is a comparison."""
+    """Ours on augmented images, the baselines on plain ones: two cells, in neither of which there is a comparison."""
     views = '{"crop": 4, "flip": true, "padding": "reflect", "views": 4}'
     with_views = [r | {"augment": views} for r in final() if r["method"] == "dp-steady"]
     without = [r for r in final() if r["method"] != "dp-steady"]

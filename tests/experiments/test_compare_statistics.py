@@ -29,8 +29,8 @@ def test_one_repetition_and_equal_ones():
     assert p_value([0.25, 0.25, 0.25]) == 0.0
 
 
-def test_two_repetitions_that_are_alike_by_a_count_of_pictures_win_nothing():
-    """Of 360 pictures two methods often differ by the same number twice: without a difference that is no win."""
+def test_two_repetitions_that_are_alike_by_a_count_of_images_win_nothing():
+    """Of 360 images two methods often differ by the same number twice: without a difference that is no win."""
     assert p_value([0.25, 0.25]) == 1.0
     assert p_value([0.61 - 0.60, 0.62 - 0.61]) == 1.0  # alike up to rounding
     assert (interval([0.25, 0.25]).low, interval([0.25, 0.25]).high) == (-math.inf, math.inf)

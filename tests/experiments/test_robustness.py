@@ -1,4 +1,4 @@
-"""From beyond.csv to figures, verdicts and a page: what they show is what the tables hold."""
+"""From robustness.csv to figures, verdicts and a page: what they show is what the tables hold."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import pytest
 from experiments.robustness.__main__ import app
-from experiments.robustness.cells import AVERAGE, MEAN, BeyondCells, Predictor
-from experiments.robustness.claims import BeyondClaims
-from experiments.robustness.figures import coverage_figure, draw_beyond, foreign_figure, severity_figure
-from experiments.robustness.page import beyond_page
+from experiments.robustness.cells import AVERAGE, MEAN, Predictor, RobustnessCells
+from experiments.robustness.claims import RobustnessClaims
+from experiments.robustness.figures import coverage_figure, draw_robustness, foreign_figure, severity_figure
+from experiments.robustness.page import robustness_page
 from typer.testing import CliRunner
 
 from dpivon.study.plan.plan import PlannedRun
@@ -40,7 +40,7 @@ def made(bend=lambda row: row, seeds=2):
                 rows.append(row | {"dataset": "digits", "accuracy": 0.9, "nll": 0.5, "ece": 0.05})
                 for way in (MEAN, AVERAGE) if method == IVON else (MEAN,):
                     good = 0.02 * (way == AVERAGE) + 0.03 * (method == IVON) + 0.05 * (epsilon > 1)
-                    base = dict.fromkeys(table.BEYOND_COLUMNS) | {"id": run.id, "predicts": way, "pictures": 100}
+                    base = dict.fromkeys(table.ROBUSTNESS_COLUMNS) | {"id": run.id, "predicts": way, "images": 100}
                     base |= {"method": method, "epsilon": epsilon, "severity": 0}
                     states = [("clean", "clean", 0)] + [("shift", c, k) for c in CORRUPTIONS for k in SEVERITIES]
                     for kind, name, k in states:
@@ -57,7 +57,7 @@ def made(bend=lambda row: row, seeds=2):
 
 
 def verdicts(bend=lambda row: row):
-    return {c.number: (c.verdict, len(c.comparisons)) for c in BeyondClaims(BeyondCells(*made(bend))).all()}
+    return {c.number: (c.verdict, len(c.comparisons)) for c in RobustnessClaims(RobustnessCells(*made(bend))).all()}
 
 
 def test_a_table_as_one_would_like_it_supports_everything():
@@ -106,7 +106,7 @@ def test_each_statement_falls_to_what_contradicts_it(bend, failing):
 
 
 def test_a_score_is_the_mean_over_conditions_then_seeds():
-    cells = BeyondCells(*made())
+    cells = RobustnessCells(*made())
     strong, weak = cells.settings
     assert (strong.epsilon, weak.epsilon) == (1.0, 8.0)
     assert [cells.label(s) for s in cells.settings] == ["ε = 1", "ε = 8"]
@@ -122,7 +122,7 @@ def test_a_score_is_the_mean_over_conditions_then_seeds():
 
 
 def test_figures_hold_the_tables():
-    cells = BeyondCells(*made())
+    cells = RobustnessCells(*made())
     figure = severity_figure(cells, "ece")
     titles = [axis.get_title() for axis in figure.axes]
     assert titles == ["DP-SGD", "DP-Adam", "DP-IVON-Gradsq"]
@@ -144,16 +144,16 @@ def test_figures_hold_the_tables():
 def test_report_and_figures_by_command(tmp_path):
     rows, beyond = made()
     table.write(tmp_path / "runs.csv", rows)
-    kept = [{k: v for k, v in r.items() if k in table.BEYOND_COLUMNS} for r in beyond]
-    table.write(tmp_path / "beyond.csv", kept, table.BEYOND_COLUMNS)
+    kept = [{k: v for k, v in r.items() if k in table.ROBUSTNESS_COLUMNS} for r in beyond]
+    table.write(tmp_path / "robustness.csv", kept, table.ROBUSTNESS_COLUMNS)
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     names = [line.rsplit("/", 1)[1] for line in done.stdout.split()]
     assert names == [
         "shift-accuracy.png", "shift-nll.png", "shift-ece.png", "ood-auroc.png", "risk-coverage.png",
-        "summary.csv", "beyond.md",
+        "summary.csv", "robustness.md",
     ]  # fmt: skip
-    page = (tmp_path / "beyond.md").read_text()
+    page = (tmp_path / "robustness.md").read_text()
     assert "12 runs, 2 seeds a cell" in page
     assert "1.2 minutes by the clock on h, torch t" in page
     assert "**This is digits: it shows the machinery" in page
@@ -171,23 +171,23 @@ def test_report_and_figures_by_command(tmp_path):
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
 
 
-def test_a_study_without_foreign_pictures_or_selection_draws_what_it_has(tmp_path):
+def test_a_study_without_foreign_images_or_selection_draws_what_it_has(tmp_path):
     rows, beyond = made(changed(lambda r: True, aurc=lambda r: None), seeds=1)
     some = [r for r in beyond if r["kind"] != "ood"]
-    assert [p.name for p in draw_beyond(rows, some, tmp_path)] == [
+    assert [p.name for p in draw_robustness(rows, some, tmp_path)] == [
         "shift-accuracy.png",
         "shift-nll.png",
         "shift-ece.png",
     ]
-    found = {c.number: c.verdict for c in BeyondClaims(BeyondCells(rows, some)).all()}
+    found = {c.number: c.verdict for c in RobustnessClaims(RobustnessCells(rows, some)).all()}
     assert {n for n, v in found.items() if v == "not tested"} == {"B8", "B9", "B10", "B11"}
 
 
 def test_a_study_without_shift_says_nothing_of_it():
     rows, beyond = made()
     some = [r for r in beyond if r["kind"] != "shift"]
-    found = {c.number: c.verdict for c in BeyondClaims(BeyondCells(rows, some)).all()}
+    found = {c.number: c.verdict for c in RobustnessClaims(RobustnessCells(rows, some)).all()}
     assert {n for n, v in found.items() if v == "not tested"} == {"B1", "B2", "B3", "B4", "B5", "B6", "B7"}
-    page = beyond_page(rows, some, title="t", plan=None, figures=[])
+    page = robustness_page(rows, some, title="t", plan=None, figures=[])
     assert "severity 0" not in page
     assert page.count("| | accuracy | NLL | ECE | AUROC") == 2

@@ -22,7 +22,7 @@ def made_up(*nll):
     }
 
 
-def test_the_default_is_what_held_out_pictures_chose():
+def test_the_default_is_what_held_out_images_chose():
     assert choice(scores())[0] == WIDTH
 
 

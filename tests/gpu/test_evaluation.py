@@ -27,7 +27,7 @@ NETWORKS = {
     "compact": (CompactCNN, (3, 32, 32)),
     "wide": (lambda: WideResNet(depth=10, width=1), (3, 32, 32)),
     "small": (SmallCNN, (1, 8, 8)),
-    "no pictures": (lambda: MLP(20, 5), (20,)),
+    "no images": (lambda: MLP(20, 5), (20,)),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:.*TensorFloat32")  # the compiler recommends it for products too
 
@@ -50,7 +50,7 @@ def rows_of(network, count, scale=3.0):
     return [mean + 0.02 * torch.randn(mean.shape, device=DEVICE, generator=generator) for _ in range(count)]
 
 
-def pictures_of(n, shape=(3, 32, 32)):
+def images_of(n, shape=(3, 32, 32)):
     """Smooth and rough at once, so that networks have something to tell apart."""
     generator = torch.Generator("cuda").manual_seed(2)
     x = torch.randn(n, *shape, device=DEVICE, generator=generator)
@@ -71,16 +71,16 @@ def check(way, network, rows, x):
 
 
 @pytest.mark.parametrize(
-    ("count", "pictures", "classes"),
+    ("count", "images", "classes"),
     [(1, 1, 10), (1, 20_011, 10), (2, 333, 8), (33, 997, 10), (33, 2000, 8), (70, 131, 10)],
 )
-def test_the_kernels_say_what_the_model_says(count, pictures, classes):
-    """Odd numbers, more pictures and more rows than go through at once; and the second row is NaN."""
+def test_the_kernels_say_what_the_model_says(count, images, classes):
+    """Odd numbers, more images and more rows than go through at once; and the second row is NaN."""
     network = PaperNetwork(Layout(classes=classes))
     rows = rows_of(network, count)
     if count > 1:
         rows[1] = torch.full_like(rows[1], torch.nan)
-    check(KernelPasses(network.layout, DEVICE), network, rows, pictures_of(pictures))
+    check(KernelPasses(network.layout, DEVICE), network, rows, images_of(images))
 
 
 def test_the_kernels_keep_to_their_memory():
@@ -100,29 +100,29 @@ def test_a_compiled_network_says_what_it_says_uncompiled(name, channels_last):
     rows = rows_of(network, 5, scale=1.0)
     rows[2] = torch.full_like(rows[2], torch.nan)
     before = [row.clone() for row in rows]
-    way = CompiledPasses(network, DEVICE, channels_last=channels_last, pictures=256)
+    way = CompiledPasses(network, DEVICE, channels_last=channels_last, batch=256)
     torch._dynamo.utils.counters.clear()
-    check(way, network, rows, pictures_of(701, shape))
+    check(way, network, rows, images_of(701, shape))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(torch.equal(a, b) for a, b in zip(rows, before, strict=True) if torch.isfinite(b).all())
 
 
 def test_the_fastest_way_is_taken_and_nobody_complains():
-    said, x = [], pictures_of(3000)
+    said, x = [], images_of(3000)
     for network, kind in ((PaperNetwork(), KernelPasses), (AnyNetwork(CompactCNN), CompiledPasses)):
         assert isinstance(chosen(network, rows_of(network, 5), x, said.append), kind)
     assert said == []
 
 
 def test_a_broken_kernel_costs_time_and_no_result(monkeypatch):
-    """Every pass reads the picture after its own. The kernels are left alone, and what is next in line is right."""
+    """Every pass reads the image after its own. The kernels are left alone, and what is next in line is right."""
     features = Blocks.features
 
-    def broken(self, w, inputs, model, picture=None):
-        return features(self, w, inputs, model, (picture + 1) % len(inputs))
+    def broken(self, w, inputs, model, image=None):
+        return features(self, w, inputs, model, (image + 1) % len(inputs))
 
     monkeypatch.setattr(Blocks, "features", broken)
-    network, said, x = PaperNetwork(), [], pictures_of(1500)
+    network, said, x = PaperNetwork(), [], images_of(1500)
     rows = rows_of(network, 4)
     way = chosen(network, rows, x, said.append)
     assert isinstance(way, CompiledPasses)
@@ -135,7 +135,7 @@ def test_a_broken_compiler_costs_time_and_no_result(monkeypatch):
     run = CompiledPasses._load
     monkeypatch.setattr(CompiledPasses, "_load", lambda self, row: run(self, 0.9 * row))
     network, said = AnyNetwork(CompactCNN), []
-    assert isinstance(chosen(network, rows_of(network, 3), pictures_of(500), said.append), EagerPasses)
+    assert isinstance(chosen(network, rows_of(network, 3), images_of(500), said.append), EagerPasses)
     assert len(said) == 2  # channels last, and first
 
 
@@ -160,7 +160,7 @@ def test_a_run_is_scored_as_the_eager_way_scores_it(build):
     network = build()
     (mean,) = rows_of(network, 1)
     std = torch.full_like(mean, 0.02)
-    x, generator = pictures_of(2600), torch.Generator("cuda").manual_seed(3)
+    x, generator = images_of(2600), torch.Generator("cuda").manual_seed(3)
     grey = torch.randint(0, 256, (777, 3, 32, 32), dtype=torch.uint8, device=DEVICE, generator=generator)
     labels = torch.randint(0, 10, (2001,), device=DEVICE, generator=generator)
     sets, said = [x[:2001], grey, x[2001:]], []

@@ -85,18 +85,18 @@ def test_the_other_studies():
     assert resolve(STUDIES["quick.yaml"]).dataset == "digits"
 
 
-BEYOND = (
+ROBUSTNESS = (
     GOOD.replace("noise_multiplier: [1]", "epsilon: [1, 8]")
     + """
 classes: [0, 2, 4]
-evaluate: {shift: {corruptions: [fog, contrast], severities: [1, 5]}, ood: [held-out], selective: true, pictures: 50}
+evaluate: {shift: {corruptions: [fog, contrast], severities: [1, 5]}, ood: [held-out], selective: true, images: 50}
 """
 )
 
 
 def test_noise_is_calibrated_to_epsilon(resolved):
     """As little as keeps within ε, at every batch size, for the eight classes' number of digits; in digits a table holds."""
-    plan = resolved(BEYOND)
+    plan = resolved(ROBUSTNESS)
     assert len(plan.runs) == 2 * 2 * 2 * 2 + 2 * 2 * 2 * 2
     found = {(r.batch_size, r.noise_multiplier) for r in plan.runs}
     assert len(found) == 4
@@ -122,10 +122,10 @@ def test_rounding_is_never_down():
 
 
 def test_a_plan_that_looks_beyond_comes_back_and_others_stay_as_they_were(resolved, tmp_path):
-    plan = resolved(BEYOND)
+    plan = resolved(ROBUSTNESS)
     plan.write(tmp_path / "p.json")
     assert read_plan(tmp_path / "p.json") == plan
-    other = resolved(BEYOND.replace("pictures: 50", "pictures: 60"))
+    other = resolved(ROBUSTNESS.replace("images: 50", "images: 60"))
     assert other.digest != plan.digest
     resolved(GOOD).write(tmp_path / "p.json")
     assert not {"classes", "evaluate"} & json.loads((tmp_path / "p.json").read_text()).keys()

@@ -21,8 +21,8 @@ def plan(split, dataset="cifar10"):
 
 
 @pytest.fixture
-def pictures(monkeypatch):
-    """Forty training and ten test pictures, each of one colour of its own; the colour is also the label."""
+def images(monkeypatch):
+    """Forty training and ten test images, each of one colour of its own; the colour is also the label."""
     colours = np.arange(50, dtype=np.uint8)
     images = Images(np.broadcast_to(colours[:, None, None, None], (50, 8, 8, 3)).copy(), colours)
     found = DataSet("cifar10", images[np.arange(40)], images[np.arange(40, 50)], True)
@@ -31,22 +31,22 @@ def pictures(monkeypatch):
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "fashion-mnist"])
-def test_tuning_holds_out_training_pictures_and_final_runs_use_all(pictures, dataset):
+def test_tuning_holds_out_training_images_and_final_runs_use_all(images, dataset):
     tuning = datasets.load_data(plan("tuning", dataset), Path(), CPU)
     train, held_out = set(tuning.labels.tolist()), set(tuning.eval_labels.tolist())
     assert (len(train), len(held_out)) == (36, 4)
-    assert train | held_out == set(range(40))  # no test picture anywhere
+    assert train | held_out == set(range(40))  # no test image anywhere
     final = datasets.load_data(plan("final", dataset), Path(), CPU)
     assert (final.labels.tolist(), final.eval_labels.tolist()) == (list(range(40)), list(range(40, 50)))
     for data in (tuning, final):
         for x, y in ((data.images, data.labels), (data.eval_images, data.eval_labels)):
             assert x.shape[1:] == (3, 8, 8)
-            torch.testing.assert_close(x[:, 2, 5, 1], (y / 255 - MEAN) / STD)  # every picture beside its own label
+            torch.testing.assert_close(x[:, 2, 5, 1], (y / 255 - MEAN) / STD)  # every image beside its own label
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "fashion-mnist"])
 def test_some_classes_are_learned_and_the_others_are_foreign(monkeypatch, dataset):
-    """Of every class 5 training and 2 test pictures, whose colour is ten times the class."""
+    """Of every class 5 training and 2 test images, whose colour is ten times the class."""
     labels = np.tile(np.arange(10, dtype=np.uint8), 7)
     images = Images(np.broadcast_to(10 * labels[:, None, None, None], (70, 8, 8, 3)).copy(), labels)
     found = DataSet(dataset, images[np.arange(50)], images[np.arange(50, 70)], True)

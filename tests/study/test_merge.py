@@ -129,7 +129,7 @@ def test_a_pipe_is_not_waited_for_and_only_ledgers_are_copied(machines, tmp_path
     (machines[1] / "ledgers" / "id-b" / "more").write_text("more")
     merge(tmp_path / "all", machines)
     assert {p.name for p in (tmp_path / "all").glob("ledgers/*/*")} == {"ledger.jsonl"}
-    os.mkfifo(machines[1] / "beyond.csv")
+    os.mkfifo(machines[1] / "robustness.csv")
     with pytest.raises(ArgumentError, match="not a plain file"):
         merge(tmp_path / "more", machines)
 

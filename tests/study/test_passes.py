@@ -29,16 +29,16 @@ SMALL = Layout(image=16, widths=(16, 32), hidden=32, classes=8)
 NETWORKS = {
     "paper": (lambda: PaperNetwork(SMALL), (3, 16, 16)),
     "compact": (lambda: AnyNetwork(lambda: CompactCNN(widths=(16, 32), depths=(1, 2))), (3, 16, 16)),
-    "no pictures": (lambda: AnyNetwork(lambda: MLP(20, 5)), (20,)),
+    "no images": (lambda: AnyNetwork(lambda: MLP(20, 5)), (20,)),
 }
 
 
-def case(name, pictures=37, draws=4):
+def case(name, images=37, draws=4):
     build, shape = NETWORKS[name]
     network, generator = build(), torch.Generator().manual_seed(0)
     mean = network.initial(1)
     rows = draw_rows(mean, torch.full_like(mean, 0.03), samples=draws, seed=2)
-    return network, rows, torch.randn(pictures, *shape, generator=generator)
+    return network, rows, torch.randn(images, *shape, generator=generator)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def without_gradients():
 
 
 def test_on_a_cpu_every_bit_is_that_of_the_plain_loop():
-    """64 pictures of one set at a time, channels last, one model, sums in the order of draws: what tables were made with."""
+    """64 images of one set at a time, channels last, one model, sums in the order of draws: what tables were made with."""
     network, generator = PaperNetwork(SMALL), torch.Generator().manual_seed(0)
     sets = [torch.randint(0, 256, (n, 3, 16, 16), dtype=torch.uint8, generator=generator) for n in (130, 1)]
     sets.append(torch.randn(70, 3, 16, 16, generator=generator))
@@ -58,9 +58,9 @@ def test_on_a_cpu_every_bit_is_that_of_the_plain_loop():
     generator = torch.Generator().manual_seed(4)
     rows = [mean] + [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(5)]
     model = network.model(mean).eval()
-    for j, pictures in enumerate(sets):
+    for j, images in enumerate(sets):
         firsts, averages, gains = [], [], []
-        for part in pictures.split(64):
+        for part in images.split(64):
             x = normalised(part).contiguous(memory_format=torch.channels_last)
             first, *others = (network.load(row, model)(x).softmax(-1) for row in rows)
             average, entropies = torch.zeros_like(first), torch.zeros(len(first), dtype=torch.float64)
@@ -77,11 +77,11 @@ def test_on_a_cpu_every_bit_is_that_of_the_plain_loop():
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_with_memory_of_its_own_says_the_same(name, channels_last):
-    """On a CPU nothing is compiled; padding, copying and layout are the same. 37 pictures in calls of 16; one row is NaN."""
+    """On a CPU nothing is compiled; padding, copying and layout are the same. 37 images in calls of 16; one row is NaN."""
     network, rows, x = case(name)
     rows[2] = torch.full_like(rows[2], torch.nan)
     before = [row.clone() for row in rows]
-    way, seen_by = CompiledPasses(network, CPU, channels_last=channels_last, pictures=16), []
+    way, seen_by = CompiledPasses(network, CPU, channels_last=channels_last, batch=16), []
     found = list(way.logits(rows, x))
     way._run.register_forward_pre_hook(lambda module, args: seen_by.append(args[0]))
     list(way.logits(rows[:1], x))
@@ -94,26 +94,26 @@ def test_a_model_with_memory_of_its_own_says_the_same(name, channels_last):
     assert all(torch.equal(a, b) for a, b in zip(rows, before, strict=True) if torch.isfinite(b).all())
 
 
-def test_one_program_serves_all_rows_and_all_pictures(monkeypatch):
-    """Traced as on a GPU, and then run as it is: other rows, another number of pictures and NaN compile nothing anew."""
+def test_one_program_serves_all_rows_and_all_images(monkeypatch):
+    """Traced as on a GPU, and then run as it is: other rows, another number of images and NaN compile nothing anew."""
     traced = lambda model, device: torch.compile(model, dynamic=False, backend="aot_eager")  # noqa: E731
     monkeypatch.setattr(passes, "compiled", traced)
     network, rows, x = case("compact")
     rows[1] = torch.full_like(rows[1], torch.nan)
-    way = CompiledPasses(network, CPU, channels_last=True, pictures=16)
+    way = CompiledPasses(network, CPU, channels_last=True, batch=16)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for pictures in (x, x[:5]):
-        expected = EagerPasses(network, CPU).logits(rows, pictures)
-        for got, logits in zip(way.logits(rows, pictures), expected, strict=True):
+    for images in (x, x[:5]):
+        expected = EagerPasses(network, CPU).logits(rows, images)
+        for got, logits in zip(way.logits(rows, images), expected, strict=True):
             torch.testing.assert_close(got, logits, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_sets_that_are_joined_come_apart_again():
-    network, rows, x = case("paper", pictures=50)
+    network, rows, x = case("paper", images=50)
     sets = [x[:20], (x[20:21] * 60 + 128).clamp(0, 255).byte(), x[21:]]
-    joined = CompiledPasses(network, CPU, channels_last=True, pictures=16)
+    joined = CompiledPasses(network, CPU, channels_last=True, batch=16)
     joined.at_once = 32  # two calls, with sets over their border
     options = {"samples": 3, "seed": 5}
     mean, std = rows[0], torch.full_like(rows[0], 0.03)
@@ -130,12 +130,12 @@ class Changed:
 
     name, at_once, joins = "changed", 64, False
 
-    def __init__(self, network, rows=lambda r: r, pictures=lambda x: x, logits=lambda z: z):
-        self.eager, self.changes = EagerPasses(network, CPU), (rows, pictures, logits)
+    def __init__(self, network, rows=lambda r: r, images=lambda x: x, logits=lambda z: z):
+        self.eager, self.changes = EagerPasses(network, CPU), (rows, images, logits)
 
-    def logits(self, rows, pictures):
-        change_rows, change_pictures, change_logits = self.changes
-        for z in self.eager.logits(change_rows(rows), change_pictures(pictures)):
+    def logits(self, rows, images):
+        change_rows, change_images, change_logits = self.changes
+        for z in self.eager.logits(change_rows(rows), change_images(images)):
             yield change_logits(z)
 
 
@@ -144,11 +144,11 @@ def last_lost(z):
 
 
 BROKEN = {
-    "another picture": {"pictures": lambda x: x.roll(1, 0)},
+    "another image": {"images": lambda x: x.roll(1, 0)},
     "another row": {"rows": lambda r: [*r[1:], r[0]]},
     "the mean in place of draws": {"rows": lambda r: [r[0]] * len(r)},
-    "turned pictures": {"pictures": lambda x: x.flip(-1)},
-    "channels in another order": {"pictures": lambda x: x.flip(1)},
+    "turned images": {"images": lambda x: x.flip(-1)},
+    "channels in another order": {"images": lambda x: x.flip(1)},
     "a part that was never written": {"logits": last_lost},
     "logits too large": {"logits": lambda z: 1.1 * z},
     "classes in another order": {"logits": lambda z: z.flip(-1)},
@@ -159,7 +159,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", ["paper", "compact"])
 @pytest.mark.parametrize("bug", BROKEN)
 def test_a_broken_way_is_found_out_even_in_a_network_that_has_learned_nothing(bug, name):
-    network, rows, x = case(name, pictures=100)
+    network, rows, x = case(name, images=100)
     said = []
     ways = iter([lambda: Changed(network, **BROKEN[bug])])
     eager = EagerPasses(network, CPU)
@@ -196,7 +196,7 @@ def cut_off(x):
 @pytest.mark.parametrize("name", ["paper", "compact"])
 def test_rounding_to_ten_bits_is_far_from_the_tolerance(name, scale, monkeypatch):
     """TF32 as Triton cuts it off, held to TF32 as cuDNN rounds it; in an untrained network, and in one that is very sure."""
-    network, rows, x = case(name, pictures=100)
+    network, rows, x = case(name, images=100)
     size = 32 * 8 + 8 if name == "paper" else 32 * 10 + 10
     rows = [torch.cat([row[:-size], scale * row[-size:]]) for row in rows]  # the last layer comes last
     plain = nn.Conv2d._conv_forward
@@ -206,13 +206,13 @@ def test_rounding_to_ten_bits_is_far_from_the_tolerance(name, scale, monkeypatch
             super().__init__(network, CPU)
             self.low = low
 
-        def logits(self, rows, pictures):
+        def logits(self, rows, images):
             def conv(layer, x, weight, bias):
                 return plain(layer, self.low(x), self.low(weight), bias)
 
             with monkeypatch.context() as patch:
                 patch.setattr(nn.Conv2d, "_conv_forward", conv)
-                return list(super().logits(rows, pictures))
+                return list(super().logits(rows, images))
 
     off, allowed = apart(Emulated(cut_off), Emulated(rounded), rows, x)
     assert 0 < off < allowed / 4
@@ -244,7 +244,7 @@ def test_ways_in_their_order(monkeypatch, convolutions):
     for name, expected in {
         "paper": ["kernels", "a compiled network, channels last", "a compiled network"],
         "compact": ["a compiled network, channels last", "a compiled network"],
-        "no pictures": ["a compiled network"],
+        "no images": ["a compiled network"],
     }.items():
         network, rows, _ = case(name)
         assert [make().name for make in fast_ways(network, rows[0])] == expected

@@ -1,4 +1,4 @@
-"""Views and CompactCNN in a study, from pictures like CIFAR-10's to the table."""
+"""Views and CompactCNN in a study, from images like CIFAR-10's to the table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAST = Settings(quiet=True, block=1, device="cpu", stack=2)
 
 
 @pytest.fixture
-def pictures(monkeypatch):
+def images(monkeypatch):
     rng = np.random.default_rng(0)
     made = [
         Images(rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, n, dtype=np.uint8))
@@ -48,7 +48,7 @@ def pictures(monkeypatch):
     monkeypatch.setattr(datasets, "load_cifar10", lambda root: DataSet("cifar10", *made, True))
 
 
-def test_a_study_of_views_from_pictures_to_the_table(pictures, tmp_path):
+def test_a_study_of_views_from_images_to_the_table(images, tmp_path):
     """Two steps a run, stopped after the first and resumed; without views the same steps end elsewhere."""
     torch.set_num_threads(1)
     outs = [tmp_path / name for name in ("whole", "stopped", "plain")]
@@ -72,7 +72,7 @@ def test_a_study_of_views_from_pictures_to_the_table(pictures, tmp_path):
         assert plain[method]["nll"] != row["nll"]
 
 
-def test_networks_of_a_plan_with_views(pictures, tmp_path):
+def test_networks_of_a_plan_with_views(images, tmp_path):
     data = datasets.load_data(PLAN, Path(), torch.device("cpu"))
     assert isinstance(datasets.build_network(PLAN, data).template(), CompactCNN)
     paper = replace(PLAN, network="paper")

@@ -125,7 +125,7 @@ def test_scores_are_those_of_the_library(stack):
         assert found == score(stack, i, x, y, samples=400, seed=3)
 
 
-def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
+def test_images_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
     """Against the library's own prediction from the same draws, mutual information and all; bytes are normalised first."""
     go(stack, 3)
     x, grey = torch.randn(11, 3, 4, 4), torch.randint(0, 256, (7, 3, 4, 4), dtype=torch.uint8)
@@ -134,9 +134,9 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
     whole = predict_row(stack.network, mean, std, [x, grey], samples=5, seed=3)
     generator = torch.Generator().manual_seed(3)
     rows = [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(5)]
-    for j, pictures in enumerate((x, (grey / 255 - 0.5) / 0.25)):
-        torch.testing.assert_close(whole["mean"][j].probs, stack.network.model(mean)(pictures).softmax(-1))
-        each = torch.stack([stack.network.model(row)(pictures).softmax(-1) for row in rows])
+    for j, images in enumerate((x, (grey / 255 - 0.5) / 0.25)):
+        torch.testing.assert_close(whole["mean"][j].probs, stack.network.model(mean)(images).softmax(-1))
+        each = torch.stack([stack.network.model(row)(images).softmax(-1) for row in rows])
         torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
         gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
         torch.testing.assert_close(whole["average"][j].mutual_information.float(), gain, rtol=1e-3, atol=1e-6)
@@ -146,7 +146,7 @@ def test_pictures_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
 
 
 def simply(network, mean, std, images, *, samples, seed):
-    """The obvious way: a model of its own for every draw, all pictures at once, as they come."""
+    """The obvious way: a model of its own for every draw, all images at once, as they come."""
     generator = torch.Generator().manual_seed(seed)
     rows = [mean + std * torch.randn(mean.shape, generator=generator) for _ in range(samples)]
     return torch.stack([network.model(row).eval()(normalised(images)).softmax(-1) for row in rows]).mean(0)
@@ -154,7 +154,7 @@ def simply(network, mean, std, images, *, samples, seed):
 
 @pytest.mark.parametrize("build", [PaperNetwork, lambda: AnyNetwork(CompactCNN)])
 def test_the_fast_way_to_score_is_the_obvious_one_to_rounding(build):
-    """Channels last, in pieces, one model for all draws; for bytes and for pictures that are normalised already."""
+    """Channels last, in pieces, one model for all draws; for bytes and for images that are normalised already."""
     network, generator = build(), torch.Generator().manual_seed(0)
     grey = torch.randint(0, 256, (70, 3, 32, 32), dtype=torch.uint8, generator=generator)
     mean = network.initial(1)

@@ -24,7 +24,7 @@ class Setting:
     delta: float
     batch_size: int
     max_grad_norm: float
-    augment: str = ""  # as in a table; who sees other views of the pictures learns from other data
+    augment: str = ""  # as in a table; who sees other views of the images learns from other data
 
     @property
     def label(self) -> str:

@@ -61,7 +61,7 @@ def log_area(epsilons: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _error(values: Sequence[float], mean: float) -> float:
-    """Of the mean. Two values that are alike do not say how far apart they could be: counted pictures often are."""
+    """Of the mean. Two values that are alike do not say how far apart they could be: counted images often are."""
     n = len(values)
     if n == 2 and math.isclose(*values, rel_tol=1e-9, abs_tol=1e-12):
         return math.inf

@@ -162,4 +162,4 @@ def fetch(
 
     found = download(name, to, say)
     words = "as published" if found.verified else "whole, by its shape"
-    say(f"{len(found.train)} training and {len(found.test)} test pictures, {words}")
+    say(f"{len(found.train)} training and {len(found.test)} test images, {words}")

@@ -94,9 +94,9 @@ def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> bool:
     if device.type == "cpu":
         torch.set_num_threads(1)  # a core is what was asked for
     with _folder(task, line) as (folder, custody), fitting(task.runs, folder):
-        data, made = cargo.unpack(device)
+        data, conditions = cargo.unpack(device)
         work = Work(
-            task.plan, task.runs, folder, data, made, task.settings, device, line, task.title, custody, task.known
+            task.plan, task.runs, folder, data, conditions, task.settings, device, line, task.title, custody, task.known
         )
         with closing(work.kept):
             if not work.train(line.stop):

@@ -35,19 +35,19 @@ class Cargo:
     def unpack(self, device: torch.device) -> tuple[StudyData, list[Condition]]:
         """What was packed, on a device."""
         data = StudyData(*(_tensor(a).to(device) for a in self.data))
-        made = [
-            Condition(kind, name, severity, _tensor(pictures).to(device), None if y is None else _tensor(y).to(device))
-            for kind, name, severity, pictures, y in self.conditions
+        conditions = [
+            Condition(kind, name, severity, _tensor(images).to(device), None if y is None else _tensor(y).to(device))
+            for kind, name, severity, images, y in self.conditions
         ]
-        return data, made
+        return data, conditions
 
 
-def pack(data: StudyData, made: Sequence[Condition]) -> Cargo:
+def pack(data: StudyData, conditions: Sequence[Condition]) -> Cargo:
     return Cargo(
         tuple(t.numpy() for t in (data.images, data.labels, data.eval_images, data.eval_labels)),
         tuple(
-            (c.kind, c.name, c.severity, c.pictures.numpy(), None if c.labels is None else c.labels.numpy())
-            for c in made
+            (c.kind, c.name, c.severity, c.images.numpy(), None if c.labels is None else c.labels.numpy())
+            for c in conditions
         ),
     )
 

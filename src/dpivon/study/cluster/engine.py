@@ -32,7 +32,7 @@ from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
 from dpivon.study.results.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
 from dpivon.study.run.progress import Progress
-from dpivon.study.run.robustness import conditions
+from dpivon.study.run.robustness import make_conditions
 from dpivon.study.run.runner import check_settings, outcome_of, progress_of, stop_signals
 from dpivon.study.run.settings import MOST, Cluster, Outcome, Settings
 
@@ -54,7 +54,7 @@ def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> O
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, torch.device("cpu"))
         cargo = pack(
-            data, conditions(plan, data, settings.data)
+            data, make_conditions(plan, data, settings.data)
         )  # before anything trains: what is missing is missed now
         with connected(cluster, cargo.bytes) as ray, stop_signals() as stopped:
             device, workers = _places(ray, settings, cluster)

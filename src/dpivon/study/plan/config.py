@@ -69,7 +69,7 @@ class Evaluate(_Strict):
     shift: Shift | None = None
     ood: list[str] = []
     selective: bool = False
-    pictures: Whole | None = None
+    images: Whole | None = None
 
     def plain(self) -> Evaluation:
         shift = self.shift
@@ -78,12 +78,12 @@ class Evaluate(_Strict):
             severities=tuple(shift.severities) if shift else (),
             ood=tuple(self.ood),
             selective=self.selective,
-            pictures=self.pictures,
+            images=self.images,
         )
 
 
 class Augment(_Strict):
-    """Views of every drawn picture: see :class:`dpivon.Augmentation`."""
+    """Views of every drawn image: see :class:`dpivon.Augmentation`."""
 
     views: Whole
     flip: bool = False

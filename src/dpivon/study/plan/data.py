@@ -25,7 +25,7 @@ from dpivon.study.plan.plan import CLASSES, Plan
 class StudyData:
     """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning.
 
-    ``foreign`` are test pictures of the classes that a final study does not learn, if there are any.
+    ``foreign`` are test images of the classes that a final study does not learn, if there are any.
     """
 
     images: Tensor  # [N, channels, H, W], normalised by public constants
@@ -99,7 +99,7 @@ def build_network(plan: Plan, data: StudyData) -> Network:
     _, channels, height, _width = data.images.shape
     if plan.network == "paper":
         if (height, channels) != (32, 3):
-            raise bad("network", "paper", f"takes colour pictures of 32×32, not {plan.dataset}", "Use small")
+            raise bad("network", "paper", f"takes colour images of 32×32, not {plan.dataset}", "Use small")
         if plan.augment is not None:  # its kernels make no views
             return AnyNetwork(lambda: PaperCNN(classes=plan.outputs))
         return PaperNetwork(Layout(classes=plan.outputs))

@@ -42,7 +42,7 @@ _FIRST = {
 class Evaluation:
     """What a study predicts beyond its test set: corrupted and OOD images, and selective prediction if ``selective``.
 
-    Every corruption is applied at every severity. ``pictures`` is the number of images of the test set, and of each OOD set;
+    Every corruption is applied at every severity. ``images`` is the number of images of the test set, and of each OOD set;
     None means all. Corrupted images are those that are scored clean too, so that nothing but the corruption differs.
     """
 
@@ -50,13 +50,13 @@ class Evaluation:
     severities: tuple[int, ...] = ()
     ood: tuple[str, ...] = ()
     selective: bool = False
-    pictures: int | None = None
+    images: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.corruptions:
             check_choice("corruptions", name, tuple(CORRUPTIONS), "Name corruptions that dpivon.data.corruptions has")
         for name in self.ood:
-            check_choice("ood", name, OOD, "Name sets of pictures that dpivon has")
+            check_choice("ood", name, OOD, "Name sets of images that dpivon has")
         for severity in self.severities:
             if severity not in SEVERITIES:
                 raise bad("severities", severity, "is not from 1 to 5", "Give some of 1, 2, 3, 4 and 5")
@@ -69,8 +69,8 @@ class Evaluation:
             raise bad("corruptions", list(self.corruptions), f"does not go with severities={self.severities}", fix)
         if not isinstance(self.selective, bool):
             raise bad("selective", self.selective, "is neither true nor false", "Say whether answers may be withheld")
-        if self.pictures is not None:
-            check_whole("pictures", self.pictures, "Give how many test pictures to look at", at_least=20)
+        if self.images is not None:
+            check_whole("images", self.images, "Give how many test images to look at", at_least=20)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Plan:
     ``temperature_noise`` above 0 is σ of a private temperature, chosen on the training data when a run is done and charged to
     it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``.
 
-    ``augment`` makes views of every drawn picture, averaged before clipping."""
+    ``augment`` makes views of every drawn image, averaged before clipping."""
 
     name: str
     dataset: str
@@ -129,7 +129,7 @@ class Plan:
         check_number("delta", self.delta, "Give δ, well below 1/N", above=0.0, below=1.0)
         check_whole("mc_samples", self.mc_samples, "Give the posterior samples of a prediction", at_least=1)
         check_whole("seed", self.seed, "Give a whole number")
-        self._check_beyond()
+        self._check_evaluation()
         check_number("temperature_noise", self.temperature_noise, "Give σ, such as 20, or 0 for none", at_least=0.0)
         if not self.runs:
             raise bad("runs", [], "there is nothing to run", "Give at least one method and one cell of the grid")
@@ -141,7 +141,7 @@ class Plan:
             if not RETIRED & run.options.keys():
                 self.stacked(run)  # checks method, numbers and options
 
-    def _check_beyond(self) -> None:
+    def _check_evaluation(self) -> None:
         for c in self.classes:
             check_whole("classes", c, "Give classes from 0 to 9")
         if self.classes and (len(set(self.classes)) < max(2, len(self.classes)) or max(self.classes) >= CLASSES):
@@ -151,9 +151,9 @@ class Plan:
             return
         if self.split == "tuning":
             fix = "Evaluate in the final study"
-            raise bad("evaluate", "given", "looks at test pictures, which a tuning study never sees", fix)
+            raise bad("evaluate", "given", "looks at test images, which a tuning study never sees", fix)
         if self.dataset in self.evaluate.ood:
-            raise bad("ood", self.dataset, "is what the study learns", "Name foreign pictures")
+            raise bad("ood", self.dataset, "is what the study learns", "Name OOD images")
         if HELD_OUT in self.evaluate.ood and not 0 < len(self.classes) < CLASSES:
             raise bad(
                 "ood", HELD_OUT, "but no class is held out", "Give the classes to learn, such as classes: [0, 1, 2]"

@@ -4,7 +4,7 @@ OUT/study.json           the plan that the results belong to
 OUT/defaults.json        what its methods did where the plan says nothing
 OUT/runs.csv             a row a finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
-OUT/beyond.csv           what the plan's ``evaluate`` asks for, several rows a run
+OUT/robustness.csv           what the plan's ``evaluate`` asks for, several rows a run
 OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints, which sums temperatures were asked of, and
                          what they are doing; gone when all their runs have their rows
 OUT/ledgers/DIGEST/      of finished ones: the ledger, which names its runs
@@ -30,7 +30,7 @@ from dpivon.methods import METHODS
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study.plan.plan import Plan, PlannedRun, read_plan
 from dpivon.study.results import table
-from dpivon.study.run.robustness import BEYOND
+from dpivon.study.run.robustness import ROBUSTNESS
 
 LEDGERS, RUNS = "ledgers", "runs.json"
 _SAID = re.compile(r"-sigma(.+?)-C(.+?)-lr")  # what a run's id says of its releases
@@ -42,7 +42,7 @@ class Results:
 
     rows: Sequence[table.Row]
     diagnostics: Sequence[table.Row]
-    beyond: Sequence[table.Row] = ()
+    robustness: Sequence[table.Row] = ()
     posteriors: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -175,8 +175,8 @@ def record(out: Path, plan: Plan, results: Results) -> None:
         target.parent.mkdir(exist_ok=True)
         replace(target, content)
     table.add(out / "diagnostics.csv", results.diagnostics, table.DIAGNOSTIC_COLUMNS)
-    if results.beyond:
-        table.add(out / BEYOND, results.beyond, table.BEYOND_COLUMNS)
+    if results.robustness:
+        table.add(out / ROBUSTNESS, results.robustness, table.ROBUSTNESS_COLUMNS)
     before = {row["id"]: row for row in table.read(out / plan.table)}
     rows = [row | table.larger(before[row["id"]], row) if row["id"] in before else row for row in results.rows]
     table.add(out / plan.table, rows)

@@ -15,7 +15,7 @@ from dpivon.study.results import table
 from dpivon.study.results.folder import DEFAULTS, LEDGERS, RUNS, check_alike
 
 #: Tables of several rows a run.
-BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "beyond.csv": table.BEYOND_COLUMNS}
+BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "robustness.csv": table.ROBUSTNESS_COLUMNS}
 
 
 def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:

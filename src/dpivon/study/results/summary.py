@@ -143,6 +143,6 @@ def _tuning_page(rows: Sequence[Row], tuned: Sequence[Row]) -> str:
     lines += [
         "",
         "ε in the tables and figures excludes tuning. `epsilon_with_tuning` in summary.csv composes a run with the "
-        "training of every candidate of its method; the held-out pictures that chose among them are taken to be public.",
+        "training of every candidate of its method; the held-out images that chose among them are taken to be public.",
     ]
     return "\n".join(lines) + "\n"

@@ -28,8 +28,8 @@ DIAGNOSTIC_COLUMNS = (
 OOD_SCORES = ("confidence", "entropy", "information")
 COVERAGES = tuple(range(10, 100, 10))
 SELECTIVE = ("aurc", *(f"accuracy_at_{c}" for c in COVERAGES))
-BEYOND_COLUMNS = (
-    "id", "predicts", "kind", "condition", "severity", "pictures", *SCORES,
+ROBUSTNESS_COLUMNS = (
+    "id", "predicts", "kind", "condition", "severity", "images", *SCORES,
     *(f"auroc_{s}" for s in OOD_SCORES), *(f"fpr95_{s}" for s in OOD_SCORES), *SELECTIVE,
 )  # fmt: skip
 _TEXT = {
@@ -61,7 +61,7 @@ _WHOLE = {
     "stack_methods",
     "step",
     "severity",
-    "pictures",
+    "images",
 }
 
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ from dpivon.study.results.folder import Results
 from dpivon.study.run.passes import EagerPasses, Passes, chosen, eager_will_do
 from dpivon.study.run.predict import draw_rows, posterior_row, predict_row, scores
 from dpivon.study.run.progress import Left, Pace
-from dpivon.study.run.robustness import beyond_rows
+from dpivon.study.run.robustness import robustness_rows
 from dpivon.study.run.temperature_queries import RunPredictions, TemperatureQueries, tempered_scores
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Group:
     began: float
     places: list[int] = field(default_factory=list)
     rows: list[table.Row] = field(default_factory=list)
-    beyond: list[table.Row] = field(default_factory=list)
+    robustness: list[table.Row] = field(default_factory=list)
     predictions: dict[str, RunPredictions] = field(default_factory=dict)
 
 
@@ -45,7 +45,7 @@ class StackEvaluation:
         self.work, self.places = work, list(places)
         plan, data = work.plan, work.data
         self.sets = [data.eval_images, *([data.images] if plan.temperature_noise else [])]
-        each = sum(map(len, [*self.sets, *(condition.pictures for condition in work.made)]))
+        each = sum(map(len, [*self.sets, *(condition.images for condition in work.conditions)]))
         self.wide = (work.stack.std > 0).any(1).tolist()
         rows = [1 + plan.mc_samples * wide for wide in self.wide]
         self.passes = [each * rows[work.stack._row(i)] for i in range(len(work.runs))]  # of every run of the stack
@@ -81,7 +81,9 @@ class StackEvaluation:
             test, training = (each.probs for each in found.get("average", found["mean"]))
             group.predictions[run.id] = RunPredictions(test, training, work.stack.runs[work.stack._row(i)].seed)
         if work.plan.evaluate is not None:
-            group.beyond += beyond_rows(work.stack, i, run.id, work.made, work.plan.evaluate, passes=way, **draws)
+            group.robustness += robustness_rows(
+                work.stack, i, run.id, work.conditions, work.plan.evaluate, passes=way, **draws
+            )
         work.evaluated += 1
         group.places.append(i)
         group.rows.append(work.facts(i) | work.last_diagnostics(run.id) | row)
@@ -99,7 +101,7 @@ class StackEvaluation:
         ids = {row["id"] for row in group.rows}
         diagnostics = [d for d in work.diagnostics if d["id"] in ids]
         posteriors = {work.runs[i].id: work.posterior(i) for i in group.places} if work.settings.keep else {}
-        keep(Results(group.rows, diagnostics, group.beyond, posteriors))
+        keep(Results(group.rows, diagnostics, group.robustness, posteriors))
 
     def _way(self) -> Passes:
         """How to make the forward passes: tried on a run that is finite and has width, if there is one. It is chosen for the

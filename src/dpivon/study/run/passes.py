@@ -27,14 +27,14 @@ from dpivon.stacked import Network, PaperNetwork
 
 
 class Passes(Protocol):
-    """Logits of pictures that all rows see."""
+    """Logits of images that all rows see."""
 
     name: str
-    at_once: int  # pictures that are best handed over together
+    at_once: int  # images that are best handed over together
     joins: bool  # whether they may be of several sets
 
-    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Iterable[Tensor]:
-        """[n, classes] of every row of parameters in turn, for n normalised pictures."""
+    def logits(self, rows: Sequence[Tensor], images: Tensor) -> Iterable[Tensor]:
+        """[n, classes] of every row of parameters in turn, for n normalised images."""
         ...
 
 
@@ -53,19 +53,19 @@ class EagerPasses:
         self.at_once = LARGE if device.type == "cuda" else AT_ONCE
         self._model: nn.Module | None = None
 
-    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Iterator[Tensor]:
+    def logits(self, rows: Sequence[Tensor], images: Tensor) -> Iterator[Tensor]:
         if self._model is None:
             self._model = self.network.model(rows[0]).eval()
-        pictures = _laid_out(pictures)
+        images = _laid_out(images)
         for row in rows:
-            yield self.network.load(row, self._model)(pictures)
+            yield self.network.load(row, self._model)(images)
 
 
-def _laid_out(pictures: Tensor) -> Tensor:
+def _laid_out(images: Tensor) -> Tensor:
     """Channels last on a CPU, whose convolutions and norms are about twice as fast so; a GPU's norms want them first."""
-    if pictures.is_cuda or pictures.dim() != 4:
-        return pictures
-    return pictures.contiguous(memory_format=torch.channels_last)
+    if images.is_cuda or images.dim() != 4:
+        return images
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 COMPILED_BATCH = 2048  # images of a call: the compiled program has this one shape
@@ -74,32 +74,32 @@ COMPILED_BATCH = 2048  # images of a call: the compiled program has this one sha
 class CompiledPasses:
     """One model with memory of its own, into which every row is copied, so that the program finds it where it was compiled for.
 
-    Pictures come in calls of one size, the last of them padded, and with their channels last where the model convolves.
+    Images come in calls of one size, the last of them padded, and with their channels last where the model convolves.
     """
 
     at_once = 16 * COMPILED_BATCH
     joins = True
 
     def __init__(
-        self, network: Network, device: torch.device, *, channels_last: bool, pictures: int = COMPILED_BATCH
+        self, network: Network, device: torch.device, *, channels_last: bool, batch: int = COMPILED_BATCH
     ) -> None:
-        self.network, self.device, self.pictures = network, device, pictures
+        self.network, self.device, self.batch = network, device, batch
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.name = "a compiled network" + (", channels last" if channels_last else "")
         self._loose: nn.Module | None = None
 
-    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Iterator[Tensor]:
-        n = len(pictures)
-        calls = self._calls(pictures)
+    def logits(self, rows: Sequence[Tensor], images: Tensor) -> Iterator[Tensor]:
+        n = len(images)
+        calls = self._calls(images)
         for row in rows:
             self._load(row)
             yield torch.cat([self._run(call) for call in calls])[:n]
 
-    def _calls(self, pictures: Tensor) -> Sequence[Tensor]:
-        short = -len(pictures) % self.pictures
-        padded = F.pad(pictures, (*(0, 0) * (pictures.dim() - 1), 0, short)) if short else pictures
-        padded = padded.contiguous(memory_format=self.format if pictures.dim() == 4 else torch.contiguous_format)
-        return padded.split(self.pictures)
+    def _calls(self, images: Tensor) -> Sequence[Tensor]:
+        short = -len(images) % self.batch
+        padded = F.pad(images, (*(0, 0) * (images.dim() - 1), 0, short)) if short else images
+        padded = padded.contiguous(memory_format=self.format if images.dim() == 4 else torch.contiguous_format)
+        return padded.split(self.batch)
 
     def _load(self, row: Tensor) -> None:
         """A network may put a row into a model without copying it; the compiled model keeps its own memory."""
@@ -120,7 +120,7 @@ class KernelPasses:
     """All rows at once: :class:`dpivon.privacy.kernels.paper.forward.Forward`."""
 
     name = "kernels"
-    at_once = 32768  # their answers are small; how many pictures go through at once is the kernels' business
+    at_once = 32768  # their answers are small; how many images go through at once is the kernels' business
     joins = True
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -128,8 +128,8 @@ class KernelPasses:
 
         self.forward = Forward(layout, device)
 
-    def logits(self, rows: Sequence[Tensor], pictures: Tensor) -> Tensor:
-        return self.forward.logits(torch.stack(list(rows)), pictures)
+    def logits(self, rows: Sequence[Tensor], images: Tensor) -> Tensor:
+        return self.forward.logits(torch.stack(list(rows)), images)
 
 
 TOLERANCE, SHARE = 2e-3, 0.02
@@ -143,24 +143,24 @@ def eager_will_do(device: torch.device, passes: int) -> bool:
     return device.type != "cuda" or passes < WORTH_IT or _switched_off()
 
 
-def chosen(network: Network, rows: Sequence[Tensor], pictures: Tensor, say: Callable[[str], None]) -> Passes:
+def chosen(network: Network, rows: Sequence[Tensor], images: Tensor, say: Callable[[str], None]) -> Passes:
     """A way for this network on a GPU; ``say`` hears of every one that was tried in vain."""
-    eager = EagerPasses(network, pictures.device)
-    return first_that_agrees(fast_ways(network, rows[0]), eager, rows, pictures, say)
+    eager = EagerPasses(network, images.device)
+    return first_that_agrees(fast_ways(network, rows[0]), eager, rows, images, say)
 
 
 def first_that_agrees(
     ways: Iterator[Callable[[], Passes]],
     eager: Passes,
     rows: Sequence[Tensor],
-    pictures: Tensor,
+    images: Tensor,
     say: Callable[[str], None],
 ) -> Passes:
     """Whatever goes wrong with a way, in making it or in using it, the next one is tried; the eager one is the last."""
     for make in ways:
         try:
             way = make()
-            off, allowed = apart(way, eager, rows, pictures)
+            off, allowed = apart(way, eager, rows, images)
         except Exception as error:
             words = str(error).strip().splitlines()
             say(
@@ -174,14 +174,14 @@ def first_that_agrees(
 
 
 @torch.no_grad()
-def apart(way: Passes, eager: Passes, rows: Sequence[Tensor], pictures: Tensor) -> tuple[float, float]:
+def apart(way: Passes, eager: Passes, rows: Sequence[Tensor], images: Tensor) -> tuple[float, float]:
     """How far two ways are apart where they are looked at, and how far they may be."""
     places, some = (
         _spread(len(rows), COMPARED_ROWS).tolist(),
-        _spread(len(pictures), COMPARED_IMAGES).to(pictures.device),
+        _spread(len(images), COMPARED_IMAGES).to(images.device),
     )
-    said = [logits[some] for i, logits in enumerate(way.logits(rows, pictures)) if i in places]
-    twin = list(eager.logits([rows[i] for i in places], pictures[some]))
+    said = [logits[some] for i, logits in enumerate(way.logits(rows, images)) if i in places]
+    twin = list(eager.logits([rows[i] for i in places], images[some]))
     ours, theirs = (torch.stack(logits).double().softmax(-1) for logits in (said, twin))
     off = float(_difference(ours, theirs))
     neighbours = float(_difference(theirs, theirs.roll(1, dims=1)))

@@ -1,7 +1,7 @@
-"""Beyond the test set: pictures made worse, pictures of something else, and answers withheld.
+"""Beyond the test set: images made worse, images of something else, and answers withheld.
 
 Everything is computed from a run's final posterior, for its mean and for the average over draws, and written to
-OUT/beyond.csv: a row a run, condition and way of predicting.
+OUT/robustness.csv: a row a run, condition and way of predicting.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from dpivon.study.results.table import COVERAGES, OOD_SCORES, Row
 from dpivon.study.run.passes import Passes
 from dpivon.study.run.predict import posterior_row, predict_row
 
-BEYOND = "beyond.csv"
+ROBUSTNESS = "robustness.csv"
 CLEAN, SHIFT, FOREIGN = "clean", "shift", "ood"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where its package dataset-fashion-mnist puts the files
 
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Pictures to predict: bytes, or normalised as the study's own are. Foreign ones have no label among those learned."""
+    """Images to predict: bytes, or normalised as the study's own are. Foreign ones have no label among those learned."""
 
     kind: str
     name: str
     severity: int
-    pictures: Tensor
+    images: Tensor
     labels: Tensor | None
 
 
-def conditions(plan: Plan, data: StudyData, root: Path) -> list[Condition]:
-    """All that the plan asks for, the clean pictures first; on the data's device, made once for all runs."""
+def make_conditions(plan: Plan, data: StudyData, root: Path) -> list[Condition]:
+    """All that the plan asks for, the clean images first; on the data's device, made once for all runs."""
     wanted = plan.evaluate
     if wanted is None:
         return []
-    clean, labels = data.eval_images[: wanted.pictures], data.eval_labels[: wanted.pictures]
+    clean, labels = data.eval_images[: wanted.images], data.eval_labels[: wanted.images]
     out = [Condition(CLEAN, CLEAN, 0, clean, labels)]
     raw = (clean * STD + MEAN).clamp(0, 1)
     out += [
@@ -57,12 +57,12 @@ def conditions(plan: Plan, data: StudyData, root: Path) -> list[Condition]:
     for name in wanted.ood:
         foreign = data.foreign if name == HELD_OUT else _fashion(root, clean)
         assert foreign is not None  # the plan was checked
-        out.append(Condition(FOREIGN, name, 0, foreign[: wanted.pictures], None))
+        out.append(Condition(FOREIGN, name, 0, foreign[: wanted.images], None))
     return out
 
 
 def _fashion(root: Path, like: Tensor) -> Tensor:
-    """Fashion-MNIST's test pictures as bytes, in the size and channels of ``like``."""
+    """Fashion-MNIST's test images as bytes, in the size and channels of ``like``."""
     names = ("t10k-images-idx3-ubyte", "t10k-images-idx3-ubyte.gz")
     folders = [root, root / "fashion-mnist", DEBIAN]
     folder = next((f for f in folders if any((f / name).is_file() for name in names)), root)
@@ -73,11 +73,11 @@ def _fashion(root: Path, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def beyond_rows(
+def robustness_rows(
     stack: Stack,
     i: int,
     name: str,
-    made: Sequence[Condition],
+    conditions: Sequence[Condition],
     wanted: Evaluation,
     *,
     samples: int,
@@ -85,24 +85,24 @@ def beyond_rows(
     passes: Passes | None = None,
 ) -> list[Row]:
     """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.run.predict.predict_row`."""
-    pictures = [condition.pictures for condition in made]
-    found = predict_row(stack.network, *posterior_row(stack, i), pictures, samples=samples, seed=seed, passes=passes)
+    images = [condition.images for condition in conditions]
+    found = predict_row(stack.network, *posterior_row(stack, i), images, samples=samples, seed=seed, passes=passes)
     out: list[Row] = []
     for way, answers in found.items():
-        scores = labelled_scores(made, answers, selective=wanted.selective)
-        for j, (condition, answer) in enumerate(zip(made, answers, strict=True)):
+        scores = labelled_scores(conditions, answers, selective=wanted.selective)
+        for j, (condition, answer) in enumerate(zip(conditions, answers, strict=True)):
             row: Row = {"id": name, "predicts": way, "kind": condition.kind, "condition": condition.name}
-            row |= {"severity": condition.severity, "pictures": len(condition.pictures)}
+            row |= {"severity": condition.severity, "images": len(condition.images)}
             out.append(row | (scores[j] if j in scores else ood_scores(answers[0], answer)))
     return out
 
 
 def labelled_scores(
-    made: Sequence[Condition], answers: Sequence[ClassPrediction], *, selective: bool
+    conditions: Sequence[Condition], answers: Sequence[ClassPrediction], *, selective: bool
 ) -> dict[int, dict[str, float]]:
     """Scores of the conditions that have labels, by their places; those of one size at once."""
     by_size: dict[int, list[tuple[int, Tensor]]] = {}
-    for j, condition in enumerate(made):
+    for j, condition in enumerate(conditions):
         if condition.labels is not None:
             by_size.setdefault(len(condition.labels), []).append((j, condition.labels))
     out: dict[int, dict[str, float]] = {}
@@ -123,6 +123,6 @@ def ood_scores(ordinary: ClassPrediction, other: ClassPrediction) -> dict[str, f
 
 
 def _suspicions(p: ClassPrediction) -> list[Tensor]:
-    """Scores that are high where a picture looks foreign, in the order of their names."""
+    """Scores that are high where a image looks foreign, in the order of their names."""
     found = [-p.confidence.double(), p.entropy]
     return [*found, p.mutual_information] if p.samples else found

@@ -18,7 +18,7 @@ from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
 from dpivon.study.results.folder import alone, claim, finished, group, record, recorded, retire, under_way
 from dpivon.study.run.progress import Progress
-from dpivon.study.run.robustness import conditions
+from dpivon.study.run.robustness import make_conditions
 from dpivon.study.run.settings import MOST, Cluster, Outcome, Settings
 from dpivon.study.run.work import Work, clear, fitting
 
@@ -37,7 +37,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
             under_way(plan, out)  # nothing is, once it is cleared up
             return Outcome(len(plan.runs), len(plan.runs))
         data = load_data(plan, settings.data, device)
-        made = conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
+        conditions = make_conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
         stacks = group(plan, out, settings.stack or (MOST if device.type == "cuda" else 1), settings.only)
 
         def stop(work: Work | None = None) -> bool:
@@ -51,7 +51,7 @@ def run_study(plan: Plan, out: Path, settings: Settings) -> Outcome:
                 title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
                 with fitting(runs, folder):
                     known = recorded(out, plan)
-                    work = Work(plan, runs, folder, data, made, settings, device, progress, title, known=known)
+                    work = Work(plan, runs, folder, data, conditions, settings, device, progress, title, known=known)
                     with closing(work.kept):
                         if not work.train(stop):
                             break

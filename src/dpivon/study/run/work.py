@@ -65,7 +65,7 @@ class Work:
         runs: Sequence[PlannedRun],
         folder: Path,
         data: StudyData,
-        made: Sequence[Condition],
+        conditions: Sequence[Condition],
         settings: Settings,
         device: torch.device,
         progress: Shown,
@@ -75,7 +75,7 @@ class Work:
     ) -> None:
         self.plan, self.runs, self.folder, self.data = plan, list(runs), folder, data
         self.settings, self.device, self.progress, self.title = settings, device, progress, title
-        self.made, self.custody, self.known = made, custody or Custody(), known or {}
+        self.conditions, self.custody, self.known = conditions, custody or Custody(), known or {}
         self.note = Note(folder).write
         self.evaluated = 0  # runs, here
         default = "bfloat16" if device.type == "cuda" else "float32"

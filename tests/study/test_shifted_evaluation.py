@@ -27,7 +27,7 @@ from dpivon.study.run import evaluation, runner
 from dpivon.study.run import robustness as beyond
 from dpivon.study.run.passes import CompiledPasses, EagerPasses, first_that_agrees
 from dpivon.study.run.predict import predict_row
-from dpivon.study.run.robustness import Condition, beyond_rows, conditions, ood_scores
+from dpivon.study.run.robustness import Condition, make_conditions, ood_scores, robustness_rows
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
 from dpivon.study.run.work import Work
@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fashion(monkeypatch):
-    """Two hundred pictures in place of Fashion-MNIST's ten thousand."""
+    """Two hundred images in place of Fashion-MNIST's ten thousand."""
     pixels = np.random.default_rng(0).integers(0, 256, (200, 28, 28, 1), np.uint8)
     found = Images(pixels, np.zeros(200, np.uint8))
     monkeypatch.setattr(beyond, "load_fashion_mnist_test", lambda root: found)
@@ -73,31 +73,31 @@ def whole(tmp_path_factory):
 
 
 def rows_of(out):
-    found = table.read(out / "beyond.csv")
+    found = table.read(out / "robustness.csv")
     return {(r["id"], r["predicts"], r["condition"], r["severity"]): r for r in found}
 
 
-def test_conditions_are_the_same_pictures_in_other_states(tmp_path):
+def test_conditions_are_the_same_images_in_other_states(tmp_path):
     data = load_data(PLAN, tmp_path, CPU)
-    made = conditions(PLAN, data, tmp_path)
-    assert [(c.kind, c.name, c.severity, len(c.pictures)) for c in made] == [
+    made = make_conditions(PLAN, data, tmp_path)
+    assert [(c.kind, c.name, c.severity, len(c.images)) for c in made] == [
         ("clean", "clean", 0, 100),
         ("shift", "gaussian_noise", 1, 100), ("shift", "gaussian_noise", 5, 100),
         ("shift", "contrast", 1, 100), ("shift", "contrast", 5, 100),
         ("ood", "fashion-mnist", 0, 100), ("ood", "held-out", 0, 60),
     ]  # fmt: skip
     clean = data.eval_images[:100]
-    assert torch.equal(made[0].pictures, clean)
+    assert torch.equal(made[0].images, clean)
     raw = clean * 0.25 + 0.5
-    flat = made[4].pictures.float() / 255
+    flat = made[4].images.float() / 255
     mean = raw.mean((2, 3), keepdim=True)
     torch.testing.assert_close(flat, (raw - mean) * 0.15 + mean, atol=0.6 / 255, rtol=0)
     assert all(torch.equal(c.labels, data.eval_labels[:100]) for c in made[:5])
     assert made[5].labels is None
-    assert made[5].pictures.shape == (100, 1, 8, 8)
-    assert made[5].pictures.dtype == torch.uint8
-    torch.testing.assert_close(made[6].pictures, data.foreign)
-    assert conditions(replace(PLAN, evaluate=None), data, tmp_path) == []
+    assert made[5].images.shape == (100, 1, 8, 8)
+    assert made[5].images.dtype == torch.uint8
+    torch.testing.assert_close(made[6].images, data.foreign)
+    assert make_conditions(replace(PLAN, evaluate=None), data, tmp_path) == []
 
 
 def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path, monkeypatch):
@@ -108,12 +108,12 @@ def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path,
     monkeypatch.setattr(Work, "evaluate", lambda self, *a: kept.append((self.stack, self.runs)) or evaluate(self, *a))
     run_study(PLAN, tmp_path, FAST)
     data = load_data(PLAN, tmp_path, CPU)
-    found, made = rows_of(tmp_path), conditions(PLAN, data, tmp_path)
+    found, made = rows_of(tmp_path), make_conditions(PLAN, data, tmp_path)
     assert found == rows_of(whole)
     assert len(found) == 7 * (1 + 2 + 1)
     for stack, (run,) in kept:
         answers = predict_row(
-            stack.network, stack.mean[0], stack.std[0], [c.pictures for c in made], samples=3, seed=0 * 1_000_003
+            stack.network, stack.mean[0], stack.std[0], [c.images for c in made], samples=3, seed=0 * 1_000_003
         )
         assert set(answers) == ({"mean", "average"} if run.method == "dp-ivon-gradsq" else {"mean"})
         for way, each in answers.items():
@@ -140,10 +140,10 @@ def test_a_study_takes_the_way_that_was_tried_on_a_run_of_its_own(whole, tmp_pat
     """As on a GPU, with a model that would be compiled there: tried on the run with width, and one of the others is lost."""
     tried = []
 
-    def chosen(network, rows, pictures, say):
+    def chosen(network, rows, images, say):
         tried.append((len(rows), all(bool(torch.isfinite(row).all()) for row in rows)))
-        ways = iter([lambda: CompiledPasses(network, CPU, channels_last=True, pictures=64)])
-        return first_that_agrees(ways, EagerPasses(network, CPU), rows, pictures, pytest.fail)
+        ways = iter([lambda: CompiledPasses(network, CPU, channels_last=True, batch=64)])
+        return first_that_agrees(ways, EagerPasses(network, CPU), rows, images, pytest.fail)
 
     monkeypatch.setattr(evaluation, "eager_will_do", lambda device, passes: False)
     monkeypatch.setattr(evaluation, "chosen", chosen)
@@ -165,11 +165,11 @@ def test_a_study_takes_the_way_that_was_tried_on_a_run_of_its_own(whole, tmp_pat
             if isinstance(value, float) and name != "severity":
                 if key[0].startswith("dp-sgd"):
                     assert math.isnan(value), (key, name)
-                else:  # of a hundred pictures, trained beside others
+                else:  # of a hundred images, trained beside others
                     assert value == pytest.approx(expected[key][name], abs=0.03), (key, name)
 
 
-def test_all_pictures_clean_are_the_row_in_the_other_table(tmp_path):
+def test_all_images_clean_are_the_row_in_the_other_table(tmp_path):
     plan = replace(PLAN, runs=PLAN.runs[1:2], evaluate=Evaluation(ood=("held-out",)))
     run_study(plan, tmp_path, FAST)
     (row,) = table.read(tmp_path / "runs.csv")
@@ -199,7 +199,9 @@ def test_a_stack_is_evaluated_like_each_run_alone():
         stack = Stack(runs, network, images, labels, block=4)
         for _ in stack.train(6):
             pass
-        return [beyond_rows(stack, i, f"{r.seed}", made, WANTED, samples=4, seed=r.seed) for i, r in enumerate(runs)]
+        return [
+            robustness_rows(stack, i, f"{r.seed}", made, WANTED, samples=4, seed=r.seed) for i, r in enumerate(runs)
+        ]
 
     together = rows(RUNS)
     assert [len(r) for r in together] == [4, 2, 4, 4]
@@ -234,7 +236,7 @@ def test_a_crash_between_the_tables_repeats_nothing(whole, tmp_path, monkeypatch
             run_study(PLAN, tmp_path, FAST)
     assert rows_of(tmp_path)  # evaluated, but not finished
     assert run_study(PLAN, tmp_path, FAST).finished == 3
-    assert len(table.read(tmp_path / "beyond.csv")) == len(rows_of(tmp_path)) == 28
+    assert len(table.read(tmp_path / "robustness.csv")) == len(rows_of(tmp_path)) == 28
     assert rows_of(tmp_path) == rows_of(whole)
 
 
@@ -245,7 +247,7 @@ def test_machines_are_merged(whole, tmp_path):
     expected = {k: r for k, r in rows_of(whole).items() if not k[0].startswith("dp-ivon")}
     assert rows_of(tmp_path / "all") == expected
     merge(tmp_path / "all", [tmp_path / "dp-sgd"])
-    assert len(table.read(tmp_path / "all" / "beyond.csv")) == 14
+    assert len(table.read(tmp_path / "all" / "robustness.csv")) == 14
 
 
 def test_what_is_missing_is_missed_before_training(tmp_path, monkeypatch):
@@ -317,7 +319,7 @@ def test_plans_that_cannot_be(changes, words):
         ((("fog",), ()), "Give both or neither"),
         ((("fog", "fog"), (1,)), "names something twice"),
         (((), (), ("svhn",)), "ood='svhn'"),
-        (((), (), (), True, 3), "pictures=3"),
+        (((), (), (), True, 3), "images=3"),
         (((), (), (), "yes"), "selective='yes'"),
     ],
 )

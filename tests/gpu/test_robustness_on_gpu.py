@@ -12,14 +12,14 @@ from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
 from dpivon.study.plan.plan import Evaluation
-from dpivon.study.run.robustness import Condition, beyond_rows
+from dpivon.study.run.robustness import Condition, robustness_rows
 
 RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_corruptions_are_those_of_the_cpu(name):
-    """To rounding where nothing is drawn; where something is, as far from the clean picture."""
+    """To rounding where nothing is drawn; where something is, as far from the clean image."""
     coarse = torch.rand(400, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     x = torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear", align_corners=False)
     for severity in SEVERITIES:
@@ -47,7 +47,7 @@ def test_eight_classes_in_the_kernels_and_beyond():
         for _ in stack.train(100):
             pass
         wanted = Evaluation(ood=("held-out",), selective=True)
-        return [beyond_rows(stack, i, str(i), made, wanted, samples=4, seed=0) for i in range(len(chosen))]
+        return [robustness_rows(stack, i, str(i), made, wanted, samples=4, seed=0) for i in range(len(chosen))]
 
     together = rows(runs)
     assert [len(r) for r in together] == [4, 2]
