@@ -23,7 +23,7 @@ class Release:
         gradients: g_dp, by parameter.
         variance: the one actually used for this release, (σC/b)² for a mean over the expected batch b, so that bias
             corrections downstream cannot disagree with the mechanism.
-        batch_size: the public b that g_dp is a mean over; None if it is a sum, or if whoever made the release did not say.
+        batch_size: the public b that g_dp is a mean over; None if it is a sum or was not stated.
     """
 
     gradients: Mapping[Tensor, Tensor]

@@ -1,11 +1,11 @@
-"""Views of a picture: random flips and crops, several of every drawn example.
+"""Augmentation multiplicity: random flips and crops, several views of every drawn image.
 
 An example's gradient is the mean over its views, taken before clipping; so it moves the clipped sum by at most C, however many
-views there are and whatever they show. More views cost time and no budget. (De et al., *Unlocking High-Accuracy Differentially
-Private Image Classification through Scale*, 2022: "augmentation multiplicity".)
+views there are. More views cost time and no budget. (De et al., *Unlocking High-Accuracy Differentially Private Image
+Classification through Scale*, 2022.)
 
-Which view is drawn depends on the run's seed, the place in its streams and the example's number alone: not on who else is in
-the batch, nor on what it shows, nor on whether the batch is processed in parts. Given the views, a release is the usual one.
+Which view is drawn depends on the run's seed, the place in its streams and the example's number alone: not on the rest of the
+batch, nor on its content. Given the views, a release is the usual one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True)
 class Augmentation:
-    """``views`` of every drawn picture, each flipped and moved at random.
+    """``views`` of every drawn image, each flipped and moved at random.
 
     Attributes:
         views: how many; every example costs so many forward and backward passes.
         flip: turn left and right with probability ½.
-        crop: move by up to so many pixels in each direction, as if cut out of the picture with a margin of that width.
-        padding: what is in the margin, "reflect" (the picture mirrored) or "zeros".
+        crop: move by up to so many pixels in each direction, as if cut out of the image with a margin of that width.
+        padding: what is in the margin, "reflect" (the image mirrored) or "zeros".
     """
 
     views: int = 1
@@ -39,27 +39,27 @@ class Augmentation:
     padding: str = "reflect"
 
     def __post_init__(self) -> None:
-        views = check_whole("views", self.views, "Use 4, or 1 for one view a picture", at_least=1)
-        crop = check_whole("crop", self.crop, "Use 4 for pictures of 32×32, or 0 for no crop")
+        views = check_whole("views", self.views, "Use 4, or 1 for one view per image", at_least=1)
+        crop = check_whole("crop", self.crop, "Use 4 for images of 32×32, or 0 for no crop")
         if not isinstance(self.flip, bool):
-            raise bad("flip", self.flip, "is neither true nor false", "Say whether pictures may be mirrored")
+            raise bad("flip", self.flip, "is neither true nor false", "Say whether images may be mirrored")
         check_choice("padding", self.padding, PADDINGS, "Say what is in the margin")
         for name, value in (("views", views), ("crop", crop)):
             object.__setattr__(self, name, value)  # 4.0 is 4
 
     @property
     def changes(self) -> bool:
-        """Whether it does anything: one view that is neither flipped nor moved is the picture itself."""
+        """Whether it does anything: one view that is neither flipped nor moved is the image itself."""
         return self.views > 1 or self.flip or self.crop > 0
 
     def check(self, inputs: Tensor) -> None:
-        """Refuse what are no pictures, by their shape alone."""
+        """Refuse inputs that are not images, by their shape alone."""
         if inputs.dim() != 4:
-            problem = f"makes views of pictures, and the inputs have shape {tuple(inputs.shape)}"
+            problem = f"makes views of images, and the inputs have shape {tuple(inputs.shape)}"
             raise bad("augment", self, problem, "Give inputs of shape [N, channels, height, width], or no augment")
         side = min(inputs.shape[2:])
         if self.crop >= side:
-            raise bad("crop", self.crop, f"is as large as the pictures, which have {side} pixels", "Use fewer")
+            raise bad("crop", self.crop, f"is as large as the images, which have {side} pixels", "Use fewer")
 
     def choice(self, words: Sequence[Tensor]) -> Tensor:
         """From words of 32 random bits to what is done to each view: [..., 3], whether it is flipped, and how far it is moved
@@ -99,7 +99,7 @@ def used(augment: Augmentation | None) -> Augmentation | None:
 
 
 def of_every_view(values: Tensor, augment: Augmentation | None) -> Tensor:
-    """One value an example as one a view, in the order of :meth:`Augmentation.apply`."""
+    """One value per example as one per view, in the order of :meth:`Augmentation.apply`."""
     if augment is None:
         return values
     return values.unsqueeze(1).expand(-1, augment.views, *values.shape[1:]).flatten(0, 1)

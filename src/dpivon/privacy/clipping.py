@@ -107,7 +107,7 @@ class PerLayerClipping:
 
     def factors(self, norms: Tensor) -> Tensor:
         bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1)
-        # An example that is bad in one tensor is dropped everywhere: half an example is no example.
+        # An example that is bad in one tensor is dropped everywhere: half an example is not an example.
         usable = torch.isfinite(norms).all(dim=0, keepdim=True)
         return torch.where(usable, _factor(norms, bounds), torch.zeros_like(norms))
 
@@ -172,10 +172,10 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
 
 
 def struck_examples(factors: Tensor) -> Tensor | None:
-    """Which examples contribute nothing; None if it was seen that there are none.
+    """Which examples are dropped, as not finite; None if values were read and there are none.
 
-    0 · NaN is NaN: their gradients are to be taken out before anything multiplies them. Where nobody looks that is done
-    whether there are any or not, and changes nothing if not.
+    0 · NaN is NaN: their gradients are to be taken out before anything multiplies them. Where values are not
+    read it is done whether there are any or not.
     """
     struck = (factors == 0.0).any(dim=0)
     return None if readable(struck) and not bool(struck.any()) else struck

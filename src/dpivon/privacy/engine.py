@@ -133,7 +133,7 @@ class PrivacyEngine(OpacusVerbs):
             optimizer: :class:`dpivon.IVON` for a posterior, or any ``torch.optim`` optimizer (DP-SGD, DP-Adam, …).
             data_loader: its dataset and batch size are kept, its sampler is replaced by Poisson sampling.
             noise_multiplier: σ. With 0 training runs, recorded as non-private.
-            max_grad_norm: C; a list of bounds, one a parameter, with ``clipping="per_layer"``.
+            max_grad_norm: C; a list of bounds, one per parameter, with ``clipping="per_layer"``.
             criterion: the loss, to be checked: a mean that divides by anything but the rows of the batch is refused.
             batch_first: whether the batch is dimension 0 (True) or 1.
             loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.

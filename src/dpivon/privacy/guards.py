@@ -32,12 +32,8 @@ def check_model(module: nn.Module) -> None:
         raise bad("module", type(module).__name__, "has no trainable parameters", "Set requires_grad on some")
     for name, p in trainable:
         if p.dtype == torch.float16:
-            raise bad(
-                f"module.{name}",
-                p.dtype,
-                "sums of clipped gradients lose the guarantee in fp16",
-                "Use module.float() and, for speed, bf16 autocast",
-            )
+            problem = "sums of clipped gradients lose the guarantee in fp16"
+            raise bad(f"module.{name}", p.dtype, problem, "Use module.float() and, for speed, bf16 autocast")
         if p.is_complex():
             raise bad(f"module.{name}", p.dtype, "complex gradients have no norm here", "Keep real and imaginary parts")
     devices = sorted({str(p.device) for _, p in trainable})
@@ -59,9 +55,8 @@ def check_model(module: nn.Module) -> None:
                 "its clipped gradient. Make the embedding without it."
             )
         if isinstance(layer, torch.jit.ScriptModule):
-            raise bad(
-                f"module.{name}", type(layer).__name__, "is compiled and cannot be watched", "Pass the plain module"
-            )
+            problem = "is compiled and cannot be watched"
+            raise bad(f"module.{name}", type(layer).__name__, problem, "Pass the plain module")
     problems = ModuleValidator.validate(module, strict=False)
     # We have a rule for the attention that Opacus asks to be replaced.
     problems = [p for p in problems if "nn.MultiheadAttention" not in str(p)]
@@ -75,19 +70,12 @@ def check_model(module: nn.Module) -> None:
 def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
     """An optimizer of this model's parameters that learns only from what the boundary hands it."""
     if isinstance(optimizer, OpacusDPOptimizer):
-        raise bad(
-            "optimizer",
-            type(optimizer).__name__,
-            "is already private",
-            "Pass the plain optimizer, and only once",
-        )
+        fix = "Pass the plain optimizer, and only once"
+        raise bad("optimizer", type(optimizer).__name__, "is already private", fix)
     if hasattr(optimizer, "sampled_params") and not isinstance(optimizer, IVON):
-        raise bad(
-            "optimizer",
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            "captures raw gradients on leaving sampled_params, before they are clipped and noised",
-            "Use dpivon.IVON",
-        )
+        name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        problem = "captures raw gradients on leaving sampled_params, before they are clipped and noised"
+        raise bad("optimizer", name, problem, "Use dpivon.IVON")
     names = {p: name for name, p in module.named_parameters()}
     optimised = set(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     strangers = [p for p in optimised if p not in names]
@@ -100,11 +88,9 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
         )
     left_out = [name for p, name in names.items() if p.requires_grad and p not in optimised]
     if left_out:
+        problem = f"{len(left_out)} trainable parameter(s) of the module are not in it"
         raise bad(
-            "optimizer",
-            f"without {left_out[0]!r}",
-            f"{len(left_out)} trainable parameter(s) of the module are not in it",
-            "Add them, or freeze them with requires_grad_(False)",
+            "optimizer", f"without {left_out[0]!r}", problem, "Add them, or freeze them with requires_grad_(False)"
         )
 
 
@@ -113,7 +99,7 @@ def preflight(dataset: Any, classes: int | None = None) -> int:
 
     >>> dpivon.preflight(train_set, classes=10)
 
-    Once training has begun no error depends on data: a record that is not finite contributes zero, and nobody learns of it.
+    Once training has begun no error depends on data: a record that is not finite silently contributes zero.
     So its owner looks before step 0. The answer is about single records: keep it with the data, and publish neither it nor
     the fact that a record was removed because of it.
 
@@ -129,7 +115,7 @@ def preflight(dataset: Any, classes: int | None = None) -> int:
     if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(isinstance(t, Tensor) for t in dataset):
         inputs, labels = dataset
         if len(inputs) != len(labels):
-            raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
+            raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label per input")
         for begin in range(0, len(inputs), _SAMPLES_AT_ONCE):
             rows = slice(begin, begin + _SAMPLES_AT_ONCE)
             _check_records(inputs[rows], labels[rows], begin, classes)
@@ -139,7 +125,7 @@ def preflight(dataset: Any, classes: int | None = None) -> int:
         for i in range(number):
             record = dataset[i]
             if not isinstance(record, tuple | list) or len(record) != 2:
-                raise bad("dataset", type(record).__name__, f"record {i} is no pair", "Let it be (input, label)")
+                raise bad("dataset", type(record).__name__, f"record {i} is not a pair", "Let it be (input, label)")
             _check_records(torch.as_tensor(record[0])[None], torch.as_tensor(record[1])[None], i, classes)
     else:
         raise bad("dataset", type(dataset).__name__, "has no length and items", "Pass a dataset or (inputs, labels)")

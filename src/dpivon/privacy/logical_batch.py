@@ -173,8 +173,7 @@ def drop_sums(inner: Optimizer) -> None:
 
 def add_sums(params: Sequence[Any], sums: Sequence[Tensor]) -> None:
     """All or nothing: after an error half-way, a retry would count the batch twice in some of the parameters."""
-    held = [p.summed_grad for p in params]
-    _check_unreleased(held)
+    held = list(unreleased_sums(params).values())
     if any(h is None for h in held):
         new = [s if h is None else h + s for h, s in zip(held, sums, strict=True)]
     else:
@@ -183,16 +182,12 @@ def add_sums(params: Sequence[Any], sums: Sequence[Tensor]) -> None:
         p.summed_grad = total
 
 
-def unreleased_sums(params: Sequence[Any]) -> dict[Tensor, Tensor]:
+def unreleased_sums(params: Sequence[Any]) -> dict[Tensor, Any]:
     """The sum by parameter; an error if it was released before."""
-    _check_unreleased([p.summed_grad for p in params])
+    for p in params:
+        if p.summed_grad is not None:
+            _check_processed_flag(p.summed_grad)
     return {p: p.summed_grad for p in params}
-
-
-def _check_unreleased(held: Sequence[Tensor | None]) -> None:
-    for total in held:
-        if total is not None:
-            _check_processed_flag(total)
 
 
 def hand_over(release: Release, params: Sequence[Any], inner: Optimizer) -> None:
@@ -201,7 +196,8 @@ def hand_over(release: Release, params: Sequence[Any], inner: Optimizer) -> None
         p.grad = None
         if p not in release.gradients:
             p.summed_grad = None
-    released = TensorList([_shaped(release.gradients[p], local(p)) for p in params])
+    pairs = [(release.gradients[p], local(p)) for p in params]
+    released = TensorList([g if g.shape == own.shape else g.view_as(own) for g, own in pairs])
     for p, g in zip(params, released.copied([p.dtype for p in params]), strict=True):
         _mark_as_processed(p.summed_grad)
         p.grad = like_parameter(g, p)
@@ -209,10 +205,6 @@ def hand_over(release: Release, params: Sequence[Any], inner: Optimizer) -> None
 
 def _all_parameters(inner: Optimizer) -> Iterator[Any]:
     return (p for group in inner.param_groups for p in group["params"])
-
-
-def _shaped(g: Tensor, p: Tensor) -> Tensor:
-    return g if g.shape == p.shape else g.view_as(p)
 
 
 class BatchMemoryManager:
@@ -240,12 +232,8 @@ class BatchMemoryManager:
 
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
         self.data_loader, self.optimizer = data_loader, optimizer
-        self.max_physical_batch_size = check_whole(
-            "max_physical_batch_size",
-            max_physical_batch_size,
-            "Use what fits in memory, such as 64",
-            at_least=1,
-        )
+        name, fix = "max_physical_batch_size", "Use what fits in memory, such as 64"
+        self.max_physical_batch_size = check_whole(name, max_physical_batch_size, fix, at_least=1)
 
     def __enter__(self) -> MicroBatches:
         self.optimizer.abandon_virtual_batch()
@@ -272,12 +260,9 @@ class MicroBatches:
         Nothing of it was released, so it is charged once, when it is. ``max_physical_batch_size`` stays halved.
         """
         if self._split is None or self._source.num_workers:
-            raise bad(
-                "num_workers",
-                self._source.num_workers,
-                "batches were fetched ahead, or none was handed out yet",
-                "Call retry() inside the loop over micro-batches, with num_workers=0",
-            )
+            problem = "batches were fetched ahead, or none was handed out yet"
+            fix = "Call retry() inside the loop over micro-batches, with num_workers=0"
+            raise bad("num_workers", self._source.num_workers, problem, fix)
         if self.optimizer.together.sharded:
             raise PrivacyError(
                 "retry() on a sharded model: the other ranks would not run the batch again, and wait for ever. Start again "
@@ -286,9 +271,8 @@ class MicroBatches:
         if self.optimizer.draws is not None and not self.optimizer.draws.redeemable:
             raise PrivacyError("retry() after its batch was released: it would be released twice. Go on to the next.")
         if self.size == 1:
-            raise bad(
-                "max_physical_batch_size", 1, "not even one example fits", "Use a smaller model or another device"
-            )
+            fix = "Use a smaller model or another device"
+            raise bad("max_physical_batch_size", 1, "not even one example fits", fix)
         self.size //= 2
         self.optimizer.abandon_virtual_batch()
         self._split.size, self._split.again = self.size, True

@@ -226,8 +226,7 @@ def release(
 ) -> Release:
     """g_dp = (Σ clipped gradients + noise) / b, charged first; by the Gaussian mechanism the noise is N(0, σ²C² I).
 
-    If the process dies between the charge and the release, the budget has paid for something nobody saw; the other
-    order could show something nobody paid for.
+    If the process dies between the charge and the release, budget is wasted; the other order could hide a release.
 
     Noise is drawn and added in double and the result is rounded to the parameter's precision (never below fp32) here, before
     anybody sees it: attacks on noise in floating point read its low bits.

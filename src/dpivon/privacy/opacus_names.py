@@ -40,21 +40,15 @@ class OpacusNames(OpacusDPOptimizer):  # type: ignore[misc]
 
     def __init__(self, optimizer: Optimizer, *, spec: NoiseSpec, clipping: Clipping, noise: NoiseSource) -> None:
         self.original_optimizer = optimizer
-        self._init_optimizer_protocol()
+        # What torch.optim.Optimizer sets up besides state and groups, which belong to the inner optimizer.
+        for event in ("step", "state_dict", "load_state_dict"):
+            for when in ("pre", "post"):
+                setattr(self, f"_optimizer_{event}_{when}_hooks", OrderedDict())
+        self._patch_step_function()
         self._spec, self._clipping = spec, clipping
         self.noise = noise
         self.secure_mode = isinstance(noise, SecureNoise)
         self.step_hooks: list[Callable[[Any], None]] = []
-
-    def _init_optimizer_protocol(self) -> None:
-        """What ``torch.optim.Optimizer.__init__`` sets up besides state and groups, which belong to the inner optimizer."""
-        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._optimizer_state_dict_pre_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._optimizer_state_dict_post_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._optimizer_load_state_dict_pre_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks: OrderedDict[int, Any] = OrderedDict()
-        self._patch_step_function()
 
     # ---- the spec
 

@@ -125,6 +125,6 @@ def compiled(function: _F, device: torch.device, *, again: bool = False) -> _F:
     """
     if device.type != "cuda":
         return function
-    # One process may train many stacks of different sizes; past the limit torch would go back to eager without a word.
+    # One process may train many stacks of different sizes; past the limit torch would silently go back to eager.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     return cast(_F, torch.compile(function, dynamic=False, options=options(again=again)))

@@ -3,7 +3,7 @@
 A release that was made and lost is charged, and somebody may have seen it. To make it again costs nothing if it comes out
 the same to the bit: the same clipped sum, and noise from the same state. Anything else must be a new release, with noise
 and a batch that are independent of it: the same noise on two sums subtracts to their difference, and the same batch
-under two noises is no second Poisson sample.
+under two noises is not a second Poisson sample.
 
 Two copies of a run's folder hold the same generators, and may go on apart: with another learning rate, another loss. So
 noise is not drawn from the generator's state alone but from that state and the digest of the sum that it is added to: the

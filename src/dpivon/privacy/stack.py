@@ -38,7 +38,7 @@ class StackedGradients(Protocol):
 
 
 class StackedMechanism:
-    """Releases a row a run: g_dp = (Σ ḡ + N(0, σ²C²)) / b, row by row from the run's own stream.
+    """Releases one row per run: g_dp = (Σ ḡ + N(0, σ²C²)) / b, row by row from the run's own stream.
 
     Charging comes first and by the block: :meth:`reserve` charges every run for n releases before any of them is
     launched, since a captured step runs without Python. What a crash leaves unused stays charged.
@@ -159,7 +159,7 @@ class StackedMechanism:
         return True
 
     def evidence(self, sums: Tensor, at: int) -> str:
-        """Of what release number ``at`` is made of, for whoever has the key."""
+        """Of what release number ``at`` is made of, keyed."""
         total = hmac.new(self.key, f"{at} {list(sums.shape)}".encode(), hashlib.sha256)
         total.update(bytes_of(sums))
         return total.hexdigest()[:32]

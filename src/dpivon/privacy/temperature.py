@@ -14,10 +14,9 @@ multiplier σ√k at sampling rate 1; which interval comes next is post-processi
 of them cost exactly what one of noise multiplier σ costs, and they enter the account as k rows (σ√k, q = 1), so that
 every accountant composes them with the training. Rényi, PRV and PLD bounds hold as for gradients.
 
-**Why this one.** Near the best τ = log T the summed NLL is n a (τ − τ*)²/2. An exponential mechanism over a grid, of the same
-Rényi cost α/(2σ²) (bounded range R an example, ε = 2/σ, which is ε²/8-zCDP), returns τ with variance R σ/(2 n a): it errs by
-the order of (σ/n)^½. A noisy gradient errs by B σ √k/(n a), the order of σ/n. Noise on the NLLs of a grid of G has
-sensitivity B √G. ``experiments.strong_privacy.recipe`` measures all three. B = 3 nats: of predictions that are right
+**Why this one.** Near the best τ = log T the summed NLL is n a (τ − τ*)²/2. An exponential mechanism over a grid at the same
+Rényi cost errs by the order of (σ/n)^½; a noisy gradient errs by B σ √k/(n a), the order of σ/n. Noise on the NLLs of a grid
+of G has sensitivity B √G. ``experiments.strong_privacy.recipe`` measures all three. B = 3 nats: of predictions that are right
 about themselves the root moves by 3 % at most, from 2 classes to 100; a tighter bound has less noise and leans to too sure.
 
 **Which data.** Calibration data are private people too. If they may also be training data, charge the training's own
@@ -215,7 +214,7 @@ def charge_to(account: Accountant | PrivacyEngine) -> Charge:
     given: Any = account
     if not isinstance(given, Accountant):
         fix = "Give the PrivacyEngine that trained the model, or its accountant: a release without an account has no ε"
-        raise bad("account", type(account).__name__, "is no account", fix)
+        raise bad("account", type(account).__name__, "is not an account", fix)
 
     def charge(spec: NoiseSpec) -> None:
         if spec.unaccounted:
