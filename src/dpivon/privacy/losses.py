@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import DpivonError, PrivacyError, bad, check_choice
-from dpivon.privacy.gradients.means import intercept_backward, losses_under_way
+from dpivon.privacy.gradients.means import MEAN, intercept_backward, losses_under_way, walk
 from dpivon.privacy.gradients.model_io import tensors_in
 from dpivon.privacy.made_up import Kind, NotTried, made_up, some_rows
 
-_MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph
 _NLL = "NllLoss"  # how its names of those nodes begin
 _DEFAULT_IGNORE = -100
 _CHECKED = "_CheckedBackward"
@@ -297,38 +296,27 @@ class _Look:
         roots = [r.grad_fn for r in losses_under_way() if isinstance(r, Tensor)]
         if not roots:
             raise _unseen("the losses it began with are unknown")
-        nodes = _below(roots, self._end)
+        nodes = walk(roots, self._ends)
         ignored = self._watch is not None and self._watch.ignored()
-        for node in nodes if not ignored else _below(roots, None):
+        for node in nodes if not ignored else walk(roots):
             if not node.name().startswith(_NLL):
                 continue
             # Else it is the loss of another model. A loss inside the model is above its output only if nothing ends the walk.
-            if ignored or any(_name(n) == self._end for n in _below([node], self._end)):
-                if node._saved_reduction == _MEAN:
+            if ignored or any(map(self._ends, walk([node], self._ends))):
+                if node._saved_reduction == MEAN:
                     _check_nll(node, ignored=ignored)
                 if self._watch is not None:
                     _check_reduction(node, nodes, self._watch.loss_reduction)
         if self._watch is not None:
             self._watch.checked = any(node.name() == _CHECKED for node in nodes)
 
+    def _ends(self, node: Any) -> bool:
+        return _name(node) == self._end
+
 
 def _name(node: Any) -> tuple[str, int]:
     """What tells a node of the graph from all others: its number in the order of their making."""
     return node.name(), node._sequence_nr()
-
-
-def _below(nodes: list[Any], end: tuple[str, int] | None) -> list[Any]:
-    """The nodes of a graph from these down to the model's output, which is the ``end``; without one, all of them."""
-    seen: set[Any] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if end is None or _name(node) != end:
-            pending += [following for following, _ in node.next_functions]
-    return list(seen)
 
 
 def _check_nll(node: Any, *, ignored: bool) -> None:
@@ -347,9 +335,9 @@ def _check_nll(node: Any, *, ignored: bool) -> None:
     )
 
 
-def _check_reduction(node: Any, path: list[Any], loss_reduction: str) -> None:
+def _check_reduction(node: Any, path: set[Any], loss_reduction: str) -> None:
     """A sum that nothing divides is no mean, and the reverse."""
-    found = {0: "none", _MEAN: "mean", 2: "sum"}[int(node._saved_reduction)]
+    found = {0: "none", MEAN: "mean", 2: "sum"}[int(node._saved_reduction)]
     if found in ("none", loss_reduction) or any(n.name().startswith(("Div", "Mul", "Mean", "Sum")) for n in path):
         return
     raise PrivacyError(

@@ -28,7 +28,7 @@ from dpivon.privacy.precision import without_autocast
 Node = Any
 #: From the gradient of a node's output to that of its input, times the rows of the batch.
 _Rule = Callable[[Tensor], Tensor]
-_MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph
+MEAN = 1  # torch's code for reduction="mean" in the nodes of its graph
 _SUM = 2
 _ELEMENTWISE = (
     *("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
@@ -129,7 +129,7 @@ def _replaced(rule: _Rule) -> Callable[[Any, Any], Any]:
 def _plan(roots: list[Node]) -> tuple[dict[Node, _Rule], set[Node]] | None:
     """Nodes that divide by the rows, one on every way from a loss to a private output, and those outputs; None if there are
     none. Multiplied there or elsewhere on the way, the numbers are the same but for their rounding."""
-    outputs = {node for node in _walk(roots) if _is_output(node)}
+    outputs = {node for node in walk(roots, _is_output) if _is_output(node)}
     sizes = {output.rows for output in outputs}
     if len(sizes) != 1:
         return None
@@ -141,11 +141,11 @@ def _plan(roots: list[Node]) -> tuple[dict[Node, _Rule], set[Node]] | None:
             rule = next((rule for kind in kinds if (rule := kind(node, rows)) is not None), None)
             if rule is not None:
                 means[node] = rule
-            return rule is not None
+            return rule is not None or _is_output(node)
 
-        if any(_is_output(node) for node in _walk(roots, divides)):
+        if any(_is_output(node) for node in walk(roots, divides)):
             continue  # on a way without a mean
-        after = _walk([following for node in means for following, _ in node.next_functions])
+        after = walk([following for node in means for following, _ in node.next_functions], _is_output)
         # A second mean on one way, or a parameter of the caller's, whose gradient must stay that of the mean.
         if not any(node in means or node.name().endswith("AccumulateGrad") for node in after):
             return means, outputs
@@ -156,8 +156,8 @@ def _is_output(node: Node) -> bool:
     return isinstance(node, UndoneMean._backward_cls)
 
 
-def _walk(nodes: Sequence[Node], ends: Callable[[Node], bool] = lambda node: False) -> set[Node]:
-    """The nodes from these down to the outputs of private models, or to where it ``ends``, these included."""
+def walk(nodes: Sequence[Node], ends: Callable[[Node], bool] = lambda node: False) -> set[Node]:
+    """The nodes of a graph from these down to where it ``ends``, these included."""
     seen: set[Node] = set()
     pending = list(nodes)
     while pending:
@@ -165,7 +165,7 @@ def _walk(nodes: Sequence[Node], ends: Callable[[Node], bool] = lambda node: Fal
         if node is None or node in seen:
             continue
         seen.add(node)
-        if not _is_output(node) and not ends(node):
+        if not ends(node):
             pending += [following for following, _ in node.next_functions]
     return seen
 
@@ -190,7 +190,7 @@ def _mean(node: Node, rows: int) -> _Rule | None:
 def _fused(node: Node, rows: int) -> _Rule | None:
     """A loss of torch's that takes the mean itself."""
     kind = node.name().removesuffix("Backward0")
-    if kind not in (*_ELEMENTWISE, *_OF_CLASSES) or node._saved_reduction != _MEAN:
+    if kind not in (*_ELEMENTWISE, *_OF_CLASSES) or node._saved_reduction != MEAN:
         return None
     if any(following is not None for following, _ in node.next_functions[1:]):
         return None  # targets that want a gradient, too
