@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 from typing import Any
 
 from torch import nn
@@ -14,12 +14,18 @@ from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import CorrectedSquaredGradient, CurvatureEstimator, Reparameterised, SquaredGradient
 from dpivon.optim.ivon import IVON
 from dpivon.optim.ivon_rule import IVONRule
-from dpivon.optim.sgld import PSGLD, SGLD, LangevinDynamics
+from dpivon.optim.sgld import CHAIN, PSGLD, SGLD, LangevinDynamics
 from dpivon.optim.steady import Calm, CalmOptimizer, Steady, SteadyOptimizer
 from dpivon.variational import BayesByBackprop, variational
 
 _DRAWS = "average over weight draws"
 _GAUSSIAN = "diagonal Gaussian over all weights"
+#: IVON's own options, but for those that a method sets or that are for migration.
+_IVON = {
+    key: option.default
+    for key, option in inspect.signature(IVON).parameters.items()
+    if key not in ("params", "lr", "ess", "curvature", "hess_approx", "generator")
+}
 
 
 def _with_ess(kind: Any) -> Build:
@@ -44,8 +50,6 @@ def _ivon(
     first: str = "",
     private: bool = True,
 ) -> Method:
-    rule = IVONRule(estimator)
-    own = {"mc_samples": 1, "clip_radius": math.inf, "debias": True, "rescale_lr": True}
     return Method(
         name=name,
         title=title,
@@ -53,12 +57,12 @@ def _ivon(
         choose=choose,
         reference=f"{first}Shen et al. 2024",
         lr=1.0,
-        rule=rule if private else None,
+        rule=IVONRule(estimator) if private else None,
         optimises="mean and variance of a Gaussian",
         posterior=_GAUSSIAN,
         predicts=_DRAWS,
         build=_with_ess(IVON),
-        defaults={"curvature": estimator.name, "ess": None, **options_of(rule), **own},
+        defaults={"curvature": estimator.name, "ess": None, **_IVON},
         samples=32,
     )
 
@@ -86,7 +90,6 @@ def _dropout(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:
     return made, MCDropout(made.parameters(), Adam(), lr=setup.lr, **options)
 
 
-_CHAIN = {"burn_in": 0.5, "thinning": 1, "max_samples": 64, "max_bytes": 2**28}
 _CHAIN_WORDS: dict[str, Any] = {
     "optimises": "a chain of weights",
     "posterior": "up to 64 kept samples, with the temperature they were drawn at",
@@ -158,7 +161,7 @@ METHODS = (
         lr=1.0,
         rule=SGLD(),
         build=_langevin(False),
-        defaults={**options_of(SGLD()), **_CHAIN},
+        defaults={**options_of(SGLD()), **CHAIN},
         **_CHAIN_WORDS,
     ),
     Method(
@@ -170,7 +173,7 @@ METHODS = (
         lr=0.01,
         rule=PSGLD(),
         build=_langevin(True),
-        defaults={**options_of(PSGLD()), **_CHAIN},
+        defaults={**options_of(PSGLD()), **CHAIN},
         **_CHAIN_WORDS,
     ),
     Method(

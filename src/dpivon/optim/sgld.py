@@ -98,6 +98,9 @@ class PSGLD:
 
 Sample = dict[int, Tensor]
 
+#: Which iterates are kept unless somebody says otherwise.
+CHAIN: dict[str, Any] = {"burn_in": 0.5, "thinning": 1, "max_samples": 64, "max_bytes": 2**28}
+
 
 class Chain:
     """Kept iterates, each a set of tensors by position, on the CPU.
@@ -110,7 +113,12 @@ class Chain:
     """
 
     def __init__(
-        self, *, burn_in: float = 0.5, thinning: int = 1, max_samples: int = 64, max_bytes: int = 2**28
+        self,
+        *,
+        burn_in: float = CHAIN["burn_in"],
+        thinning: int = CHAIN["thinning"],
+        max_samples: int = CHAIN["max_samples"],
+        max_bytes: int = CHAIN["max_bytes"],
     ) -> None:
         burn_in = check_number("burn_in", burn_in, "Use a share such as 0.5 or a number of steps", at_least=0.0)
         if burn_in >= 1.0:
@@ -216,15 +224,11 @@ class LangevinDynamics(RuleOptimizer):
         params: parameters, named parameters, or parameter groups.
         lr: step size α.
         ess: N, the public number of training examples.
-        temperature: T; 1 is the posterior itself, the default a colder one.
-        weight_decay: δ, the precision of the prior divided by N.
         preconditioned: use G from squared gradients (pSGLD) instead of 1.
-        burn_in: below 1, the share of steps left out of the posterior; otherwise a number of steps.
-        thinning: how many steps from one kept iterate to the next, at first; doubled whenever there is no more room.
-        max_samples: how many iterates are kept at most.
-        max_bytes: how much memory they may take, on the CPU.
         generator: source of the top-up noise; the device's default generator if None.
-        **hyper: ``beta2`` and ``nu`` of the preconditioner.
+        **options: those of :class:`Chain` (``burn_in``, ``thinning``, ``max_samples``, ``max_bytes``), ``temperature`` T (1 is
+            the posterior itself, the default a colder one), ``weight_decay`` δ, the precision of the prior divided by N, and
+            ``beta2`` and ``nu`` of the preconditioner.
     """
 
     def __init__(
@@ -233,20 +237,14 @@ class LangevinDynamics(RuleOptimizer):
         lr: float,
         ess: float,
         *,
-        temperature: float = TEMPERATURE,
-        weight_decay: float = 1e-4,
         preconditioned: bool = False,
-        burn_in: float = 0.5,
-        thinning: int = 1,
-        max_samples: int = 64,
-        max_bytes: int = 2**28,
         generator: torch.Generator | None = None,
-        **hyper: float,
+        **options: Any,
     ) -> None:
-        self.chain = Chain(burn_in=burn_in, thinning=thinning, max_samples=max_samples, max_bytes=max_bytes)
+        self.chain = Chain(**{key: options.pop(key) for key in CHAIN if key in options})
         self._noise_variance = 0.0
-        hyper = {"ess": ess, "temperature": temperature, "weight_decay": weight_decay, **hyper}
-        super().__init__(params, PSGLD() if preconditioned else SGLD(), lr=lr, generator=generator, **hyper)
+        rule = PSGLD() if preconditioned else SGLD()
+        super().__init__(params, rule, lr=lr, generator=generator, ess=ess, **options)
         self.chain.room(self._iterate())
 
     def _stepped(self, release: Release | None) -> None:
