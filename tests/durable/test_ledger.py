@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon import PrivacyEngine, StorageError
 from dpivon.durable import ledger as module
+from dpivon.durable.files import replace
 from dpivon.durable.ledger import Ledger, read
 from dpivon.errors import DpivonError, PrivacyError
 from dpivon.privacy.accounting import epsilon
@@ -310,3 +313,13 @@ def test_an_engine_takes_its_ledger_before_the_first_step_and_only_one(path):
     other.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     with pytest.raises(DpivonError, match="before the first step"):
         other.attach_ledger(path.with_name("third"))
+
+
+def test_a_read_only_file_system_is_an_error_in_words(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError, match="Read-only file system"):
+        replace(tmp_path / "file", b"content", mode=0o600)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from clinic import clinic
 
+from clinic import clinic
 from dpivon import DpivonError, budget
 from dpivon.sources.schema import draft, draft_from_sample, read_schema
 from dpivon.train import config as configs

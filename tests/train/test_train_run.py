@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clinic import HEADER, clinic, rows, write_csv
 from PIL import Image
 
 import dpivon
+from clinic import HEADER, clinic, rows, write_csv
 from dpivon import DpivonError, PrivacyWarning, budget
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.train import load, resolve, train

@@ -122,34 +122,22 @@ def plot(audits: Sequence[Audit], path: Path, broken: Sequence[tuple[str, Audite
     axes.fill_between([low, top], [low, top], [3 * top, 3 * top], color=RED, alpha=0.08, lw=0)
     axes.plot([low, top], [low, top], color="#666666", lw=1.2)
     axes.text(low * 1.1, 2.2 * top, "above the line: the claim is refuted", color=RED, fontsize=9)
-    single = sorted(
-        (a for audit in audits[:1] for a in audit.audited if a.attack == "single releases"), key=lambda a: a.claimed
-    )
-    if single:
-        xs = [a.claimed for a in single]
-        axes.plot(
-            xs, [a.expected for a in single], color="#999999", ls="--", lw=1, label="expected of a correct engine"
-        )
+    if single := [a for audit in audits[:1] for a in audit.audited if a.attack == "single releases"]:
+        line = sorted((a.claimed, a.expected) for a in single)
+        axes.plot(*zip(*line, strict=True), color="#999999", ls="--", lw=1, label="expected of a correct engine")
     for i, audit in enumerate(audits):
         colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
         # Paths agree so well that their marks would hide each other: set them a little apart.
         shift = 1.0 + 0.018 * (i - (len(audits) - 1) / 2)
         for attack, fill in (("single releases", colour), ("own model", "none"), ("one training run", "white")):
             found = [a for a in audit.audited if a.attack == attack]
-            axes.plot(
-                [a.claimed * shift for a in found],
-                [max(a.audited, low * 0.6) for a in found],
-                ls="",
-                marker=mark,
-                ms=6 if attack != "one training run" else 8,
-                mfc=fill,
-                mec=colour,
-                label=audit.path if attack == "single releases" else None,
-            )
-    if audits and any(a.attack == "one training run" for audit in audits for a in audit.audited):
-        axes.plot(
-            [], [], ls="", marker="o", ms=8, mfc="white", mec="#666666", label="open: one training run, or own model"
-        )
+            style = {"marker": mark, "ms": 8 if attack == "one training run" else 6, "mfc": fill, "mec": colour}
+            label = audit.path if attack == "single releases" else None
+            places = [a.claimed * shift for a in found], [max(a.audited, low * 0.6) for a in found]
+            axes.plot(*places, ls="", label=label, **style)
+    if any(a.attack == "one training run" for audit in audits for a in audit.audited):
+        style = {"marker": "o", "ms": 8, "mfc": "white", "mec": "#666666"}
+        axes.plot([], [], ls="", label="open: one training run, or own model", **style)
     for name, a in broken:
         at = (a.claimed, min(a.audited, 2.6 * top))
         axes.plot(*at, ls="", marker="x", ms=9, mew=2, color=RED)
@@ -160,8 +148,7 @@ def plot(audits: Sequence[Audit], path: Path, broken: Sequence[tuple[str, Audite
         axis.set_ticks(ticks, [f"{t:g}" for t in ticks])
         axis.set_ticks([], minor=True)
     axes.set(xlim=(low, top), ylim=(low * 0.5, 3 * top))
-    axes.set_xlabel("claimed ε at δ = 1e-5")
-    axes.set_ylabel("audited: ε is at least this")
+    axes.set(xlabel="claimed ε at δ = 1e-5", ylabel="audited: ε is at least this")
     axes.set_title("What attackers with canaries can prove, against what is claimed")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False, fontsize=9)

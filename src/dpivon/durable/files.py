@@ -6,7 +6,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dpivon.errors import DpivonError, StorageError
@@ -35,7 +35,8 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[Path]:
             f"{path}: cannot be written ({error}). What was there before is intact; make room."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a read-only file system: the error above says more
+            temporary.unlink(missing_ok=True)
 
 
 def replace(path: Path, content: bytes, mode: int | None = None) -> None:
