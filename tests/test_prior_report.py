@@ -2,64 +2,67 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
-from experiments.leaderboard.priors import report
-from experiments.leaderboard.priors.plans import EPSILONS, Cell
+from experiments.leaderboard.priors import report, tables
+from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, key_of, same_round
 from experiments.leaderboard.priors.private import CELL
+from experiments.leaderboard.priors.results import Results
 
+#: Arm: its plan and one of its cells.
 ARMS = {
-    "scratch": Cell("scratch", 1.0, lr=3.5),
-    "prior": Cell("p", 1.0),
-    "head first": Cell("p", 1.0, head_steps=100),
-    "dp-sgd": Cell("p", 1.0, "dp-sgd", 0.1),
-    "dp-adam": Cell("p", 1.0, "dp-adam", 0.001),
+    "scratch": ("judge", Cell("scratch", 1.0, lr=3.5)),
+    "plain": ("judge", Cell("p", 1.0)),
+    "untuned": ("judge", Cell("p", 1.0, head_steps=100)),
+    "plain dp-sgd": ("judge", Cell("p", 1.0, "dp-sgd", 0.1)),
+    "dp-steady": ("final", Cell("p", 1.0, head_steps=100, features=0.5)),
+    "dp-sgd": ("final", Cell("p", 1.0, "dp-sgd", 0.1, head_steps=100)),
+    "dp-adam": ("final", Cell("p", 1.0, "dp-adam", 0.001, head_steps=100)),
 }
+FOLDER = report.HERE / "results"
 
 
-def row(arm: str, split: str, epsilon: float, seed: int, accuracy: float) -> dict[str, str]:
-    values = dict(zip(CELL, ARMS[arm].key, strict=True))
-    return values | {"split": split, "epsilon": str(epsilon), "seed": str(seed), "accuracy": str(accuracy)}
-
-
-def made() -> report.Results:
-    """Validation prefers DP-SGD, the test set DP-Adam."""
-    validation = {"scratch": 0.4, "prior": 0.5, "head first": 0.6, "dp-sgd": 0.5, "dp-adam": 0.4}
-    test = {"scratch": 0.4, "prior": 0.5, "head first": 0.6, "dp-sgd": 0.45, "dp-adam": 0.55}
-    rows = [row(arm, "validation", e, 0, a) for arm, a in validation.items() for e in EPSILONS]
+def made() -> Results:
+    test = dict(zip(ARMS, (0.4, 0.5, 0.55, 0.45, 0.6, 0.45, 0.56), strict=True))
+    rows = []
     for seed, extra in ((3, 0.02), (1, 0.0), (2, 0.01)):  # not in the order of seeds
         for arm, accuracy in test.items():
-            rows += [row(arm, "test", e, seed, accuracy + extra * (arm == "head first")) for e in EPSILONS]
-    return report.Results(rows, [], [], [])
+            plan, cell = ARMS[arm]
+            own = dict(zip(CELL, cell.key, strict=True)) | {"plan": plan, "split": "test", "seed": str(seed)}
+            own["accuracy"] = str(accuracy + extra * (arm == "dp-steady"))
+            rows += [own | {"epsilon": str(e)} for e in EPSILONS]
+    return Results(rows)
 
 
 def test_arms_and_baselines_are_told_apart() -> None:
     r = made()
     assert r.prior == "p"
-    assert r.values("head first", 3.0, "accuracy") == pytest.approx([0.6, 0.61, 0.62])
-    assert r.values("prior", 3.0, "accuracy") == pytest.approx([0.5] * 3)
-    assert r.chosen(3.0) == "dp-sgd"
-    assert r.better(3.0, "accuracy") == "dp-adam"
+    assert r.values("dp-steady", 3.0, "accuracy") == pytest.approx([0.6, 0.61, 0.62])
+    for arm, accuracy in (("scratch", 0.4), ("plain", 0.5), ("untuned", 0.55), ("plain dp-sgd", 0.45)):
+        assert r.values(arm, 3.0, "accuracy") == pytest.approx([accuracy] * 3)
+    assert r.better(3.0) == "dp-adam"
 
 
 def test_differences_have_students_interval() -> None:
-    found = made().difference("head first", "prior", 1.0, "accuracy")
+    found = made().difference("dp-steady", "plain", 1.0, "accuracy")
     half = 4.302653 * 0.01 / 3**0.5  # t at 97.5 % with two degrees of freedom
     assert (found.mean, found.low, found.high) == pytest.approx((0.11, 0.11 - half, 0.11 + half), rel=1e-5)
 
 
 def test_differences_need_the_same_seeds() -> None:
     r = made()
-    r.runs.remove(r.arm("prior", 1.0)[0])
+    r.runs.remove(r.arm("plain", 1.0)[0])
     with pytest.raises(SystemExit, match="seeds"):
-        r.difference("head first", "prior", 1.0, "accuracy")
+        r.difference("dp-steady", "plain", 1.0, "accuracy")
 
 
 @pytest.mark.parametrize(("name", "at_the_bar"), [("accuracy", True), ("nll", False), ("ece", True)])
 def test_bars_are_kept_to_the_letter(name: str, at_the_bar: bool) -> None:
-    assert report.meets(name, 0.5, 0.5) is at_the_bar
-    assert report.meets(name, 0.5, 0.6) is (name == "accuracy")
+    assert report.reached(name, 0.5, 0.5) is at_the_bar
+    assert report.reached(name, 0.5, 0.6) is (name == "accuracy")
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -67,18 +70,43 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     report.main()
 
 
-def test_the_readme_is_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
     command(monkeypatch, "--check")
 
 
-def test_the_command_fills_blocks_and_notices_changes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (report.HERE / "README.md").read_text()
-    readme = tmp_path / "README.md"
-    readme.write_text(text.replace("| head first − prior |", "| something else |"))
+def test_the_command_fills_blocks_and_notices_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in report.FILES:
+        shutil.copy(report.HERE / name, tmp_path)
+    page = tmp_path / "README.md"
+    text = page.read_text()
+    page.write_text(text.replace("| recipe, prior − recipe, scratch |", "| something else |"))
     with pytest.raises(SystemExit, match="without --check"):
-        command(monkeypatch, "--readme", str(readme), "--check")
-    command(monkeypatch, "--readme", str(readme))
-    assert readme.read_text() == text
-    readme.write_text(text.replace("<!-- end paired -->", ""))
+        command(monkeypatch, "--pages", str(tmp_path), "--check")
+    command(monkeypatch, "--pages", str(tmp_path))
+    assert page.read_text() == text
+    assert (tmp_path / "results" / "scores.png").stat().st_size > 10_000
+    page.write_text(text.replace("<!-- end paired -->", ""))
     with pytest.raises(SystemExit, match="Add the markers"):
-        command(monkeypatch, "--readme", str(readme))
+        command(monkeypatch, "--pages", str(tmp_path))
+
+
+@pytest.mark.parametrize("plan", ["judge", "settle", "final"])
+def test_committed_runs_are_what_validation_chose(plan: str) -> None:
+    rows = same_round(tables.read(FOLDER / "runs.csv"), plan)
+    assert {cell.key for cell in PLANS[plan](rows, [])} == {key_of(row) for row in rows if row["plan"] == plan}
+
+
+def test_merging_is_idempotent_and_replaces_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new, kept = tmp_path / "new", tmp_path / "kept"
+    for folder in (new, kept):
+        shutil.copytree(FOLDER, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".csv")])
+    monkeypatch.setattr(sys, "argv", ["tables", str(new), "--results", str(kept)])
+    tables.main()
+    for name in tables.KEYS:
+        assert (kept / f"{name}.csv").read_bytes() == (FOLDER / f"{name}.csv").read_bytes()
+    (new / "probe.csv").write_text((new / "probe.csv").read_text().replace("filters,0.4712", "filters,0.5"))
+    tables.main()
+    assert next(row["hidden_accuracy"] for row in tables.read(kept / "probe.csv")) == "0.5"
+    (new / "probe.csv").write_text("prior,other\nx,1\n")
+    with pytest.raises(SystemExit, match="columns"):
+        tables.main()

@@ -291,7 +291,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300.0, help="length of the schedule, over all calls")
     parser.add_argument("--limit", type=float, default=500.0, help="seconds that this call may learn for, from now")
-    parser.add_argument("--until", type=float, default=math.inf, help="or the time (of date +%%s) by which it ends")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wide", action="store_true", help="the loss of the feature maps, not of the hidden units")
     parser.add_argument("--toy", action="store_true", help="few images and steps, for a CPU")
@@ -302,7 +301,7 @@ def main() -> None:
     a.out.parent.mkdir(parents=True, exist_ok=True)
     learning = Learning(settings, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     learning.fill()
-    learning.learn(a.out, min(a.limit, a.until - time.time()))
+    learning.learn(a.out, a.limit)
 
 
 if __name__ == "__main__":

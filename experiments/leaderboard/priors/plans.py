@@ -89,12 +89,11 @@ def best_prior(rows: Sequence[Row]) -> str:
     return max(priors, key=quality)
 
 
-def best_default(rows: Sequence[Row], start: str, *, views: bool = False) -> Cell:
-    """The one setting of ``dp-steady`` that has the best mean validation accuracy over all ε."""
+def best_default(rows: Sequence[Row], start: str) -> Cell:
+    """The one setting of ``dp-steady`` without augmentations that has the best mean validation accuracy over all ε."""
     settings: dict[tuple[str, ...], list[Row]] = {}
-    for row in validated(rows, start=start, method="dp-steady"):
-        if views or row["views"] == "1":
-            settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
+    for row in validated(rows, start=start, method="dp-steady", views="1"):
+        settings.setdefault(tuple(row[name] for name in SETTING), []).append(row)
     whole = [each for each in settings.values() if {row["epsilon"] for row in each} >= {str(e) for e in EPSILONS}]
     return cell_of(max(whole, key=score)[0])
 
@@ -245,10 +244,13 @@ def final(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
 
 #: Plans that are scored on the test set.
 JUDGED = ("judge", "final")
-PLANS: dict[str, Callable[[Sequence[Row], Sequence[str]], list[Cell]]] = {
-    plan.__name__: plan
-    for plan in (
-        *(compare, rates, phases, geometry, longer, views, joint, judge),
-        *(starts, tune, rivals, widen, settle, final),
-    )
-}
+#: Two rounds: a plan chooses by rows of its own round alone. Charged maps are part of σ in the second only.
+FIRST = (compare, rates, phases, geometry, longer, views, joint, judge)
+SECOND = (starts, tune, rivals, widen, settle, final)
+PLANS: dict[str, Callable[[Sequence[Row], Sequence[str]], list[Cell]]] = {p.__name__: p for p in (*FIRST, *SECOND)}
+
+
+def same_round(rows: Iterable[Row], plan: str) -> list[Row]:
+    """Rows of the plans that are in one round with this one."""
+    names = next({p.__name__ for p in each} for each in (FIRST, SECOND) if plan in {p.__name__ for p in each})
+    return [row for row in rows if row["plan"].removeprefix("toy ") in names]

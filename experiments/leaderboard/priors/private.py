@@ -37,7 +37,7 @@ from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
-from experiments.leaderboard.priors.plans import JUDGED, PLANS, Cell, key_of
+from experiments.leaderboard.priors.plans import JUDGED, PLANS, Cell, key_of, same_round
 from experiments.leaderboard.priors.predictions import RESERVE, drawn_rows, mapped_rows
 from experiments.leaderboard.priors.scores import scores
 from experiments.leaderboard.priors.starts import Starts, hidden_units
@@ -259,7 +259,7 @@ def main() -> None:
             f"plan={a.plan}, --judge={a.judge}: {' and '.join(JUDGED)} need --judge, and no other takes it."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, priors = tables.read(a.table), {path.stem: path for path in a.priors}
+    rows, priors = same_round(tables.read(a.table), a.plan), {path.stem: path for path in a.priors}
     split = load_split(a.data, device, judge=a.judge, toy=a.toy)
     cells = PLANS[a.plan](rows, list(priors))
     known = {key_of(row) for row in rows if row["split"] == split.name}
