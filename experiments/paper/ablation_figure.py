@@ -14,7 +14,7 @@ MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE"}
 
 
 def ablation_figure(cells: Mapping[Variant, Cells], base: Variant, names: Mapping[Variant, str]) -> Any:
-    """A panel a measure, a line a variant, a dot a cell of the grid: the difference from ``base``, its spread as a bar.
+    """One panel per measure, one line per variant, one dot per cell: the difference from ``base``, with its spread.
 
     Averaged over draws where the variant has a posterior, and after the private temperature where every variant has one. A run
     that diverged has no dot.

@@ -40,7 +40,7 @@ def draw_ablations(rows: Sequence[Row]) -> Any:
 
 
 def ablations_page(rows: Sequence[Row], *, title: str, plan: Plan | None, command: str) -> str:
-    """A table a cell of the grid: a line a variant, the difference from :func:`by_variant`'s first beside each score."""
+    """One table per cell: one line per variant, the difference from :func:`by_variant`'s first beside each score."""
     cells, base = by_variant(rows)
     found = list(cells)
     columns = _COLUMNS | {k: v for k, v in _TEMPERED.items() if any(row.get(k) is not None for row in rows)}

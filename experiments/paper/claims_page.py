@@ -87,7 +87,7 @@ def verdict(claim: Claim) -> str:
 
 
 def numbers_table(claim: Claim) -> list[str]:
-    """A line a comparison."""
+    """One line per comparison."""
     if not claim.comparisons:
         return ["The table has no cells that could tell."]
     return ["| where | | numbers |", "|---|---|---|"] + [

@@ -32,7 +32,7 @@ def draw_figures(
 
 
 def privacy_figure(cells: Cells, measure: str) -> Any:
-    """A measure against ε on an inverted logarithmic axis: a panel a batch size, a dash a clipping norm."""
+    """A measure against ε on an inverted logarithmic axis: one panel per batch size, one dash per clipping norm."""
     batches = cells.axis("batch_size")
     figure = new_figure(*_size(batches))
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
@@ -103,7 +103,7 @@ def _line(axis: Any, cells: Cells, at: tuple[str, int, float], column: str, **lo
 
 
 def over_training(rows: Sequence[Row], diagnostics: Sequence[Row], column: str) -> Any:
-    """One method's projected share or curvature over training: a panel a batch size, a colour a noise multiplier. IVON's; where
+    """One method's projected share or curvature over training: one panel per batch size, one colour per σ. IVON's; where
     there is none, that of the first method that has any."""
     from matplotlib import colormaps
 

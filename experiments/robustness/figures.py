@@ -34,7 +34,7 @@ def draw_robustness(rows: Sequence[Row], beyond: Sequence[Row], folder: Path) ->
 
 
 def severity_figure(cells: RobustnessCells, measure: str) -> Any:
-    """A panel a method: the measure, averaged over corruptions, from clean images to the worst severity."""
+    """One panel per method: the measure, averaged over corruptions, from clean images to the worst severity."""
     levels = [0, *cells.severities]
     figure, axes = _panels(
         cells, lambda p, s: [(float(k), cells.shift(p, s, measure, k)) for k in levels], "severity (0: clean)"
@@ -53,7 +53,7 @@ def severity_figure(cells: RobustnessCells, measure: str) -> Any:
 
 
 def coverage_figure(cells: RobustnessCells) -> Any:
-    """A panel a method: the error among the share of clean test images that are answered with most confidence."""
+    """One panel per method: the error among the share of clean test images that are answered with most confidence."""
 
     def error(found: Value | None) -> Value | None:
         return None if found is None else Value(1 - found.mean, found.std, found.n)
@@ -72,7 +72,7 @@ def coverage_figure(cells: RobustnessCells) -> Any:
 
 
 def foreign_figure(cells: RobustnessCells) -> Any:
-    """A panel a set of OOD images, a line a method, a colour an ε."""
+    """One panel per set of OOD images, one line per method, one colour per ε."""
     figure = new_figure(max(8.4, 4.2 * len(cells.foreign) + 1.6), 0.45 * len(cells.methods) + 1.6)  # the legend is wide
     axes = figure.subplots(1, len(cells.foreign), sharey=True, squeeze=False)[0]
     places = {m: len(cells.methods) - 1 - i for i, m in enumerate(cells.methods)}
@@ -101,7 +101,7 @@ def foreign_figure(cells: RobustnessCells) -> Any:
 def _panels(
     cells: RobustnessCells, curve: Callable[[Predictor, Setting], list[tuple[float, Value | None]]], x: str
 ) -> Any:
-    """A panel a method with a curve an ε, and a paler dashed one of its posterior mean where it averages."""
+    """One panel per method with one curve per ε, and a paler dashed one of its posterior mean where it averages."""
     columns = min(_MOST_COLUMNS, len(cells.methods))
     lines = math.ceil(len(cells.methods) / columns)
     figure = new_figure(2.35 * columns + 0.5, 2.1 * lines + 1.2)

@@ -1,4 +1,4 @@
-"""robustness.md: what the tables say about shift, OOD images and withheld answers, every method at every ε."""
+"""robustness.md: what the tables say about shift, OOD images and selective prediction, every method at every ε."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VERDICTS = (
 def robustness_page(
     rows: Sequence[Row], beyond: Sequence[Row], *, title: str, plan: Plan | None, figures: Sequence[Path]
 ) -> str:
-    """Verdicts first, then a table a setting, then the numbers behind the verdicts."""
+    """Verdicts first, then one table per setting, then the numbers behind the verdicts."""
     cells = RobustnessCells(rows, beyond)
     claims = RobustnessClaims(cells).all()
     lines = [f"# {title}: beyond the paper's axes", ""]
@@ -109,7 +109,7 @@ def _name(p: Predictor) -> str:
 
 
 def _table(cells: RobustnessCells, s: Setting) -> list[str]:
-    """A line a predictor, a column a score that the study has."""
+    """One line per predictor, one column per score that the study has."""
     scores, everyone = (("accuracy", "accuracy"), ("nll", "NLL"), ("ece", "ECE")), cells.predictors
     foreign = (("auroc_entropy", "AUROC"), ("fpr95_entropy", "FPR95"))
     selective = (("aurc", "AURC"), ("accuracy_at_80", "accuracy at 80 %"), ("accuracy_at_90", "at 90 %"))

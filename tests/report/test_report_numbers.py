@@ -21,7 +21,7 @@ from dpivon.report.run import width_chart
 from dpivon.report.run_folder import TestSet
 from dpivon.report.run_folder import read as read_run
 from dpivon.study.results import html_report, table
-from dpivon.study.results.html_report import read as read_study
+from dpivon.study.results.summary import load as read_study
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 BUDGETS = [(0.1, 0.0), (0.5, 1e-3), (1.0, 1e-5), (3.0, 1e-2), (8.0, 1e-5)]

@@ -67,12 +67,12 @@ def test_some_classes_are_learned_and_the_others_are_foreign(monkeypatch, datase
             data.images
         ).shape == (data.size, 3)
     final = datasets.load_data(dataclasses.replace(plan("final", dataset), classes=classes), Path(), CPU)
-    shown = ((final.foreign[:, 0, 0, 0] * STD + MEAN) * 255).round() / 10
+    shown = ((final.ood[:, 0, 0, 0] * STD + MEAN) * 255).round() / 10
     assert sorted(shown.tolist()) == sorted([c for c in range(10) if c not in classes] * 2)
     assert datasets.train_size(dataset, "final", ()) == 50
-    assert datasets.load_data(plan("final", dataset), Path(), CPU).foreign is None
+    assert datasets.load_data(plan("final", dataset), Path(), CPU).ood is None
     everything = dataclasses.replace(plan("final", dataset), classes=tuple(range(10)))
-    assert datasets.load_data(everything, Path(), CPU).foreign is None
+    assert datasets.load_data(everything, Path(), CPU).ood is None
 
 
 def test_the_papers_network_for_fewer_classes():
@@ -88,9 +88,9 @@ def test_digits_of_some_classes():
     data = datasets.load_data(some, Path(), CPU)
     assert data.size == datasets.train_size("digits", "final", (8, 9))
     assert set(data.labels.tolist()) == set(data.eval_labels.tolist()) == {0, 1}
-    assert len(data.eval_labels) + len(data.foreign) == 300
+    assert len(data.eval_labels) + len(data.ood) == 300
     tuning = datasets.load_data(dataclasses.replace(some, split="tuning"), Path(), CPU)
-    assert tuning.foreign is None
+    assert tuning.ood is None
     assert tuning.size == datasets.train_size("digits", "tuning", (8, 9))
 
 

@@ -96,7 +96,7 @@ def test_conditions_are_the_same_images_in_other_states(tmp_path):
     assert made[5].labels is None
     assert made[5].images.shape == (100, 1, 8, 8)
     assert made[5].images.dtype == torch.uint8
-    torch.testing.assert_close(made[6].images, data.foreign)
+    torch.testing.assert_close(made[6].images, data.ood)
     assert make_conditions(replace(PLAN, evaluate=None), data, tmp_path) == []
 
 

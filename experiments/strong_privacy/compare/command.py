@@ -66,7 +66,7 @@ _LINE = ("contender", "number", "scope", "text", "verdict", "numbers")
 
 
 def _entries(field: Field) -> list[table.Row]:
-    """A row an entry."""
+    """One row per entry."""
     out = []
     for cell in field.cells:
         for contender, entry in sorted(field.entries[cell].items()):

@@ -77,7 +77,7 @@ class Field:
         self._worst = {cell: self._worst_of(cell) for cell in self.cells}
 
     def _read(self, out: Path) -> Iterable[tuple[Cell, _Key, tuple[dict[int, Row], frozenset[int]]]]:
-        rows, _ = load(out)
+        rows = load(out).rows
         self.rows += rows
         plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
         cells: dict[Cell, dict[_Key, dict[int, Row]]] = {}

@@ -35,7 +35,7 @@ def draw_comparison(field: Field, where: Sequence[Scope], folder: Path) -> list[
 
 
 def scores_figure(field: Field, scope: Scope, measure: str) -> Any:
-    """A panel a setting, for the raw score and for that after the temperature, which leaves accuracy alone."""
+    """One panel per setting, for the raw score and for that after the temperature, which leaves accuracy alone."""
     settings = sorted(
         {cell.setting for cell in scope.cells}, key=lambda s: (s.network, s.epochs, s.max_grad_norm, s.batch_size)
     )
@@ -85,7 +85,7 @@ def _columns(settings: int, kinds: int) -> int:
 
 
 def forest_figure(field: Field, scope: Scope) -> Any | None:
-    """A line a cell: ours less the baseline that validation data prefer, with 95 % intervals."""
+    """One line per cell: ours less the baseline that validation data prefer, with 95 % intervals."""
     panels: list[tuple[str, str, float, str, tuple[float, ...]]]
     panels = [(RAW, "accuracy", 100.0, "accuracy, points (right is better)", (-2.0, 0.0))]
     panels.append((TEMPERED, "nll", 1.0, "NLL after the temperature (left is better)", (0.0,)))

@@ -67,7 +67,7 @@ def _made(field: Field) -> str:
 
 
 def _short(field: Field, judged: dict[Contender, list[Bar]]) -> list[str]:
-    """A line a bar, a column a contender of ours."""
+    """One line per bar, one column per contender of ours."""
     found = [rollup(bars) for bars in judged.values()]
     lines = ["| bar | where | " + _roles(field, judged) + " |", "|---" * (2 + len(judged)) + "|"]
     for parts in zip(*found, strict=True):
@@ -77,7 +77,7 @@ def _short(field: Field, judged: dict[Contender, list[Bar]]) -> list[str]:
 
 
 def _bars(field: Field, judged: dict[Contender, list[Bar]]) -> list[str]:
-    """A table a scope, every part of its bars with the numbers."""
+    """One table per scope, every part of its bars with the numbers."""
     lines: list[str] = []
     for scope in dict.fromkeys(bar.scope for bars in judged.values() for bar in bars):
         found = [[bar for bar in bars if bar.scope == scope] for bars in judged.values()]
@@ -126,7 +126,7 @@ def _differences(field: Field, scope: Scope) -> list[str]:
 def _against_each(
     field: Field, scope: Scope, ours: Contender, score: tuple[str, str], factor: float, digits: int
 ) -> list[str]:
-    """A line a cell; none where nothing can be compared."""
+    """One line per cell; none where nothing can be compared."""
     found: list[tuple[Cell, dict[str, str], str, float]] = []
     for cell in scope.cells:
         entry, best = field.entries[cell].get(ours), field.best(cell, score[1])

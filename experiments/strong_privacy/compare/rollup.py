@@ -1,4 +1,4 @@
-"""The bars in short: a line a bar and where it is asked for, met only where every part of it is."""
+"""The bars in short: one line per bar and where it is asked for, met only where every part of it is."""
 
 from __future__ import annotations
 

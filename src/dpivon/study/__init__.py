@@ -1,5 +1,5 @@
 """Studies: grids of private runs, declared in YAML, run in stacks, continued wherever they were stopped.
 
-``plan``, ``runner`` and what they import need torch, numpy and safetensors alone (besides the library itself), so that
-a plan resolved on one machine runs on a bare one; YAML is read in ``config``, images are drawn in ``figures``.
+``plan/`` goes from YAML to every run by its numbers, ``run/`` from there to rows, ``results/`` from rows to what people read;
+``cluster/`` runs stacks on Ray. Running needs torch, numpy and safetensors alone: YAML is read in ``plan/config.py`` only.
 """

@@ -25,14 +25,14 @@ from dpivon.study.plan.plan import CLASSES, Plan
 class StudyData:
     """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning.
 
-    ``foreign`` are test images of the classes that a final study does not learn, if there are any.
+    ``ood`` are test images of the classes that a final study does not learn, if there are any.
     """
 
     images: Tensor  # [N, channels, H, W], normalised by public constants
     labels: Tensor
     eval_images: Tensor
     eval_labels: Tensor
-    foreign: Tensor | None = None
+    ood: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -40,12 +40,12 @@ class StudyData:
 
 
 def load_data(plan: Plan, root: Path, device: torch.device) -> StudyData:
-    foreign = None
+    ood = None
     if plan.dataset == "digits":
         train_x, train_y, x, y = _digits(plan.split)
         if plan.classes:
             learned, shown = _among(train_y, plan.classes), _among(y, plan.classes)
-            foreign = x[~shown] if plan.split == "final" else None
+            ood = x[~shown] if plan.split == "final" else None
             train_x, train_y, x, y = train_x[learned], train_y[learned], x[shown], y[shown]
     else:
         data = (load_cifar10 if plan.dataset == "cifar10" else load_fashion_mnist)(root)
@@ -54,12 +54,12 @@ def load_data(plan: Plan, root: Path, device: torch.device) -> StudyData:
             train, held_out = tuning_split(train)
         elif plan.classes:
             others = [c for c in range(CLASSES) if c not in plan.classes]
-            foreign = normalised(_only(data.test, others))[0] if others else None
+            ood = normalised(_only(data.test, others))[0] if others else None
         train_x, train_y, x, y = (*normalised(train), *normalised(held_out))
     if plan.classes:
         train_y, y = (_renamed(labels, plan.classes) for labels in (train_y, y))
     train_x, train_y, x, y = (t.to(device) for t in (train_x, train_y, x, y))
-    return StudyData(train_x, train_y, x, y, None if foreign is None else foreign.to(device))
+    return StudyData(train_x, train_y, x, y, None if ood is None else ood.to(device))
 
 
 def train_size(dataset: str, split: str, classes: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from dpivon.study.results.table import Row
 
 IVON = "dp-ivon-gradsq"
 TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", IVON: "DP-IVON-Gradsq"}
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00", "dp-steady": "#000000"}
 OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
 MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}

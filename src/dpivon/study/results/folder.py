@@ -2,7 +2,7 @@
 
 OUT/study.json           the plan that the results belong to
 OUT/defaults.json        what its methods did where the plan says nothing
-OUT/runs.csv             a row a finished run (tuning.csv for tuning)
+OUT/runs.csv             one row per finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
 OUT/robustness.csv           what the plan's ``evaluate`` asks for, several rows a run
 OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints, which sums temperatures were asked of, and

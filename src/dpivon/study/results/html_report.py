@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +15,20 @@ from dpivon.privacy.accounting.history import History
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.privacy import Reading
-from dpivon.study.plan.plan import Plan, read_plan
 from dpivon.study.results.cells import Cells, describe, is_of, variants
 from dpivon.study.results.charts import in_order, privacy_curves, title_of, width_curves
-from dpivon.study.results.summary import load
+from dpivon.study.results.summary import Tables, load
 from dpivon.study.results.table import Row
 from dpivon.study.results.tuning import history
 
-READ = ("runs.csv", "diagnostics.csv", "study.json")
+READ = ("runs.csv", "diagnostics.csv", "study.json")  # and nothing else of the folder
 _COLUMNS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "mc_accuracy": "accuracy, averaged"}
 _COLUMNS |= {"mc_nll": "NLL, averaged", "mc_ece": "ECE, averaged"}
 
 
-@dataclass(frozen=True, eq=False)
-class StudyFolder:
-    folder: Path
-    rows: list[Row]
-    diagnostics: list[Row]
-    plan: Plan | None
-
-
-def read(folder: Path) -> StudyFolder:
-    """The files of ``READ``; a study without a plan is reported from its table alone."""
-    rows, diagnostics = load(folder)
-    path = folder / "study.json"
-    return StudyFolder(folder, rows, diagnostics, read_plan(path) if path.exists() else None)
-
-
 def content(folder: Path, again: str) -> Content:
     """What the report of a study's folder says; ``again`` is the command that makes it."""
-    study = read(folder)
+    study = load(folder)
     sections = [
         privacy(study),
         curves(study),
@@ -64,7 +47,7 @@ def content(folder: Path, again: str) -> Content:
     return Content("study", f"Study {name}", intro, headline(study), sections, figures)
 
 
-def privacy(study: StudyFolder) -> Section:
+def privacy(study: Tables) -> Section:
     """ε of each run by itself, and of all of them together, which is what publishing all costs."""
     delta = max(row["delta"] for row in study.rows)
     spent = sorted({row["epsilon"] for row in study.rows})
@@ -79,11 +62,11 @@ def privacy(study: StudyFolder) -> Section:
     return Section("privacy", "What the runs can reveal about one person", "study-privacy.html", values)
 
 
-def curves(study: StudyFolder) -> Section:
+def curves(study: Tables) -> Section:
     return Section("curves", "Privacy and utility", "curves.html", {}, (privacy_curves(study.rows),))
 
 
-def widths(study: StudyFolder) -> Section:
+def widths(study: Tables) -> Section:
     chart = width_curves(study.rows)
     title = "Posterior width"
     if chart is None:
@@ -91,7 +74,7 @@ def widths(study: StudyFolder) -> Section:
     return Section("widths", title, "widths.html", {}, (chart,))
 
 
-def cells(study: StudyFolder) -> Section:
+def cells(study: Tables) -> Section:
     """Every cell of the grid as a row."""
     head = ["method", "b", "σ", "C", "runs", "ε (RDP)", "ε (PLD)", *_COLUMNS.values()]
     body = []
@@ -116,7 +99,7 @@ def predictions() -> Section:
     )
 
 
-def configuration(study: StudyFolder) -> Section:
+def configuration(study: Tables) -> Section:
     """The grid, by what varies in it; the assumptions, in the study's own words. No seeds."""
     rows = study.rows
     names = {
@@ -140,13 +123,13 @@ def configuration(study: StudyFolder) -> Section:
     return Section("configuration", "Configuration and assumptions", "study-configuration.html", values)
 
 
-def machine_facts(study: StudyFolder) -> dict[str, str]:
+def machine_facts(study: Tables) -> dict[str, str]:
     seconds = sum(row["seconds"] or 0.0 for row in study.rows)
     facts = {name: _listed(study.rows, name) for name in ("hardware", "precision", "torch")}
     return facts | {"dpivon of the runs": _listed(study.rows, "version"), "training took": f"{seconds:,.0f} s in all"}
 
 
-def headline(study: StudyFolder) -> list[tuple[str, str]]:
+def headline(study: Tables) -> list[tuple[str, str]]:
     rows = study.rows
     spent = [row["epsilon"] for row in rows if math.isfinite(row["epsilon"])]
     reach = f"{Reading(min(spent), 0.5).shown} to {Reading(max(spent), 0.5).shown}" if spent else "∞"

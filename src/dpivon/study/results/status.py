@@ -42,7 +42,7 @@ def noted(folder: Path) -> str:
 
 
 def status_lines(out: Path) -> list[str]:
-    """In words, a line a method and a line a stack under way."""
+    """In words, one line per method and one line per stack under way."""
     if not (out / "study.json").exists():
         raise bad("out", str(out), "holds no study", "Give the folder that `dpivon study run` wrote")
     plan = read_plan(out / "study.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dpivon.errors import bad
@@ -19,20 +19,21 @@ from dpivon.study.results.tuning import candidates, epsilon_with_tuning, history
 
 @dataclass(frozen=True)
 class Tables:
-    """A folder of results: its runs with every ε filled in, their diagnostics, and the tuning that chose their rates."""
+    """A folder of results: runs, their diagnostics, the plan if it is there, and the tuning that chose their rates."""
 
     rows: list[Row]
     diagnostics: list[Row]
-    tuned: list[Row]
     plan: Plan | None
+    tuned: Sequence[Row] = ()
 
 
-def load(out: Path) -> tuple[list[Row], list[Row]]:
-    """(runs, diagnostics) of a results folder."""
+def load(out: Path) -> Tables:
+    """The tables and the plan of a results folder, as they stand there."""
     rows = table.read(out / "runs.csv")
     if not rows:
         raise bad("out", str(out), "holds no runs.csv with a finished run", "Give what `dpivon study run` wrote")
-    return rows, table.read(out / "diagnostics.csv")
+    plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
+    return Tables(rows, table.read(out / "diagnostics.csv"), plan)
 
 
 def fill_pld(out: Path, rows: list[Row]) -> None:
@@ -49,11 +50,11 @@ def fill_pld(out: Path, rows: list[Row]) -> None:
 
 
 def read_tables(out: Path, tuning: Path | None = None) -> Tables:
-    """The tables of ``out``. ``tuning`` is the folder of the study that chose the rates; by default OUT-tuning beside it."""
-    rows, diagnostics = load(out)
-    fill_pld(out, rows)
-    plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
-    return Tables(rows, diagnostics, beside(out, tuning, "tuning", "tuning.csv"), plan)
+    """The tables of ``out`` with every ε filled in. ``tuning`` is the folder of the study that chose the rates; by default
+    OUT-tuning beside it."""
+    tables = load(out)
+    fill_pld(out, tables.rows)
+    return replace(tables, tuned=beside(out, tuning, "tuning", "tuning.csv"))
 
 
 def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
@@ -89,7 +90,7 @@ def beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
 
 
 def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:
-    """A row a cell: settings, ε three ways, and mean and standard deviation of every score."""
+    """One row per cell: settings, ε three ways, and mean and standard deviation of every score."""
     measures = (*SCORES, *(f"mc_{s}" for s in SCORES), "projected_share", "h_median", "std_median")
     columns = ["method", "options", "batch_size", "noise_multiplier", "max_grad_norm", "lr", "seeds"]
     columns += ["epsilon", "epsilon_pld", "epsilon_with_tuning", "delta"]

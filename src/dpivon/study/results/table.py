@@ -1,4 +1,4 @@
-"""Results as one tidy table: a row a run, rewritten whole so that it is never half a row."""
+"""Results as one tidy table: one row per run, rewritten whole so that it is never half a row."""
 
 from __future__ import annotations
 
@@ -33,36 +33,14 @@ ROBUSTNESS_COLUMNS = (
     *(f"auroc_{s}" for s in OOD_SCORES), *(f"fpr95_{s}" for s in OOD_SCORES), *SELECTIVE,
 )  # fmt: skip
 _TEXT = {
-    "method",
-    "options",
-    "dataset",
-    "network",
-    "augment",
-    "split",
-    "precision",
-    "hardware",
-    "torch",
-    "version",
-    "id",
-    "predicts",
-    "kind",
-    "condition",
-    *("variant", "chosen", "contender", "number", "scope", "text", "verdict", "numbers"),  # of a comparison
-}
+    "method", "options", "dataset", "network", "augment", "split", "precision", "hardware", "torch", "version", "id",
+    "predicts", "kind", "condition",
+    "variant", "chosen", "contender", "number", "scope", "text", "verdict", "numbers",  # of a comparison
+}  # fmt: skip
 _WHOLE = {
-    "batch_size",
-    "seed",
-    "epochs",
-    "mc_samples",
-    "steps",
-    "releases",
-    "train_size",
-    "stack_size",
-    "stack_methods",
-    "step",
-    "severity",
-    "images",
-}
+    "batch_size", "seed", "epochs", "mc_samples", "steps", "releases", "train_size", "stack_size", "stack_methods", "step",
+    "severity", "images",
+}  # fmt: skip
 
 Row = dict[str, Any]
 

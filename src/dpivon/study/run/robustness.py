@@ -1,7 +1,7 @@
-"""Beyond the test set: images made worse, images of something else, and answers withheld.
+"""Robustness of a study's runs: corrupted images, out-of-distribution (OOD) images and selective prediction.
 
 Everything is computed from a run's final posterior, for its mean and for the average over draws, and written to
-OUT/robustness.csv: a row a run, condition and way of predicting.
+OUT/robustness.csv: one row per run, condition and way of predicting.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dpivon.study.run.passes import Passes
 from dpivon.study.run.predict import posterior_row, predict_row
 
 ROBUSTNESS = "robustness.csv"
-CLEAN, SHIFT, FOREIGN = "clean", "shift", "ood"
+CLEAN, SHIFT, OOD = "clean", "shift", "ood"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where its package dataset-fashion-mnist puts the files
 
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Images to predict: bytes, or normalised as the study's own are. Foreign ones have no label among those learned."""
+    """Images to predict: bytes, or normalised as the study's own are. OOD images have no label among those learned."""
 
     kind: str
     name: str
@@ -55,9 +55,9 @@ def make_conditions(plan: Plan, data: StudyData, root: Path) -> list[Condition]:
         for severity in wanted.severities
     ]
     for name in wanted.ood:
-        foreign = data.foreign if name == HELD_OUT else _fashion(root, clean)
-        assert foreign is not None  # the plan was checked
-        out.append(Condition(FOREIGN, name, 0, foreign[: wanted.images], None))
+        ood = data.ood if name == HELD_OUT else _fashion(root, clean)
+        assert ood is not None  # the plan was checked
+        out.append(Condition(OOD, name, 0, ood[: wanted.images], None))
     return out
 
 
@@ -123,6 +123,6 @@ def ood_scores(ordinary: ClassPrediction, other: ClassPrediction) -> dict[str, f
 
 
 def _suspicions(p: ClassPrediction) -> list[Tensor]:
-    """Scores that are high where a image looks foreign, in the order of their names."""
+    """Scores that are high where an image looks out of distribution, in the order of their names."""
     found = [-p.confidence.double(), p.entropy]
     return [*found, p.mutual_information] if p.samples else found

@@ -40,7 +40,7 @@ class Watch:
         self._before = [(part.state["momentum"].clone(), part.hyper["noise_variance"]) for part in self._parts()]
 
     def after(self) -> list[dict[str, Any]]:
-        """A row a run that has a posterior: ``run`` in the caller's numbering, the share and the quantiles."""
+        """One row per run that has a posterior: ``run`` in the caller's numbering, the share and the quantiles."""
         out, widths = [], self.stack.std
         for part, (before, variance) in zip(self._parts(), self._before, strict=True):
             beta1 = part.hyper["beta1"]
