@@ -1,4 +1,4 @@
-"""Hand over the loop: one call from a model and its data to a private posterior."""
+"""Private training in one call: from a model and its data to a posterior."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def fit(
 
     Args:
         model: the network; it is copied.
-        inputs: as the model takes them, normalised by public constants, one example a row.
-        labels: one an example.
+        inputs: as the model takes them, normalised by public constants, one example per row.
+        labels: one per example.
         lr: the paper's step size α, not multiplied by h₀ + δ as :class:`dpivon.IVON` does.
         batch_size: the expected batch b.
         epochs: length of the run, in epochs of ⌈N/b⌉ steps.
@@ -101,12 +101,13 @@ def fit(
         dataset_size: the public N if it is not simply ``len(inputs)``; q = b/N.
         method: a name of ``dpivon methods`` that can be stacked.
         options: the method's own, such as ``{"ess": …, "hess_init": …}``.
-        loss: ``loss(outputs, labels)`` returns one loss an example.
+        loss: ``loss(outputs, labels)`` returns one loss per example.
         also: releases to be made besides, which the plan leaves room for (:func:`~dpivon.privacy.accounting.budget.budget`).
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
             unless the data is public.
-        augment: views of every drawn picture, averaged before clipping (:class:`dpivon.Augmentation`): time, no budget.
+        augment: augmentations of every drawn image, averaged before clipping (:class:`dpivon.Augmentation`); they cost no
+            privacy.
         clipping: the rule that bounds every example at C, by its name or as an object.
         on_progress: ``on_progress(done, steps)`` is called after every block.
 

@@ -1,6 +1,6 @@
-"""One recipe for private training with honest probabilities, with nothing to tune.
+"""The recipe for private training with calibrated probabilities and nothing to tune.
 
-What is in it, and why (docs/strong-privacy.md has the measurements, part by part):
+Its parts and their reasons (docs/strong-privacy.md has the measurements):
 
 1. **A step in units of the weights** (``dp-steady``): α = 3.5 w/√T, divided by the root mean square over all weights of what is
    released, whose noise is known. It is gradient descent's direction, and σ, C, b and T drop out of the choice of its length.
@@ -9,8 +9,8 @@ What is in it, and why (docs/strong-privacy.md has the measurements, part by par
 3. **A posterior from the spread of the iterates** in that window; predictions average over draws of it. Its variance is a
    quarter of theirs where there is a temperature, which does most of what width is for, and all of it where there is none.
 4. **A private temperature**, chosen on the training data itself and charged to the same account. Training under privacy
-   can hardly fit examples one by one, so training data tell the temperature nearly as well as held-out data, and nobody is
-   left out of the training. It gets an ε of ``temperature_share`` of the whole by itself; since costs add up in squares, the
+   can hardly fit examples one by one, so training data tell the temperature nearly as well as held-out data, and no example is
+   held out of the training. It gets an ε of ``temperature_share`` of the whole by itself; since costs add up in squares, the
    training pays for it with about a hundredth of its budget. Where the data are so few that noise would blur the mean of
    surprise less entropy by more than ``WORTH``, it is left out, and training has the whole budget: that depends on N, ε and
    δ alone, all public.
@@ -63,8 +63,8 @@ def steady(
 
     Args:
         model: the classifier; it is copied.
-        inputs: as the model takes them, normalised by public constants, one example a row.
-        labels: one an example.
+        inputs: as the model takes them, normalised by public constants, one example per row.
+        labels: one per example.
         target_epsilon: ε of everything together.
         delta: δ, well below 1/N.
         batch_size: the expected batch b.

@@ -68,7 +68,7 @@ class Method:
         defaults: its options and their values where the caller gives none; by default the rule's.
         samples: how many draws a prediction averages; 0 for a point.
         predict: ``predict(model, posterior, x, samples, …)``; :func:`dpivon.predict` unless the method has its own way.
-        averages: whether it averages its iterates unless told otherwise, over a tenth of the training.
+        averages: whether it averages its iterates by default, over a tenth of the training.
         trace: how much of the iterates' spread is width.
     """
 

@@ -54,7 +54,7 @@ def _weight(decay: Any, t: Any) -> Any:
 
 
 def window_decay(steps: float) -> float:
-    """γ whose window 1/(1 − γ) is a tenth of a training of so many steps; .99 where nobody knows how many."""
+    """γ whose window 1/(1 − γ) is a tenth of a training of so many steps; .99 where their number is not known."""
     return 1.0 - 10.0 / (steps + 10.0) if steps else 0.99
 
 
@@ -138,8 +138,8 @@ class EMA:
         names = parameter_names(self.optimizer, model)
         wider = {names[p]: self.trace * v for p, v in self._spread.items()}
         variance = {name: v + wider[name].to(v) if name in wider else v for name, v in q.variance.items()}
-        told = {"ema": f"{self.decay:g}", "trace": f"{self.trace:g}"}
-        return replace(q, variance=variance, metadata={**q.metadata, **told})
+        own = {"ema": f"{self.decay:g}", "trace": f"{self.trace:g}"}
+        return replace(q, variance=variance, metadata={**q.metadata, **own})
 
     # ---- in the optimizer's state_dict
 

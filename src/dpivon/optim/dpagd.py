@@ -164,8 +164,7 @@ class CorrectedSquareAverage(_Kept):
     average: at zero signal E[v̂] − s² = 0, where projected squares have mean 0.484 s².
 
     The published rule has κ = 0 and a γ tuned for the task. Where there is no signal v̂ − s² is its own error, of standard
-    deviation s² √(2(1 − β₂)/(1 + β₂)) ≈ 0.032 s² at β₂ = .999, and a γ far below that turns it into steps of m̂/√γ: with
-    γ = 1e-8 and the demonstration's three learning rates 65 % of the validation digits at best, with κ = 0.1 96 %.
+    deviation s² √(2(1 − β₂)/(1 + β₂)) ≈ 0.032 s² at β₂ = .999, and a γ far below that turns it into steps of m̂/√γ.
     κ (``relative_floor``) states the floor in units of the noise: by default three standard errors on every task.
 
     s² is averaged with the same weights as g², so that a noise multiplier changed by a schedule is corrected exactly.

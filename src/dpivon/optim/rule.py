@@ -100,7 +100,7 @@ _RANGES: dict[str, tuple[dict[str, Any], str]] = {
     "floor": (_POSITIVE, "Use about 1e-8; it bounds the step by lr/√floor"),
     "ema": (_BELOW_ONE, "Use a number such as 0.99, below 1"),
     "trace": (_NOT_NEGATIVE, "Use 1 for the spread of the iterates itself, or 0 for none"),
-    "steps": (_NOT_NEGATIVE, "Use the planned number of steps, or 0 where nobody knows it"),
+    "steps": (_NOT_NEGATIVE, "Use the planned number of steps, or 0 where it is not known"),
     "fade": (_SHARE, "Use 0 for a constant step, or 1 for one that shrinks to nothing"),
     "ramp": (_NOT_NEGATIVE, "Use 400, or 0 for a first step of full size however few there are"),
     "scale": (_POSITIVE, "Use the root mean square of the first weights"),

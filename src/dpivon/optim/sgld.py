@@ -34,9 +34,8 @@ from dpivon.optim.tensors import Values
 from dpivon.posterior import SampledPosterior
 from dpivon.release import Release
 
-#: T = 1 is the posterior itself; networks predict far better from a colder one (Wenzel et al., *How Good is the Bayes Posterior
-#: in Deep Neural Networks Really?*, 2020): of the demo's validation digits about .78 come out right at T = 1
-#: (one seed), and .95 at this one (three).
+#: T = 1 is the posterior itself; networks predict better from a colder one (Wenzel et al., *How Good is the Bayes Posterior in
+#: Deep Neural Networks Really?*, 2020).
 TEMPERATURE = 0.1
 
 
@@ -98,7 +97,7 @@ class PSGLD:
 
 Sample = dict[int, Tensor]
 
-#: Which iterates are kept unless somebody says otherwise.
+#: Which iterates are kept by default.
 CHAIN: dict[str, Any] = {"burn_in": 0.5, "thinning": 1, "max_samples": 64, "max_bytes": 2**28}
 
 

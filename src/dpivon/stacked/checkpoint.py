@@ -139,8 +139,8 @@ class StackCheckpoints:
         fix = f"Delete {self.folder} to begin its runs again, and count what the ledger in it says was released"
         if state["ledger"] != self.ledger.record.id or self.ledger.record.releases < state["charged"]:
             raise PrivacyError(
-                f"{self.ledger.path}: is missing, cut short, or another stack's, so nobody knows what was charged since the "
-                f"checkpoint. Put it back. {fix}."
+                f"{self.ledger.path}: is missing, cut short, or another stack's, so what was charged since the "
+                f"checkpoint is unknown. Put it back. {fix}."
             )
         if state["runs"] != _fingerprint(self.stack) or state["data"] != self._digest(bytes(state["key"].tolist())):
             raise bad("checkpoint", str(self.folder), "is of other runs, another network or other data", fix)

@@ -59,8 +59,8 @@ class Ensemble:
         run: what every member is; its seed is not used.
         seeds: make the privacy noise: as secret as that of a single run, and never used again for another one.
         network: as for :class:`~dpivon.stacked.Stack`, like the rest.
-        images: one example a row.
-        labels: one an example.
+        images: one example per row.
+        labels: one per example.
         **options: of the stack.
     """
 

@@ -62,7 +62,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Of logits and classes, one loss an example; zero, without a word, where the label is none of the classes.
+    """Of logits and classes, one loss per example; silently zero where the label is none of the classes.
 
     torch would raise, in whichever step such a record is first drawn: an exception that tells of the data.
     """
@@ -76,7 +76,7 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 class AnyNetwork:
     """Any model made of layers with rules, one run after the other.
 
-    ``build`` makes the model; ``loss(outputs, labels)`` gives one loss an example, each from that example alone.
+    ``build`` makes the model; ``loss(outputs, labels)`` gives one loss per example, each from that example alone.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Run:
     def __post_init__(self) -> None:
         if not isinstance(self.options, Mapping):
             raise bad("options", self.options, "are not options by name", 'Give a dictionary, such as {"ema": 0.99}')
-        object.__setattr__(self, "options", dict(self.options))  # checked below, so nobody may change them afterwards
+        object.__setattr__(self, "options", dict(self.options))  # checked below, and not to be changed afterwards
         if self.method not in stackable():
             raise bad("method", self.method, "cannot be stacked", f"Use one of {', '.join(map(repr, stackable()))}")
         own = defaults_of(self.method)

@@ -44,14 +44,14 @@ class Stack:
         runs: what to train; no seed twice.
         network: :class:`~dpivon.stacked.PaperNetwork`, or :class:`~dpivon.stacked.AnyNetwork` around a function that builds
             a model.
-        inputs: one example a row, normalised by public constants.
-        labels: one an example.
+        inputs: one example per row, normalised by public constants.
+        labels: one per example.
         start: the runs' first parameters, [K, P]; without it each run's seed initialises them.
         dataset_size: the public N, if it is not simply ``len(inputs)``.
         dtype: of forward and backward; norms and sums are wider.
         block: how many steps are drawn and charged at once.
         steps: how many steps are planned, if that is known: a step size may depend on it.
-        augment: views of every drawn picture, over which its gradient is averaged before it is clipped.
+        augment: augmentations of every drawn image, over which its gradient is averaged before it is clipped.
         clipping: the rule that bounds every example at its run's C, by its name or as an object.
         mechanism: how the noise of all runs is drawn and charged.
     """
@@ -75,7 +75,7 @@ class Stack:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
         if len(inputs) != len(labels):
-            raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label an input")
+            raise bad("labels", len(labels), f"does not match {len(inputs)} inputs", "Give one label per input")
         _check_seeds(runs, start)
         block = check_whole("block", block, "Use the number of steps to draw and charge at once", at_least=1)
         if block > 100_000:
@@ -91,7 +91,7 @@ class Stack:
         self.order = sorted(range(len(runs)), key=lambda i: (list(METHODS).index(runs[i].method), runs[i].kind))
         self.runs = [runs[i] for i in self.order]
         self.network, self.block = network, block
-        self.steps = check_whole("steps", steps, "Use the planned number of steps, or 0 where nobody knows it")
+        self.steps = check_whole("steps", steps, "Use the planned number of steps, or 0 where it is not known")
         self.device = inputs.device
         tensors = len(network.matrices)
         bounds: Any = [1.0] * tensors if clipping == "per_layer" else 1.0
