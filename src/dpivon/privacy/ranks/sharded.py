@@ -26,16 +26,8 @@ if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer
 
 #: Layers whose rules read nothing of their weights but the shape.
-LAYERS = (
-    nn.Linear,
-    nn.Embedding,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+LAYERS = (nn.Linear, nn.Embedding, *_NORMS)
 
 
 def fsdp_modules(module: nn.Module) -> list[nn.Module]:

@@ -42,22 +42,12 @@ def open_ledger(path: str | os.PathLike[str], group: Group | None) -> Ledger | F
     if group is None:
         return Ledger(path)
     ledger = group.by_first(lambda: Ledger(path))
-    said = group.tell(None if ledger is None else _plain(ledger.record))
-    return ledger if ledger is not None else FollowedLedger(path, _record(said))
-
-
-def _plain(record: Record) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "rows": [[list(map(dict, terms)), n] for terms, n in record.rows],
-        "evidence": [[at, text] for at, text in record.evidence.items()],
-        "releases": record.releases,
-    }
-
-
-def _record(said: dict[str, Any]) -> Record:
-    rows = [(tuple(terms), n) for terms, n in said["rows"]]
-    return Record(said["id"], rows, dict(said["evidence"]), releases=said["releases"])
+    own = Record("") if ledger is None else ledger.record
+    rows = [[list(map(dict, terms)), n] for terms, n in own.rows]
+    name, rows, evidence, releases = group.tell([own.id, rows, list(own.evidence.items()), own.releases])
+    if ledger is not None:
+        return ledger
+    return FollowedLedger(path, Record(name, [(tuple(t), n) for t, n in rows], dict(evidence), releases=releases))
 
 
 def whole_model(optimizer: DPOptimizer, keep: bool) -> dict[str, Tensor]:
@@ -108,8 +98,7 @@ def share_state(group: Group, optimizer: DPOptimizer, state: dict[str, Any] | No
     """What the first rank read, on every rank; of sharded tensors each gets its part."""
     tensors: dict[str, Tensor] = {}
     text = flatten(state, "state", tensors) if group.first and state is not None else None
-    facts = group.tell([text, [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]])
-    text, listed = facts
+    text, listed = group.tell([text, [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]])
     if text is None:
         return None
     kept: dict[str, Tensor] = {}
