@@ -33,7 +33,7 @@ def team_release(change: Callable[..., Any]) -> Patch:
 
 def reduced(change: Callable[[Any, Group, Tensor], Tensor | None]) -> Patch:
     """``change(original, group, flat sums)`` in place of the sum over ranks."""
-    return attr(Group, "sum_to_first", lambda original: lambda self, flat: change(original, self, flat))
+    return attr(Group, "reduce_to_first", lambda original: lambda self, flat: change(original, self, flat))
 
 
 def every_rank_adds_noise() -> dict[str, Patch | str]:

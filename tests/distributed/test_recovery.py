@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("fault", "charged"),
-    [((1, "sum_to_first", 5, signal.SIGKILL), 4), ((0, "from_first", 5, signal.SIGKILL), 5)],
+    [((1, "reduce_to_first", 5, signal.SIGKILL), 4), ((0, "broadcast", 5, signal.SIGKILL), 5)],
     ids=["another rank, while sums are added up", "the first, between charge and release"],
 )
 def test_a_rank_is_killed_in_a_step(tmp_path, whole: Any, fault: Any, charged: int) -> None:
@@ -89,7 +89,7 @@ def test_a_rank_is_killed_in_a_step(tmp_path, whole: Any, fault: Any, charged: i
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up_at_the_time_limit_of_the_group(tmp_path) -> None:
-    ended = launch(2, kept, str(tmp_path), STEPS, (1, "sum_to_first", 2, signal.SIGSTOP), timeout=15)
+    ended = launch(2, kept, str(tmp_path), STEPS, (1, "reduce_to_first", 2, signal.SIGSTOP), timeout=15)
     assert [word for word, _ in ended] == ["RankError", "silent"]
     assert "did not answer in time" in ended[0][1]
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, whole: Any) -> Non
 
 def test_after_a_crash_on_other_ranks_what_was_lost_stays_charged(tmp_path, whole: Any) -> None:
     """Sums of four ranks are rounded otherwise, so a lost release cannot be made again to the bit: it is dropped."""
-    launch(2, kept, str(tmp_path / "run"), STEPS, (1, "sum_to_first", 6, signal.SIGKILL))
+    launch(2, kept, str(tmp_path / "run"), STEPS, (1, "reduce_to_first", 6, signal.SIGKILL))
     results = run(4, kept, str(tmp_path / "run"), STEPS)
     for result in results:
         assert (result["steps"], result["lost"]) == (3, 2)
@@ -124,7 +124,7 @@ def test_after_a_crash_on_other_ranks_what_was_lost_stays_charged(tmp_path, whol
 
 
 def test_a_signal_to_one_rank_stops_all_of_them_in_good_order(tmp_path, whole: Any) -> None:
-    ended = launch(2, kept, str(tmp_path / "run"), STEPS, (1, "sum_to_first", 5, signal.SIGTERM), None, 100)
+    ended = launch(2, kept, str(tmp_path / "run"), STEPS, (1, "reduce_to_first", 5, signal.SIGTERM), None, 100)
     assert [word for word, _ in ended] == ["SystemExit", "SystemExit"]
     assert all(text.startswith("143") for _, text in ended)
     for result in run(2, kept, str(tmp_path / "run"), STEPS):

@@ -288,8 +288,8 @@ def with_bug(rank: int, bug: str) -> Any:
     from dpivon.privacy.ranks import sharded
 
     if bug == "averaged over ranks":
-        right = sharded.Group.sum_to_shards
-        sharded.Group.sum_to_shards = lambda self, parts: right(self, parts) / self.world
+        right = sharded.Group.reduce_scatter
+        sharded.Group.reduce_scatter = lambda self, parts: right(self, parts) / self.world
         return training(rank, trainings.shard, None, "sgd")[1]
     if bug == "one noise for all parts":
         right_branch = sharded.TorchNoise.branch

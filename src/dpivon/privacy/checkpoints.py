@@ -132,7 +132,7 @@ class Checkpoints:
 
     def _by_first(self, action: Callable[[], _T]) -> _T | None:
         """Done by the process that has the files; None on the others, and its error on all."""
-        return action() if self._team is None else self._team.group.by_first(action)
+        return action() if self._team is None else self._team.group.on_first(action)
 
     def _count(self, optimizer: DPOptimizer) -> None:
         self._steps += 1
@@ -188,7 +188,7 @@ class Checkpoints:
         """With the global generator (dropout) of every rank; the others are the first one's."""
         if self._team is None or not generators:
             return dict(generators)
-        return {**generators, "globals": self._team.group.tensors(generators["global"])}
+        return {**generators, "globals": self._team.group.gather_tensors(generators["global"])}
 
     def _generators(self) -> dict[str, Any]:
         """The states of all that draws: batches, noise, posterior samples, and the global one (dropout)."""
@@ -247,7 +247,7 @@ class Checkpoints:
         exact = bool(saved) and not self._ahead and repeatable(self._optimizer.noise, self._optimizer.params)
         exact = exact and saved["noise"] is not None and saved["sampler"] is not None and not self._sampler.secure
         if self._team is not None:
-            exact = bool(self._team.group.tell(exact and not self._team.sharded))
+            exact = bool(self._team.group.broadcast_value(exact and not self._team.sharded))
         if exact and (not lost or at in self._ledger.record.evidence):
             self._journal.repeat_from(at)
             self._set(saved)
@@ -349,7 +349,7 @@ class Checkpoints:
         try:
             yield
             if self._team is not None:
-                asked = self._team.group.numbers([self._team.asked_to_stop])
+                asked = self._team.group.gather_numbers([self._team.asked_to_stop])
                 self._signal = max(n for (n,) in asked) or None
             if self._signal is not None:
                 self._stop(self._signal, inside=False)

@@ -14,7 +14,7 @@ from dpivon.privacy.accounting.accountants import ACCOUNTANTS, check_delta, epsi
 from dpivon.privacy.accounting.history import History, append, check_entry
 
 LEDGER = "ledger.jsonl"
-DELTA = 1e-5  # where nobody said another
+DELTA = 1e-5  # unless another is given
 CONFIG, STUDY = "config.yaml", "study.json"  # beside a run's ledger; above the folders of a study's stacks
 STACKS = ("stacks", "ledgers")  # of those under way, and of those that are finished
 

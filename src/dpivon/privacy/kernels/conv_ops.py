@@ -8,10 +8,8 @@ CUDA graph captures.
 Sums over positions are an operator because a compiler would join one with whatever makes its operand, and a kernel that also
 writes the operand walks it in the order of the sum: GELU's backward took two to six times as long on an H200.
 
-On an H200 they take half off the private step of a wide residual network, a seventh off a text encoder's and little off a
-vision transformer's, against the best plain step (benchmarks/results). They are off until every test of a GPU has passed with
-them at one commit: ``DPIVON_CONV_KERNELS=1`` in the environment turns them on, and so does :func:`kernels`. Without them every
-convolution is unfolded.
+They are off until every test of a GPU has passed with them at one commit: ``DPIVON_CONV_KERNELS=1`` in the environment turns
+them on, and so does :func:`kernels`. Without them every convolution is unfolded.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 
-_PROGRAMS = (
-    528  # four for each processor of an H200: a sum is cut into so many chunks that there are about as many programs
-)
+_PROGRAMS = 528  # four per processor of an H200: a sum is cut into chunks so that there are about as many programs
 _LINE = 128  # bytes of a position that a program reads
 _LINES = 128  # positions at a time, at most; a warp reads 16 of them
 enabled = os.environ.get("DPIVON_CONV_KERNELS", "0") == "1"  # whether kernels are wanted; :func:`kernels` changes it
@@ -100,15 +96,12 @@ def _span(t: Tensor) -> int:
 
 
 def tile_for(rows: int, out: int, positions: int, dtype: torch.dtype) -> Tile:
-    """Chosen by shape alone, so that the operators' shapes are known without a device; nothing is tuned, so there is one binary
-    a kernel and shape to compile (compiled ahead in tests/privacy/convs_compiled.py).
+    """The tile of a shape: chosen by shape alone, so that the operators' shapes are known without a device.
 
     Tiles are 64×64 at most, for bf16 with four warps. A larger one reads less, but statistics of standardised weights hold four
     tiles in registers: of 64×64 two programs fit side by side, and one multiplies while the other reduces. Where an example
     takes several rounds, the sums go over examples and rounds in one loop, so that reading does not pause between two examples.
-    On an H200 each of the two was faster for every 3×3 layer of a WRN-16-4 that it concerns; both at once took the norms and
-    sums of its whole step from 3.14 to 2.93 ms. Layers of other networks are not timed one by one yet. An example is
-    cut into three parts, so that a batch of 256 gives each of 132 processors about six programs.
+    An example is cut into three parts, so that a batch of 256 gives each of 132 processors about six programs.
     """
     bt = _positions_at_once(positions, 64 if dtype == torch.bfloat16 else 32)
     bd, bo = min(64, _power_of_two(rows)), min(64, _power_of_two(out))

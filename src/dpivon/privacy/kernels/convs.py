@@ -15,7 +15,7 @@ channel, u being ŵ (or 0 where ‖c‖ is at its floor). As u has norm one and 
 
     ‖pulled back‖² = (Σ (g − mean(g))² − ⟨u, g − mean(g)⟩²) / ‖c‖²
 
-needs three numbers an output channel: mean(g), S = Σ (g − mean(g))² and q = ⟨u, g − mean(g)⟩. Taken from Σ g² and (Σ g)² the
+needs three numbers per output channel: mean(g), S = Σ (g − mean(g))² and q = ⟨u, g − mean(g)⟩. Taken from Σ g² and (Σ g)² the
 first term would cancel: where activations have an offset of 30 deviations, a gradient is nearly all mean. So a part of the rows
 is first shifted by the mean m of its first tile, and keeps ρ = Σ (g − m), S_m = Σ (g − m)² and q_m = ⟨u, g − m⟩; parts are
 combined in double (:func:`combine_statistics`):

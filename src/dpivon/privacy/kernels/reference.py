@@ -38,7 +38,7 @@ class RowModel(Protocol):
     def pack(self, model: nn.Module) -> Tensor: ...
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """One loss an example."""
+        """One loss per example."""
         ...
 
 

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class Group:
-    """The default process group of ``torch.distributed``: one rank a process, all of them in data-parallel training."""
+    """The default process group of ``torch.distributed``: one rank per process, all of them in data-parallel training."""
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -38,26 +38,26 @@ class Group:
         """Whether this is the rank that keeps the ledger."""
         return self.rank == 0
 
-    # ---- small things
+    # ---- values
 
-    def numbers(self, mine: Sequence[int]) -> list[list[int]]:
-        """Everybody's numbers, by rank."""
+    def gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
+        """All ranks' numbers, by rank."""
         sent = torch.tensor(list(mine), dtype=torch.int64, device=self._letters)
         return [t.tolist() for t in self._gathered(sent, "compare where they are")]
 
-    def everybody(self, mine: Any) -> list[Any]:
-        """Everybody's values, by rank: anything that JSON can hold."""
+    def gather_values(self, mine: Any) -> list[Any]:
+        """All ranks' values, by rank: anything that JSON can hold."""
         text = json.dumps(mine).encode()
-        most = max(n for (n,) in self.numbers([len(text)]))
+        most = max(n for (n,) in self.gather_numbers([len(text)]))
         sent = torch.zeros(most, dtype=torch.uint8)
         sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         got = self._gathered(sent.to(self._letters), "compare what they have")
         return [json.loads(bytes(t.tolist()).rstrip(b"\0")) for t in got]
 
-    def tell(self, value: Any = None) -> Any:
+    def broadcast_value(self, value: Any = None) -> Any:
         """The first rank's value, on every rank: anything that JSON can hold."""
         text = json.dumps(value).encode() if self.first else b""
-        with self._speaking("hear what the first of them did"):
+        with self._communicating("hear what the first of them did"):
             head = self._cast(len(text).to_bytes(8, "little") + text[: _LETTER - 8], _LETTER)
             length = int.from_bytes(head[:8], "little")
             got = head[8 : 8 + length]
@@ -73,36 +73,36 @@ class Group:
         dist.broadcast(letter, 0)
         return bytes(letter.cpu().numpy().tobytes())
 
-    def by_first(self, action: Callable[[], _T]) -> _T | None:
+    def on_first(self, action: Callable[[], _T]) -> _T | None:
         """What the first rank's ``action`` returns, there; None elsewhere. If it fails, all ranks fail, with its error."""
         if self.first:
             try:
                 result = action()
             except BaseException as error:
-                self.tell(failure(error))
+                self.broadcast_value(failure(error))
                 raise
-            self.tell(None)
+            self.broadcast_value(None)
             return result
-        self.heed(self.tell())
+        self.check_first(self.broadcast_value())
         return None
 
-    def heed(self, word: Any) -> Any:
-        """What the first rank said; its error, if it said that it failed."""
+    def check_first(self, word: Any) -> Any:
+        """The first rank's value; raises its error, if it failed."""
         if isinstance(word, Mapping) and "error" in word:
             kind = getattr(errors, str(word["error"]), RankError)
             raise kind(f"On rank 0: {word['text']}")
         return word
 
-    def all_fine(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
-        """Everybody stops if anybody failed, or if their facts differ."""
-        said = self.everybody(dict(facts) if error is None else failure(error))
+    def check_agreement(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
+        """Raise on every rank if one of them failed, or if their facts differ."""
+        gathered = self.gather_values(dict(facts) if error is None else failure(error))
         if error is not None:
             return  # raised by the caller
-        for rank, theirs in enumerate(said):
+        for rank, theirs in enumerate(gathered):
             if "error" in theirs:
                 raise RankError(f"Rank {rank} failed, so no rank goes on: {theirs['text']}")
-        for name, value in said[0].items():
-            for rank, theirs in enumerate(said):
+        for name, value in gathered[0].items():
+            for rank, theirs in enumerate(gathered):
                 if theirs.get(name) != value:
                     raise PrivacyError(
                         f"{name}={value!r} on rank 0 but {theirs.get(name)!r} on rank {rank}: one release has one {name}, and "
@@ -111,41 +111,41 @@ class Group:
 
     # ---- tensors
 
-    def sum_to_first(self, flat: Tensor) -> Tensor | None:
+    def reduce_to_first(self, flat: Tensor) -> Tensor | None:
         """Σ over ranks, on the first; None elsewhere."""
         total = self._carried(flat)
-        with self._speaking("add up their clipped sums"):
+        with self._communicating("add up their clipped sums"):
             dist.reduce(total, 0)
         if self.first:
             return total.to(flat.device)
         total.zero_()  # pieces of the sum are left in it
         return None
 
-    def from_first(self, t: Tensor) -> Tensor:
+    def broadcast(self, t: Tensor) -> Tensor:
         """The first rank's tensor, on every rank."""
         if not t.numel():
             return t
         carried = self._carried(t)
-        with self._speaking("receive what the first of them has"):
+        with self._communicating("receive what the first of them has"):
             dist.broadcast(carried.view(-1).view(torch.uint8), 0)  # as bytes: backends do not know every type
         return carried.to(t.device)
 
-    def tensors(self, mine: Tensor) -> list[Tensor]:
-        """Everybody's tensors of one shape, by rank."""
+    def gather_tensors(self, mine: Tensor) -> list[Tensor]:
+        """All ranks' tensors of one shape, by rank."""
         return [t.to(mine.device) for t in self._gathered(self._carried(mine), "collect their states")]
 
-    def sum_to_shards(self, parts: Tensor) -> Tensor:
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
         """[W, …] on every rank to the sum over ranks of row r, on rank r."""
         sent = self._carried(parts.contiguous())
         mine = torch.empty_like(sent[0])
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with self._speaking("add up their clipped sums"):
+        with self._communicating("add up their clipped sums"):
             scatter(mine, sent.flatten(0, 1))
         return mine.to(parts.device)
 
     def _gathered(self, sent: Tensor, what: str) -> list[Tensor]:
         got = [torch.empty_like(sent) for _ in range(self.world)]
-        with self._speaking(what):
+        with self._communicating(what):
             dist.all_gather(got, sent)
         return got
 
@@ -157,7 +157,7 @@ class Group:
         return t.detach().to("cpu" if t.is_cuda else "cuda").contiguous()
 
     @contextmanager
-    def _speaking(self, what: str) -> Iterator[None]:
+    def _communicating(self, what: str) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ConnectionError) as error:

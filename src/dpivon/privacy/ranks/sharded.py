@@ -46,12 +46,12 @@ class Sharded(Team):
             # Otherwise the outermost layers stay whole after a forward, and the next one would not see new weights.
             part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
         self.share(optimizer.sampler_generator)
-        root = self.group.tell(_draw(optimizer.noise))
+        root = self.group.broadcast_value(_draw(optimizer.noise))
         if isinstance(optimizer.noise, TorchNoise):  # also one that came from the same seed on every rank
             optimizer.noise.branch(f"{root} noise {self.rank}".encode())
         inner: Any = optimizer.original_optimizer
         if hasattr(inner, "generator"):
-            root = self.group.tell(_draw(inner))
+            root = self.group.broadcast_value(_draw(inner))
             device = optimizer.params[0].device
             inner.generator = expanded(torch.Generator(device), f"{root} posterior {self.rank}".encode())
 
@@ -60,7 +60,7 @@ class Sharded(Team):
         rows = -(-total.shape[0] // self.world)  # of every rank but the last ones
         spare = rows * self.world - total.shape[0]
         padded = torch.cat([total, total.new_zeros(spare, *total.shape[1:])]) if spare else total
-        mine = self.group.sum_to_shards(padded.unflatten(0, (self.world, rows)))
+        mine = self.group.reduce_scatter(padded.unflatten(0, (self.world, rows)))
         here = min(rows, max(0, total.shape[0] - self.rank * rows))
         return mine[:here]
 

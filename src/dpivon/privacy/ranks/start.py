@@ -35,7 +35,7 @@ def unwrap_parallel(module: nn.Module, wrap_model: bool) -> nn.Module:
         inner: nn.Module = module.module
         return inner
     if isinstance(module, nn.DataParallel):
-        fix = "Start one process a device with torchrun, and pass the plain module"
+        fix = "Start one process per device with torchrun, and pass the plain module"
         raise bad("module", type(module).__name__, "runs several devices in one process", fix)
     if type(module).__name__ == "FullyShardedDataParallel":
         fix = "Use torch.distributed.fsdp.fully_shard (FSDP2)"
@@ -66,10 +66,10 @@ def starting(group: Group | None, *, afresh: bool) -> Iterator[Start]:
         yield start
     except Exception as error:  # not Ctrl-C, which does not wait for anybody
         if group is not None:
-            group.all_fine(error, {})
+            group.check_agreement(error, {})
         raise
     if group is not None:
-        group.all_fine(None, start.facts)
+        group.check_agreement(None, start.facts)
     if start.made is None:
         return
     module, optimizer = start.made

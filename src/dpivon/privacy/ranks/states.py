@@ -41,10 +41,10 @@ def open_ledger(path: str | os.PathLike[str], group: Group | None) -> Ledger | F
     """The ledger, where this process keeps it; an error on one rank is one on all."""
     if group is None:
         return Ledger(path)
-    ledger = group.by_first(lambda: Ledger(path))
+    ledger = group.on_first(lambda: Ledger(path))
     own = Record("") if ledger is None else ledger.record
     rows = [[list(map(dict, terms)), n] for terms, n in own.rows]
-    name, rows, evidence, releases = group.tell([own.id, rows, list(own.evidence.items()), own.releases])
+    name, rows, evidence, releases = group.broadcast_value([own.id, rows, list(own.evidence.items()), own.releases])
     if ledger is not None:
         return ledger
     return FollowedLedger(path, Record(name, [(tuple(t), n) for t, n in rows], dict(evidence), releases=releases))
@@ -98,13 +98,13 @@ def share_state(group: Group, optimizer: DPOptimizer, state: dict[str, Any] | No
     """What the first rank read, on every rank; of sharded tensors each gets its part."""
     tensors: dict[str, Tensor] = {}
     text = flatten(state, "state", tensors) if group.first and state is not None else None
-    text, listed = group.tell([text, [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]])
+    text, listed = group.broadcast_value([text, [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]])
     if text is None:
         return None
     kept: dict[str, Tensor] = {}
     for name, shape, dtype in listed:
         like = tensors[name] if group.first else torch.empty(shape, dtype=getattr(torch, dtype.split(".")[1]))
-        got = group.from_first(like)
+        got = group.broadcast(like)
         owner = _owner(optimizer, name, shape)
         kept[name] = got if owner is None else part_of(got, owner).clone()
     received: dict[str, Any] = unflatten(text, kept)

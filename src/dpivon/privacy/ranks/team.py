@@ -46,7 +46,7 @@ class Team(OneProcess):
     def share(self, generator: torch.Generator | None) -> None:
         """The first rank's whole state: a seed would be 32 secret bits."""
         if generator is not None:
-            generator.set_state(self.group.from_first(generator.get_state()))
+            generator.set_state(self.group.broadcast(generator.get_state()))
 
     def release(self, optimizer: DPOptimizer, sums: Sums, spec: NoiseSpec) -> Release | None:
         self._agree(optimizer, spec)
@@ -54,7 +54,7 @@ class Team(OneProcess):
         if total is not None and self.group.first:
             made = self._lead(optimizer, total, spec)
         else:
-            decision: Decision = tuple(self.group.heed(self.group.tell()))
+            decision: Decision = tuple(self.group.check_first(self.group.broadcast_value()))
             charge = charge_for(optimizer, decision)
             made = None if charge is None else self._follow(optimizer, sums, spec, charge)
         self.releases += made is not None
@@ -69,9 +69,9 @@ class Team(OneProcess):
                 assert charge is not None
                 made = mechanism.release(total, spec, optimizer.noise, charge)
         except BaseException as error:
-            self.group.tell(failure(error))
+            self.group.broadcast_value(failure(error))
             raise
-        self.group.tell(decision)
+        self.group.broadcast_value(decision)
         if made is None:
             charge_for(optimizer, decision)  # after the word: new seeds are agreed on by all
             return None
@@ -79,13 +79,13 @@ class Team(OneProcess):
 
     def _agree(self, optimizer: DPOptimizer, spec: NoiseSpec) -> None:
         """One spec and one draw for all ranks, or no release."""
-        said = self.group.numbers(
+        gathered = self.group.gather_numbers(
             [int(spec.digest[:15], 16), optimizer.batch_number, self.releases, self.asked_to_stop]
         )
-        self._stop = max(numbers[3] for numbers in said)
+        self._stop = max(numbers[3] for numbers in gathered)
         names = ("noise_multiplier or max_grad_norm", "batch number", "number of releases")
-        for rank, numbers in enumerate(said):
-            for name, ours, theirs in zip(names, said[0], numbers, strict=False):
+        for rank, numbers in enumerate(gathered):
+            for name, ours, theirs in zip(names, gathered[0], numbers, strict=False):
                 if ours != theirs:
                     raise PrivacyError(
                         f"The {name} of rank {rank} is not that of rank 0, so nothing was released: their sums do not belong "
@@ -129,7 +129,7 @@ class Replicated(Team):
     def begin(self, module: nn.Module, optimizer: DPOptimizer) -> None:
         """Every rank starts from the first one's weights, batches and θ-samples."""
         for t in [*module.parameters(), *module.buffers()]:
-            t.copy_(self.group.from_first(t))
+            t.copy_(self.group.broadcast(t))
         self.share(optimizer.sampler_generator)
         inner: Any = optimizer.original_optimizer
         if hasattr(inner, "generator"):
@@ -146,9 +146,9 @@ class Replicated(Team):
 
     def check_replicas(self, optimizer: DPOptimizer) -> None:
         """All ranks have the same posterior to the bit, or an error."""
-        said = [n for (n,) in self.group.numbers([state_digest(optimizer)])]
-        for rank, digest in enumerate(said):
-            if digest != said[0]:
+        gathered = [n for (n,) in self.group.gather_numbers([state_digest(optimizer)])]
+        for rank, digest in enumerate(gathered):
+            if digest != gathered[0]:
                 raise DpivonError(
                     f"After {self.releases} releases rank {rank} has other weights or another optimizer state than rank 0, "
                     "though both learned from the same releases. Write to the model on every rank alike, and run them on "
@@ -156,17 +156,17 @@ class Replicated(Team):
                 )
 
     def _add_up(self, sums: Sums) -> Sums | None:
-        total = self.group.sum_to_first(torch.cat([t.flatten() for t in sums.values()]))
+        total = self.group.reduce_to_first(torch.cat([t.flatten() for t in sums.values()]))
         return None if total is None else _split(total, sums)
 
     def _hand_out(self, made: Release) -> Release:
-        self.group.from_first(torch.cat([g.flatten() for g in made.gradients.values()]))
+        self.group.broadcast(torch.cat([g.flatten() for g in made.gradients.values()]))
         return made
 
     def _follow(self, optimizer: DPOptimizer, sums: Sums, spec: NoiseSpec, charge: Charge) -> Release:
         charge(spec)
         room = torch.cat([t.new_empty(t.numel(), dtype=full_dtype(p)) for p, t in sums.items()])
-        sent = _split(self.group.from_first(room), sums)
+        sent = _split(self.group.broadcast(room), sums)
         return mechanism.as_release({p: g.to(full_dtype(p)) for p, g in sent.items()}, spec)
 
 

@@ -50,7 +50,7 @@ class Blocks:
             self.stats = [(new(d, dtype=torch.float32), new(d, dtype=torch.float32)) for *_, d in layout.convs]
 
     def features(self, w: dict[str, Tensor], inputs: Tensor, model: Tensor, image: Tensor | None = None) -> Tensor:
-        """[passes, flat], one pass an entry of ``model``: the image of its own, or the one that ``image`` names."""
+        """[passes, flat], one pass per entry of ``model``, of its own image or of the one that ``image`` names."""
         x, passes = inputs, len(model)
         for i, (s, c, d) in enumerate(self.layout.convs):
             options = tuned(TUNING[self.kernel][i], s * s)
@@ -76,7 +76,7 @@ class Forward:
         self.blocks = Blocks(layout, self.capacity, device, torch.float32, keep=False)
 
     def logits(self, theta: Tensor, images: Tensor) -> Tensor:
-        """[K, N, classes] for images [N, 3, H, W]. A row that is not finite says NaN, and the others do not hear of it."""
+        """[K, N, classes] for images [N, 3, H, W]. A row that is not finite gives NaN, and the others are unaffected."""
         images = images.permute(0, 2, 3, 1).to(torch.float32).contiguous()
         return torch.cat([self._some(rows, images) for rows in theta.split(ROWS)])
 
