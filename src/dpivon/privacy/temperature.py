@@ -252,16 +252,14 @@ def parallel_epsilon(parts: Sequence[tuple[Accountant, Tensor]], delta: float) -
 def _noise(noise_multiplier: float | None, epsilon: float | None, delta: float | None, halvings: int) -> float:
     if (noise_multiplier is None) == (epsilon is None):
         problem = "neither was given" if epsilon is None else "both were given"
-        raise ArgumentError(
-            f"noise_multiplier={noise_multiplier!r}, epsilon={epsilon!r}: {problem}. Give exactly one of them."
-        )
+        both = f"noise_multiplier={noise_multiplier!r}, epsilon={epsilon!r}"
+        raise ArgumentError(f"{both}: {problem}. Give exactly one of them.")
     if epsilon is not None:
         if delta is None:
             raise bad("delta", delta, "is missing, and epsilon alone says nothing", "Give both")
         return temperature_noise(epsilon, delta, halvings)
-    return check_number(
-        "noise_multiplier", noise_multiplier, "Use a value such as 20; 0 has no guarantee", at_least=0.0
-    )
+    fix = "Use a value such as 20; 0 has no guarantee"
+    return check_number("noise_multiplier", noise_multiplier, fix, at_least=0.0)
 
 
 def _one_function(predictor: Predictor, options: dict[str, Any]) -> Callable[[Any], Tensor]:
