@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from experiments.leaderboard.priors import report, tables
+from experiments.leaderboard.priors.arms import Results
 from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, key_of, same_round
 from experiments.leaderboard.priors.private import CELL
-from experiments.leaderboard.priors.results import Results
 
 #: Arm: its plan and one of its cells.
 ARMS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import mean
 
+from experiments.leaderboard.priors.arms import BASELINES, RECIPE, Results, number, signed, table, wrapped
 from experiments.leaderboard.priors.plans import (
     EPSILONS,
     SCRATCH,
@@ -15,7 +16,6 @@ from experiments.leaderboard.priors.plans import (
     best_rate,
     validated,
 )
-from experiments.leaderboard.priors.results import BASELINES, RECIPE, Results, number, signed, table, wrapped
 
 #: Validation images.
 SCORED = 5000

@@ -7,8 +7,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from dpivon.report.figures import STYLE, save
+from experiments.leaderboard.priors.arms import ARMS, Results
 from experiments.leaderboard.priors.plans import EPSILONS
-from experiments.leaderboard.priors.results import ARMS, Results
 
 #: Arm, colour (Okabe and Ito), marker, line; recipe solid and baselines dashed.
 LINES = (

@@ -9,7 +9,7 @@ Two random views of an image should be close on the sphere (alignment) and diffe
 The loss is taken of a projection of the hidden units, or, with ``--wide``, of the feature maps below them: the 128 hidden
 units are then no bottleneck, and the file's hidden layer is the one of :mod:`spread`. The file holds the network with logits
 of zero. The same command goes on from the last checkpoint; the cosine of the learning rate follows the time or the steps,
-whichever is further along. On a GPU the step is compiled and replayed as a graph.
+whichever is further along. On a GPU the loss is compiled.
 """
 
 from __future__ import annotations
@@ -128,65 +128,17 @@ class Learning:
         self.momentum = [torch.zeros_like(p) for p in self.parameters]
         self.generator = Generator(device).manual_seed(settings.seed)
         self.step, self.seconds = 0, 0.0
-        # What a captured step reads and writes.
-        self.lr = torch.zeros((), device=device)
-        self.pixels = torch.zeros(settings.batch, 3, POOL_SIDE, POOL_SIDE, dtype=torch.uint8, device=device)
-        self.draws = torch.zeros(2 * settings.batch, DRAWS, device=device)
-        self.parts = torch.zeros(2, device=device)
         self.loss: Callable[[Tensor, Tensor], Tensor] = self._loss
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.prepared = device.type != "cuda"
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+            self.loss = torch.compile(self._loss, dynamic=False)
 
     def _loss(self, pixels: Tensor, draws: Tensor) -> Tensor:
         """[alignment, uniformity]."""
-        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
+        with torch.autocast(self.device.type, torch.bfloat16):
             z = self.model(views(torch.cat([pixels, pixels]), draws))
         a, b = z.chunk(2)
         return torch.stack([alignment(a, b), (uniformity(a) + uniformity(b)) / 2])
-
-    def _make(self) -> None:
-        """One step of SGD with momentum 0.9 and decay 1e-4, on the batch and at the rate in the buffers."""
-        parts = self.loss(self.pixels, self.draws)
-        gradients = torch.autograd.grad(parts.sum(), self.parameters)
-        with torch.no_grad():
-            torch._foreach_mul_(self.momentum, 0.9)
-            torch._foreach_add_(self.momentum, gradients)
-            torch._foreach_add_(self.momentum, self.parameters, alpha=1e-4)
-            torch._foreach_sub_(self.parameters, torch._foreach_mul(self.momentum, self.lr))
-            self.parts.copy_(parts.detach())
-
-    def _prepare(self) -> None:
-        """Compile and capture; where either fails, minutes on a GPU are better spent without it than lost."""
-        self.prepared = True
-        torch.set_float32_matmul_precision("high")
-        self.lr.zero_()  # these steps move nothing, and what they leave in the momentum is set back
-        kept = [m.clone() for m in self.momentum]
-        try:
-            self.loss = torch.compile(self._loss, dynamic=False)
-            self._make()
-        except Exception as error:
-            self._tell("not compiled", error)
-            self.loss = self._loss
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self._make()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._make()
-            graph.replay()
-            torch.cuda.synchronize()
-            self.graph = graph
-        except Exception as error:
-            self._tell("not captured", error)
-            torch.cuda.synchronize()
-        torch._foreach_copy_(self.momentum, kept)
-
-    def _tell(self, what: str, error: Exception) -> None:
-        print(f"{self.settings.process}: {what} ({type(error).__name__}: {str(error)[:200]})", flush=True)
 
     def fill(self) -> None:
         """Make the pool, a few thousand images at a time."""
@@ -210,14 +162,16 @@ class Learning:
             at = torch.randint(s.pool - s.fresh + 1, (1,), generator=g, device=self.device)
             self.pool[int(at) : int(at) + s.fresh] = images(s.process, s.fresh, g, POOL_SIDE)
         index = torch.randint(s.pool, (s.batch,), generator=g, device=self.device)
-        torch.index_select(self.pool, 0, index, out=self.pixels)
-        self.draws.uniform_(generator=g)
-        if not self.prepared:
-            self._prepare()
-        self.lr.fill_(self.rate())
-        self._make() if self.graph is None else self.graph.replay()
+        draws = torch.rand(2 * s.batch, DRAWS, generator=g, device=self.device)
+        parts = self.loss(self.pool[index], draws)
+        gradients = torch.autograd.grad(parts.sum(), self.parameters)
+        with torch.no_grad():  # SGD with momentum 0.9 and decay 1e-4
+            torch._foreach_mul_(self.momentum, 0.9)
+            torch._foreach_add_(self.momentum, gradients)
+            torch._foreach_add_(self.momentum, self.parameters, alpha=1e-4)
+            torch._foreach_add_(self.parameters, self.momentum, alpha=-self.rate())
         self.step += 1
-        return self.parts
+        return parts.detach()
 
     def learn(self, out: Path, limit: float) -> bool:
         """Go on for up to ``limit`` seconds, saving every half minute; True when the schedule is at its end."""
@@ -290,12 +244,13 @@ def main() -> None:
     parser.add_argument("process", choices=list(MIXTURES))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=300.0, help="length of the schedule, over all calls")
+    parser.add_argument("--steps", type=int, default=Settings.steps, help="the same in steps; the earlier end counts")
     parser.add_argument("--limit", type=float, default=500.0, help="seconds that this call may learn for, from now")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wide", action="store_true", help="the loss of the feature maps, not of the hidden units")
     parser.add_argument("--toy", action="store_true", help="few images and steps, for a CPU")
     a = parser.parse_args()
-    settings = Settings(a.process, a.seconds, seed=a.seed, wide=a.wide)
+    settings = Settings(a.process, a.seconds, a.steps, seed=a.seed, wide=a.wide)
     if a.toy:
         settings = replace(settings, steps=8, batch=32, pool=128, fresh=32, every=4, warmup=4)
     a.out.parent.mkdir(parents=True, exist_ok=True)
