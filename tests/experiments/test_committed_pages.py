@@ -6,8 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from experiments.leaderboard import __main__ as leaderboard
 from experiments.paper import report as paper
 from experiments.robustness import report as robustness
+from experiments.strong_privacy import __main__ as strong_privacy
+from experiments.strong_privacy import few_steps, recipe, simulation, spread
+from experiments.strong_privacy.compare.command import compare
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 RESULTS = {p.parent.name: p.parent for p in EXPERIMENTS.glob("*/results/*/runs.csv")}
@@ -34,3 +38,22 @@ def test_pages_follow_from_their_tables(name, tmp_path):
     assert set((tmp_path / name / "figures").glob("*.png")) == {p for p in written if p.suffix == ".png"}
     for path, before in made.items():
         assert path.read_bytes() == before, f"{path.name} is not what its report makes"
+
+
+@pytest.mark.slow
+def test_comparisons_follow_from_their_tables(tmp_path):
+    compare(strong_privacy.COMPARED, tmp_path / "strong", tunings=strong_privacy.TUNED, command=strong_privacy.COMMAND)
+    compare([leaderboard.RESULTS / "leaderboard"], tmp_path / "small", command=leaderboard.COMMAND)
+    for made, committed in (("strong", strong_privacy.RESULTS), ("small", leaderboard.RESULTS)):
+        for name in ("comparison.md", "comparison.csv", "bars.csv"):
+            assert (tmp_path / made / name).read_bytes() == (committed / "comparison" / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_pages_of_the_recipe_follow_from_their_runs(tmp_path):
+    for path in strong_privacy.RESULTS.glob("*.json"):
+        shutil.copy(path, tmp_path / path.name)
+    for part in (recipe, few_steps, simulation, spread):
+        for path in part.report(tmp_path):
+            if path.suffix == ".md":
+                assert path.read_bytes() == (strong_privacy.RESULTS / path.name).read_bytes(), path.name
