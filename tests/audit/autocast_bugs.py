@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import torch
 from sowing import Patch, attr, both, everywhere
 from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
-import dpivon.privacy.gradients.means as means
 import dpivon.privacy.gradients.side_by_side as side_by_side
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
@@ -35,12 +35,25 @@ def summed_in_autocast() -> dict[str, Patch | str]:
     return everywhere(_unguarded(optimizer), _unguarded(stacked))
 
 
+class _Multiplied(torch.autograd.Function):
+    """z, whose gradient is multiplied by the rows of the batch in its own precision."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, rows: int) -> Tensor:
+        ctx.rows = rows
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.rows, None
+
+
 def mean_undone_in_bf16() -> dict[str, Patch | str]:
     """An output's gradient is multiplied by the rows of the batch in bf16, after 1/B was rounded to it."""
 
     def rounded(original: Any) -> Any:
         def undone(z: Tensor, rows: int | None) -> Tensor:
-            return z if rows is None or not z.requires_grad else means.undo_mean(z, rows)
+            return z if rows is None or not z.requires_grad else _Multiplied.apply(z, rows)
 
         return undone
 
