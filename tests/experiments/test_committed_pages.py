@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import experiments.strong_privacy  # noqa: F401  registers the estimators that its studies name
 import pytest
 from experiments.leaderboard import __main__ as leaderboard
 from experiments.paper import report as paper
