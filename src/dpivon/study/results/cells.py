@@ -12,6 +12,7 @@ from dpivon.methods import METHODS
 from dpivon.study.plan.plan import shown
 from dpivon.study.results.table import Row
 
+CELL = ("batch_size", "noise_multiplier", "max_grad_norm")
 Key = tuple[str, int, float, float]  # method, b, σ, C
 
 
@@ -48,16 +49,13 @@ class Cells:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
-        self._by: dict[Key, list[Row]] = {}
+        self.members: dict[Key, list[Row]] = {}
         for row in rows:
-            key = (row["method"], row["batch_size"], row["noise_multiplier"], row["max_grad_norm"])
-            self._by.setdefault(key, []).append(row)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._by
+            key: Any = tuple(row[k] for k in ("method", *CELL))
+            self.members.setdefault(key, []).append(row)
 
     def get(self, method: str, b: int, sigma: float, c: float, column: str) -> Value | None:
-        return value(row[column] for row in self._by.get((method, b, sigma, c), []))
+        return value(row[column] for row in self.members.get((method, b, sigma, c), []))
 
     def axis(self, column: str) -> list[Any]:
         """Every value that a setting takes, in order."""
@@ -69,7 +67,7 @@ class Cells:
 
     @property
     def keys(self) -> list[Key]:
-        return sorted(self._by)
+        return sorted(self.members)
 
 
 Variant = tuple[str, str, float | None]  # method, options, learning rate; None where each cell has its own
@@ -79,7 +77,7 @@ def variants(rows: Sequence[Row]) -> list[Variant]:
     """Every (method, options, learning rate) of the table, in its order; no rate where each cell has its own."""
     rates: dict[tuple[str, str], dict[tuple[Any, ...], set[float]]] = {}
     for row in rows:
-        cell = (row["batch_size"], row["noise_multiplier"], row["max_grad_norm"])
+        cell = tuple(row[k] for k in CELL)
         rates.setdefault((row["method"], row["options"]), {}).setdefault(cell, set()).add(row["lr"])
     by_cell = {
         key
@@ -102,9 +100,14 @@ def is_of(row: Row, variant: Variant) -> bool:
     return (row["method"], row["options"]) == (method, options) and lr in (None, row["lr"])
 
 
+def title_of(method: str) -> str:
+    """What figures and pages call a method."""
+    return METHODS[method].title if method in METHODS else method
+
+
 def describe(variant: Variant) -> str:
     """A variant in words: its method, what of it was changed, and last its learning rate."""
     method, options, lr = variant
     changed = ", ".join(f"{k} = {shown(v)}" for k, v in json.loads(options).items()) if options else ""
     rate = "a rate for each cell" if lr is None else f"lr {lr:g}"
-    return f"{METHODS[method].title if method in METHODS else method}{', ' + changed if changed else ''}, {rate}"
+    return ", ".join(filter(None, (title_of(method), changed, rate)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from dpivon.methods import METHODS
 from dpivon.report.chart import Axis, Chart, Panel, Point, Series, View
 from dpivon.report.privacy import shown
-from dpivon.study.results.cells import Cells, describe, is_ablation, is_of, variants
+from dpivon.study.results.cells import CELL, Cells, describe, is_ablation, is_of, title_of, variants
 from dpivon.study.results.table import Row
 
 IVON = "dp-ivon-gradsq"
@@ -18,11 +18,7 @@ TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", IVON: "DP-IVON-Gradsq"}
 COLOURS = {"dp-sgd": "#0072B2", "dp-adam": "#E69F00", IVON: "#D55E00", "dp-steady": "#000000"}
 OTHERS = ("#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#666666")
 MARKERS = {"dp-sgd": "s", "dp-adam": "^", IVON: "o"}
-MEASURES = {
-    "accuracy": "test accuracy",
-    "nll": "test NLL (nats)",
-    "ece": "test ECE (15 bins)",
-}
+MEASURES = {"accuracy": "test accuracy", "nll": "test NLL (nats)", "ece": "test ECE (15 bins)"}
 DASHES = ("-", "--", ":", "-.")
 _X = Axis("ε (RDP), privacy grows →", log=True, reverse=True)
 Lines = list[tuple[str, str, bool]]  # column, label, pale
@@ -33,11 +29,6 @@ def in_order(methods: Iterable[str]) -> list[str]:
     return sorted(methods, key=lambda m: (m not in TITLES, list(TITLES).index(m) if m in TITLES else 0, m))
 
 
-def title_of(method: str) -> str:
-    """What figures and pages call a method."""
-    return METHODS[method].title if method in METHODS else method
-
-
 def colour(method: str, number: int) -> str:
     """The colour of a method that is the given one in its figure's order."""
     return COLOURS.get(method, OTHERS[number % len(OTHERS)])
@@ -45,8 +36,10 @@ def colour(method: str, number: int) -> str:
 
 def privacy_curves(rows: Sequence[Row]) -> Chart:
     """Accuracy, NLL and ECE against ε on an inverted logarithmic axis, one panel per batch size, one dash per clipping norm."""
-    repeated = max(len(c) for c in _members(rows).values())
-    spread = "Bands are one standard deviation over repetitions" if repeated > 1 else "Each point is one run"
+    repeated = Counter(tuple(row[k] for k in ("method", "options", "lr", *CELL)) for row in rows)
+    spread = (
+        "Bands are one standard deviation over repetitions" if max(repeated.values()) > 1 else "Each point is one run"
+    )
     views = []
     for measure, label in MEASURES.items():
         log = measure == "nll" and _spans(rows, ("nll", "mc_nll"))
@@ -68,13 +61,8 @@ def width_curves(rows: Sequence[Row]) -> Chart | None:
     log = _spans(rows, ("std_q05", "std_q95"))
     panels = _panels(rows, lambda cells: [("std_median", "", False)])
     view = View("σ", Axis("posterior σ of a weight", log=log), panels)
-    return Chart(
-        "widths",
-        "Standard deviation of the weights",
-        "Median over the weights at the end of training; bands hold 90 % of them.",
-        _X,
-        (view,),
-    )
+    caption = "Median over the weights at the end of training; bands hold 90 % of them."
+    return Chart("widths", "Standard deviation of the weights", caption, _X, (view,))
 
 
 def _panels(rows: Sequence[Row], lines_of: Callable[[Cells], Lines]) -> tuple[Panel, ...]:
@@ -92,12 +80,10 @@ def _panels(rows: Sequence[Row], lines_of: Callable[[Cells], Lines]) -> tuple[Pa
             look = colour("" if several else kind[0], number if several else methods.index(kind[0]))
             for c, dash in zip(norms, DASHES * len(norms), strict=False):
                 for column, label, pale in lines_of(cells):
-                    points = _points(cells, kind[0], b, c, column)
-                    if points:
-                        groups = (name + label, f"C = {c:g}") if len(norms) > 1 else (name + label,)
-                        full = f"{name}{label}" + (f", C = {c:g}" if len(norms) > 1 else "")
+                    if points := _points(cells, kind[0], b, c, column):
+                        groups = (name + label, f"C = {c:g}")[: 2 if len(norms) > 1 else 1]
                         marker = MARKERS.get(kind[0], "D")
-                        series.append(Series(full, points, look, "line", dash, marker, pale, groups))
+                        series.append(Series(", ".join(groups), points, look, "line", dash, marker, pale, groups))
         panels.append(Panel(f"batch size {b}", tuple(series)))
     return tuple(panels)
 
@@ -115,8 +101,7 @@ def _points(cells: Cells, method: str, b: int, c: float, column: str) -> tuple[P
         x, y = (cells.get(method, b, sigma, c, name) for name in ("epsilon", column))
         if x is None or y is None or not (math.isfinite(x.mean) and math.isfinite(y.mean)):
             continue
-        pld = cells.get(method, b, sigma, c, "epsilon_pld")
-        members = [row for row in cells.rows if (row["noise_multiplier"], row["max_grad_norm"]) == (sigma, c)]
+        pld, members = cells.get(method, b, sigma, c, "epsilon_pld"), cells.members[method, b, sigma, c]
         notes = [("ε (RDP)", shown(x.mean))]
         notes += [("ε (PLD)", shown(pld.mean))] if pld is not None else []
         notes += [("σ, C, b", f"{sigma:g}, {c:g}, {b}")]
@@ -129,14 +114,6 @@ def _points(cells: Cells, method: str, b: int, c: float, column: str) -> tuple[P
             notes.append(("standard deviation", f"{y.std:.2g}"))
         found.append(Point(x.mean, y.mean, low, high, tuple(notes)))
     return tuple(sorted(found, key=lambda p: p.x))
-
-
-def _members(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
-    out: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        key = tuple(row[k] for k in ("method", "options", "lr", "batch_size", "noise_multiplier", "max_grad_norm"))
-        out.setdefault(key, []).append(row)
-    return out
 
 
 def _spans(rows: Sequence[Row], columns: Sequence[str]) -> bool:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.privacy.accounting import epsilon
-from dpivon.privacy.accounting.history import History
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.privacy import Reading
-from dpivon.study.results.cells import Cells, describe, is_of, variants
-from dpivon.study.results.charts import in_order, privacy_curves, title_of, width_curves
+from dpivon.study.results.cells import Cells, describe, is_of, title_of, variants
+from dpivon.study.results.charts import in_order, privacy_curves, width_curves
 from dpivon.study.results.summary import Tables, load
 from dpivon.study.results.table import Row
 from dpivon.study.results.tuning import history
@@ -25,16 +24,25 @@ READ = ("runs.csv", "diagnostics.csv", "study.json")  # and nothing else of the 
 _COLUMNS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "mc_accuracy": "accuracy, averaged"}
 _COLUMNS |= {"mc_nll": "NLL, averaged", "mc_ece": "ECE, averaged"}
 
+_FACTS = {
+    "dataset": "data set", "network": "network", "split": "split", "epochs": "epochs", "train_size": "examples",
+    "batch_size": "batch size b", "noise_multiplier": "noise multiplier σ", "max_grad_norm": "clipping norm C",
+    "delta": "δ", "mc_samples": "posterior samples of a prediction",
+}  # fmt: skip
+
 
 def content(folder: Path, again: str) -> Content:
     """What the report of a study's folder says; ``again`` is the command that makes it."""
     study = load(folder)
+    width = width_curves(study.rows)
+    no_width = "" if width else "No run of this study has a posterior, so there is no width to draw."
+    no_predictions = "A study keeps scores and not predictions, so these are drawn in the report of a single run only."
     sections = [
         privacy(study),
-        curves(study),
-        widths(study),
+        Section("curves", "Privacy and utility", "curves.html", {}, (privacy_curves(study.rows),)),
+        Section("widths", "Posterior width", "widths.html", {}, (width,) if width else (), left_out=no_width),
         cells(study),
-        predictions(),
+        Section("predictions", "Reliability, risk and coverage, confusion, examples", left_out=no_predictions),
         configuration(study),
         versions(machine_facts(study), again),
     ]
@@ -51,7 +59,7 @@ def privacy(study: Tables) -> Section:
     """ε of each run by itself, and of all of them together, which is what publishing all costs."""
     delta = max(row["delta"] for row in study.rows)
     spent = sorted({row["epsilon"] for row in study.rows})
-    together: History = [part for row in study.rows for part in history(row)]
+    together = [part for row in study.rows for part in history(row)]
     picks = [spent[0], spent[len(spent) // 2], spent[-1]] if len(spent) > 2 else spent
     values = {
         "runs": len(study.rows),
@@ -62,25 +70,12 @@ def privacy(study: Tables) -> Section:
     return Section("privacy", "What the runs can reveal about one person", "study-privacy.html", values)
 
 
-def curves(study: Tables) -> Section:
-    return Section("curves", "Privacy and utility", "curves.html", {}, (privacy_curves(study.rows),))
-
-
-def widths(study: Tables) -> Section:
-    chart = width_curves(study.rows)
-    title = "Posterior width"
-    if chart is None:
-        return Section("widths", title, left_out="No run of this study has a posterior, so there is no width to draw.")
-    return Section("widths", title, "widths.html", {}, (chart,))
-
-
 def cells(study: Tables) -> Section:
     """Every cell of the grid as a row."""
     head = ["method", "b", "σ", "C", "runs", "ε (RDP)", "ε (PLD)", *_COLUMNS.values()]
     body = []
-    for variant in sorted(
-        variants(study.rows), key=lambda v: (in_order({r["method"] for r in study.rows}).index(v[0]), v)
-    ):
+    methods = in_order({row["method"] for row in study.rows})
+    for variant in sorted(variants(study.rows), key=lambda v: (methods.index(v[0]), v)):
         grid = Cells([row for row in study.rows if is_of(row, variant)])
         for key in grid.keys:
             eps, pld = grid.get(*key, "epsilon"), grid.get(*key, "epsilon_pld")
@@ -91,31 +86,10 @@ def cells(study: Tables) -> Section:
     return Section("cells", "Every cell of the grid", "cells.html", {"head": head, "body": body})
 
 
-def predictions() -> Section:
-    return Section(
-        "predictions",
-        "Reliability, risk and coverage, confusion, examples",
-        left_out="A study keeps scores and not predictions, so these are drawn in the report of a single run only.",
-    )
-
-
 def configuration(study: Tables) -> Section:
     """The grid, by what varies in it; the assumptions, in the study's own words. No seeds."""
     rows = study.rows
-    names = {
-        "dataset": "data set",
-        "network": "network",
-        "split": "split",
-        "epochs": "epochs",
-        "train_size": "examples",
-    }
-    names |= {
-        "batch_size": "batch size b",
-        "noise_multiplier": "noise multiplier σ",
-        "max_grad_norm": "clipping norm C",
-    }
-    names |= {"delta": "δ", "mc_samples": "posterior samples of a prediction"}
-    facts = {label: _listed(rows, column) for column, label in names.items()}
+    facts = {label: _listed(rows, column) for column, label in _FACTS.items()}
     facts = {"methods": "; ".join(describe(v) for v in variants(rows))} | {k: v for k, v in facts.items() if v}
     notes = study.plan.assumptions if study.plan is not None else ()
     planned = len(study.plan.runs) if study.plan is not None else None
@@ -139,6 +113,5 @@ def headline(study: Tables) -> list[tuple[str, str]]:
 
 def _listed(rows: Sequence[Row], column: str) -> str:
     found = {row.get(column) for row in rows} - {None, ""}
-    return ", ".join(
-        f"{v:g}" if isinstance(v, float) else str(v) for v in sorted(found, key=lambda v: (str(type(v)), v))
-    )
+    ordered = sorted(found, key=lambda v: (str(type(v)), v))
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in ordered)

@@ -11,7 +11,7 @@ from dpivon.privacy.accounting import epsilon
 from dpivon.report.figures import draw
 from dpivon.study.plan.plan import Plan, read_plan
 from dpivon.study.results import table
-from dpivon.study.results.cells import Cells
+from dpivon.study.results.cells import CELL, Cells, is_of
 from dpivon.study.results.charts import privacy_curves, width_curves
 from dpivon.study.results.table import SCORES, Row
 from dpivon.study.results.tuning import candidates, epsilon_with_tuning, history
@@ -66,17 +66,25 @@ def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
 
 
 def write_summary(out: Path, tables: Tables) -> Path:
-    """``summary.csv``: one row per cell."""
-    _summary(tables.rows, tables.tuned, out / "summary.csv")
+    """``summary.csv``: per cell settings, ε three ways, and mean and standard deviation of every score."""
+    measures = (*SCORES, *(f"mc_{s}" for s in SCORES), "projected_share", "h_median", "std_median")
+    columns = ["method", "options", *CELL, "lr", "seeds", "epsilon", "epsilon_pld", "epsilon_with_tuning", "delta"]
+    columns += [f"{m}{end}" for m in measures for end in ("", "_std")]
+    found = []
+    for kind in sorted({(row["method"], row["options"], row["lr"]) for row in tables.rows}):
+        cells = Cells([row for row in tables.rows if is_of(row, kind)])
+        for key in cells.keys:
+            members = cells.members[key]
+            worst = max(members, key=lambda r: r["epsilon"])  # one ε a cell: the largest of its runs
+            row: Row = {k: worst[k] for k in columns if k in worst and k not in measures} | {"seeds": len(members)}
+            if tables.tuned:
+                row["epsilon_with_tuning"] = epsilon_with_tuning(worst, tables.tuned)
+            for m in measures:
+                if (score := cells.get(*key, m)) is not None:
+                    row |= {m: score.mean, f"{m}_std": score.std}
+            found.append(row)
+    table.write(out / "summary.csv", found, tuple(columns))
     return out / "summary.csv"
-
-
-def write_tuning(out: Path, tables: Tables) -> list[Path]:
-    """``tuning.md``, where there was tuning."""
-    if not tables.tuned:
-        return []
-    (out / "tuning.md").write_text(_tuning_page(tables.rows, tables.tuned), encoding="utf-8")
-    return [out / "tuning.md"]
 
 
 def beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
@@ -89,46 +97,19 @@ def beside(out: Path, given: Path | None, kind: str, name: str) -> list[Row]:
     return table.read(out / name) or table.read(out.resolve().with_name(f"{out.resolve().name}-{kind}") / name)
 
 
-def _summary(rows: Sequence[Row], tuned: Sequence[Row], path: Path) -> None:
-    """One row per cell: settings, ε three ways, and mean and standard deviation of every score."""
-    measures = (*SCORES, *(f"mc_{s}" for s in SCORES), "projected_share", "h_median", "std_median")
-    columns = ["method", "options", "batch_size", "noise_multiplier", "max_grad_norm", "lr", "seeds"]
-    columns += ["epsilon", "epsilon_pld", "epsilon_with_tuning", "delta"]
-    columns += [f"{m}{end}" for m in measures for end in ("", "_std")]
-    out = []
-    kinds = sorted({(row["method"], row["options"], row["lr"]) for row in rows})
-    for method, options, lr in kinds:
-        mine = [r for r in rows if (r["method"], r["options"], r["lr"]) == (method, options, lr)]
-        cells = Cells(mine)
-        for key in cells.keys:
-            members = [
-                r for r in mine if (r["method"], r["batch_size"], r["noise_multiplier"], r["max_grad_norm"]) == key
-            ]
-            worst = max(members, key=lambda r: r["epsilon"])  # one ε a cell: the largest of its runs
-            row: Row = {k: worst[k] for k in ("epsilon", "epsilon_pld", "delta", "lr", "options")}
-            row |= dict(zip(("method", "batch_size", "noise_multiplier", "max_grad_norm"), key, strict=True))
-            row |= {"seeds": len(members), "epsilon_with_tuning": epsilon_with_tuning(worst, tuned) if tuned else None}
-            for m in measures:
-                if (found := cells.get(*key, m)) is not None:
-                    row |= {m: found.mean, f"{m}_std": found.std}
-            out.append(row)
-    table.write(path, out, tuple(columns))
-
-
-def _tuning_page(rows: Sequence[Row], tuned: Sequence[Row]) -> str:
+def write_tuning(out: Path, tables: Tables) -> list[Path]:
+    """``tuning.md``, where there was tuning: every rate's validation scores, and which was used."""
+    tuned = tables.tuned
+    if not tuned:
+        return []
     used: dict[str, set[float]] = {}
-    for row in rows:
+    for row in tables.rows:
         used.setdefault(row["method"], set()).add(row["lr"])
-    lines = [
-        "# Learning rates",
-        "",
-        "Mean validation accuracy and NLL over the tuning grid; the test set was not read.",
-        "",
-    ]
-    lines += ["| method | rate | accuracy | NLL | |", "|---|---|---|---|---|"]
+    intro = "Mean validation accuracy and NLL over the tuning grid; the test set was not read."
+    lines = ["# Learning rates", "", intro, "", "| method | rate | accuracy | NLL | |", "|---|---|---|---|---|"]
     for method, found in candidates(tuned).items():
+        mine = used.get(method, set())
         for i, c in enumerate(found):
-            mine = used.get(method, set())
             words = ["chosen"] if i == 0 and len(mine) < 2 else []  # not where every cell has its own
             words += ["used in the grid" if len(mine) < 2 else "used in a part of the grid"] if c.lr in mine else []
             lines.append(f"| {method} | {c.lr:g} | {c.accuracy:.4f} | {c.nll:.4f} | {', '.join(words)} |")
@@ -136,14 +117,12 @@ def _tuning_page(rows: Sequence[Row], tuned: Sequence[Row]) -> str:
     lines += ["", "The best rate at each σ alone:", "", "| method | " + " | ".join(f"σ = {s:g}" for s in sigmas) + " |"]
     lines.append("|---" * (len(sigmas) + 1) + "|")
     for method in candidates(tuned):
-        best = [
-            candidates([r for r in tuned if r["method"] == method and r["noise_multiplier"] == s])[method][0].lr
-            for s in sigmas
-        ]
+        best = (candidates([r for r in tuned if r["noise_multiplier"] == s])[method][0].lr for s in sigmas)
         lines.append(f"| {method} | " + " | ".join(f"{lr:g}" for lr in best) + " |")
     lines += [
         "",
         "ε in the tables and figures excludes tuning. `epsilon_with_tuning` in summary.csv composes a run with the "
         "training of every candidate of its method; the held-out images that chose among them are taken to be public.",
     ]
-    return "\n".join(lines) + "\n"
+    (out / "tuning.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [out / "tuning.md"]

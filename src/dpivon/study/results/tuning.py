@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,9 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
 from dpivon.study.results import table
-from dpivon.study.results.cells import value
+from dpivon.study.results.cells import CELL, value
 from dpivon.study.results.table import Row
 
-CELL = ("batch_size", "noise_multiplier", "max_grad_norm")
 SHORT = ("b", "σ", "C")
 SAME_SIGMA = 0.1
 
@@ -52,9 +52,7 @@ def pick(out: Path, target: Path, *, by_cell: bool = False) -> dict[str, list[Ca
     rows = table.read(out / "tuning.csv")
     if not rows:
         raise bad("out", str(out), "holds no tuning.csv", "Run a study with `split: tuning` first")
-    counts = {(r["method"], r["lr"]): 0 for r in rows}
-    for r in rows:
-        counts[r["method"], r["lr"]] += 1
+    counts = Counter((r["method"], r["lr"]) for r in rows)
     for method in {m for m, _ in counts}:
         if len({n for (m, _), n in counts.items() if m == method}) > 1:
             raise bad("out", str(out), f"{method}'s candidates have not all run", "Finish the tuning study first")
@@ -106,17 +104,9 @@ def read_rates(path: Path) -> Rates:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if "cells" not in raw:
             return Rates({str(method): float(value) for method, value in raw["lr"].items()})
-        return Rates(
-            by_cell={
-                (
-                    str(e["method"]),
-                    int(e["batch_size"]),
-                    float(e["noise_multiplier"]),
-                    float(e["max_grad_norm"]),
-                ): float(e["lr"])
-                for e in raw["cells"]
-            }
-        )
+        kinds = {"method": str, "batch_size": int, "noise_multiplier": float, "max_grad_norm": float}
+        cells: Any = {tuple(kind(e[k]) for k, kind in kinds.items()): float(e["lr"]) for e in raw["cells"]}
+        return Rates(by_cell=cells)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         fix = "Write it with `dpivon study pick`"
         raise bad("lr", str(path), f"is not a file of learning rates ({error})", fix) from None
@@ -138,8 +128,5 @@ def history(row: Row) -> History:
 
 def epsilon_with_tuning(row: Row, tuning: Sequence[Row]) -> float:
     """ε of a run composed with every candidate of its method, tuned on a part of the same data."""
-    spent = history(row)
-    for other in tuning:
-        if other["method"] == row["method"]:
-            spent = spent + history(other)
-    return epsilon(spent, row["delta"])
+    runs = [row, *(other for other in tuning if other["method"] == row["method"])]
+    return epsilon([part for run in runs for part in history(run)], row["delta"])
