@@ -207,7 +207,9 @@ def test_a_table_that_lacks_something_is_refused(field):
 
 def test_effort_is_checked_and_edges_are_told(field):
     told = remarks(field(final(), tuned=preferring("dp-sgd")), [])
-    assert told[0].startswith("Equal tuning effort, checked: 3 learning rates for every method in each of 3 cells")
+    assert told[0].startswith(
+        "Equal numbers of candidates, checked: 3 learning rates for every method in each of 3 cells"
+    )
     assert any(t.startswith("DP-Steady: the rate chosen is the largest or smallest") and "3 of 3" in t for t in told)
     assert not any(t.startswith("DP-SGD: the rate") for t in told)
     fewer = [r for r in preferring("dp-sgd") if (r["method"], r["lr"]) != ("dp-adam", 0.01)]

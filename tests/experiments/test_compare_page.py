@@ -180,4 +180,4 @@ def test_from_two_studies_to_a_verdict(tmp_path):
         assert r["epsilon_tempered"] > r["epsilon"]
         assert r["tempered_nll"] > 0
     assert {r["default"] for r in rows} == {0, 1}
-    assert "Equal tuning effort, checked: 2 learning rates" in (tmp_path / "to" / "comparison.md").read_text()
+    assert "Equal numbers of candidates, checked: 2 learning rates" in (tmp_path / "to" / "comparison.md").read_text()

@@ -39,8 +39,9 @@ def _effort(field: Field) -> str:
     left = len(field.cells) - tuned
     rest = f"; the other {left} have no validation data of their own" if left else ""
     return (
-        f"Equal tuning effort, checked: {_listed(numbers)} learning rates for every method in each of {tuned} cells{rest}. "
-        "A default has no candidates: nothing was chosen for it."
+        f"Equal numbers of candidates, checked: {_listed(numbers)} learning rates for every method "
+        f"in each of {tuned} cells{rest}. "
+        "A default has no candidates in these cells; the runs that set it are not counted."
     )
 
 
