@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,14 @@ def imported(argument: str, path: str, fix: str) -> Any:
         raise bad(argument, path, f"could not be imported ({error})", fix) from error
     finally:
         sys.path.remove(here)
+
+
+def called(argument: str, path: str, function: Callable[..., Any], fix: str, arguments: Mapping[str, Any]) -> Any:
+    """What ``function``, named by ``path``, returns for arguments of which its signature is asked first."""
+    if not callable(function):
+        raise bad(argument, path, f"is a {type(function).__name__}, which cannot be called", fix)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise bad(argument, path, f"cannot be called with {', '.join(arguments)} ({error})", fix) from None
+    return function(**arguments)

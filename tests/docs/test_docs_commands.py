@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,14 @@ def test_a_schema_on_a_page_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page, path in PAGES.items() if page != SCHEMAS and fences(path.read_text(), "yaml")]
 )
-def test_a_study_on_a_page_becomes_a_plan(page: str, tmp_path: Path) -> None:
-    """A block that is a part of a study changes the study before it."""
+def test_a_study_on_a_page_becomes_a_plan(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is a part of a study changes the study before it; a Python block may be the module that it names."""
     study: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    for block in fences(PAGES[page].read_text(), "python"):
+        if name := re.match(r"# (\w+)\.py\n", block):
+            (tmp_path / f"{name[1]}.py").write_text(block)
+            monkeypatch.delitem(sys.modules, name[1], raising=False)
     for block in fences(PAGES[page].read_text(), "yaml"):
         study |= yaml.safe_load(block)
         file = tmp_path / "study.yaml"

@@ -23,6 +23,7 @@ from dpivon.errors import ArgumentError, DpivonError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.temperature import HALVINGS, temperature_releases
 from dpivon.study.cluster import engine
+from dpivon.study.plan.data import architecture
 from dpivon.study.results import table
 from dpivon.study.results.status import status_lines
 from dpivon.study.run.runner import run_study, run_with
@@ -269,3 +270,19 @@ def test_bad_options_are_named(tmp_path, engine, options, words):
 def test_a_gpu_that_the_cluster_lacks_is_named(cluster, tmp_path):
     with pytest.raises(ArgumentError, match=r"device='cuda': the cluster has no GPU"):
         run_with("ray", PLAN, tmp_path, Settings(quiet=True, device="cuda"), TWO)
+
+
+def test_networks_by_import_path_are_found_where_the_driver_finds_them(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_on_ray.py").write_text(
+        "from torch import nn\n\ndef net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+    )
+    plan = replace(PLAN, network="own_on_ray:net", runs=PLAN.runs[:1])
+    plan = replace(plan, architecture=architecture(plan))
+    try:
+        assert run_with("ray", plan, tmp_path / "out", FAST, TWO).finished == 1
+        gone = run_with("ray", replace(plan, network="own_on_ray:gone"), tmp_path / "gone", FAST, TWO)
+        (why,) = gone.failed.values()
+        assert "network='own_on_ray:gone': could not be imported" in why
+    finally:
+        sys.modules.pop("own_on_ray", None)

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clinic import HEADER, as_flags, clinic, rows, write_csv
 from typer.testing import CliRunner
 
+from clinic import HEADER, as_flags, clinic, rows, write_csv
 from dpivon.cli import app
 from dpivon.train import load
 from dpivon.train import run as running

@@ -68,11 +68,21 @@ def digest(images: Images) -> str:
 
 def tuning_split(train: Images) -> tuple[Images, Images]:
     """(nine tenths to train on, one tenth to choose learning rates by); the test set stays out of it."""
-    if len(train) < SHARE:
-        raise bad("train", len(train), "is too few to split", f"Give at least {SHARE} examples")
-    order = np.random.Generator(np.random.PCG64(SEED)).permutation(len(train))
-    cut = len(train) // SHARE
-    return train[np.sort(order[cut:])], train[np.sort(order[:cut])]
+    kept, held_out = tuning_places(len(train))
+    return train[kept], train[held_out]
+
+
+def tuning_places(examples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of so many training examples are kept, and which tenth is held out."""
+    if examples < SHARE:
+        raise bad("train", examples, "is too few to split", f"Give at least {SHARE} examples")
+    return split_places(examples, examples // SHARE, SEED)
+
+
+def split_places(examples: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(all places but ``held_out``, those) by a public seed, each in order."""
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(examples)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 def normalised(images: Images) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from dpivon.errors import bad
-from dpivon.import_paths import imported, is_import_path
+from dpivon.import_paths import called, imported, is_import_path
 from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN
 from dpivon.models.transformer import TextEncoder, VisionTransformer
 from dpivon.models.wrn import WideResNet
@@ -70,16 +70,10 @@ def network(name: str, *, shape: Shape | None = None, classes: int | None = None
     """
     check_network(name)
     factory = NETWORKS[name] if name in NETWORKS else imported("network", name, _FIX)
-    if not callable(factory):
-        raise bad("network", name, f"is a {type(factory).__name__}, which cannot be called", _FIX)
-    signature = inspect.signature(factory)
+    taken = inspect.signature(factory).parameters if callable(factory) else {}
     public = {"shape": shape, "classes": classes}
-    arguments |= {key: value for key, value in public.items() if key in signature.parameters and value is not None}
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise bad("network", name, f"cannot be called with {', '.join(arguments)} ({error})", _FIX) from None
-    made = factory(**arguments)
+    arguments |= {key: value for key, value in public.items() if key in taken and value is not None}
+    made = called("network", name, factory, _FIX, arguments)
     if not isinstance(made, nn.Module):
         raise bad("network", name, f"returned a {type(made).__name__}", _FIX)
     return made

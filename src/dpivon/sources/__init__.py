@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from dpivon.errors import bad
 from dpivon.sources.arrays import Arrays, example_shape
 from dpivon.sources.base import Examples, Source, files_of, kind_of
-from dpivon.sources.columns import Column, Numeric
+from dpivon.sources.columns import Column, Numeric, Strict
 from dpivon.sources.images import Images
 from dpivon.sources.schema import Schema, read_schema
 from dpivon.sources.table import Table, column_names
@@ -67,6 +69,24 @@ def source_for(
         raise bad("target", target, "is no column of the table", f"Name one of {', '.join(names)}")
     used = _columns(names, declared, target, ignore, value_bounds)
     return Table(columns=used, target=target, delimiter=delimiter)
+
+
+class Declaration(Strict):
+    """What the owner of the data declares of it, by the names that ``dpivon train`` and studies share."""
+
+    columns: dict[str, Column] = Field(default_factory=dict)
+    target: str | None = None
+    ignore: tuple[str, ...] = ()
+    value_bounds: Numeric | None = None
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    image_size: Annotated[int, Field(ge=4, le=1024)] = 32
+    channels: Literal[1, 3] = 3
+    source: str = ""
+
+    def reader(self, where: str) -> AnySource:
+        """How to read the data at ``where``."""
+        declared = {name: getattr(self, name) for name in Declaration.model_fields if name != "source"}
+        return source_for(where, **declared)
 
 
 def _refuse(kind: str, **given: object) -> None:

@@ -13,6 +13,7 @@ from dpivon.errors import bad
 from dpivon.sources.base import Examples, Source, files_of, no_examples, rows
 from dpivon.sources.columns import Array, Numeric, scaled
 
+NAMES = ("x", "y", "x_test", "y_test")  # of arrays in an .npz; the last two only studies read
 _KINDS = "biuf"  # bool, int, unsigned, float
 
 
@@ -45,11 +46,13 @@ class Arrays(Source):
             raise bad("data", where, problem, "Give arrays of the declared shape")
         if not len(x):
             raise no_examples(where)
-        values, missing = scaled(x.astype(np.float64), Bounds.check("bounds", (self.bounds.min, self.bounds.max), 1))
-        encoded = np.concatenate([values, missing], axis=1) if len(self.sizes) == 1 else values.reshape(-1, *self.shape)
         if y is not None and y.shape != (len(x),):
             raise bad("data", where, f"has labels of shape {y.shape} for {len(x)} examples", "Give one label each")
-        return rows(encoded, None if y is None else y.tolist(), classes)
+        return rows(self.encode(x), None if y is None else y.tolist(), classes)
+
+    def encode(self, x: Array) -> Array:
+        values, missing = scaled(x.astype(np.float64), Bounds.check("bounds", (self.bounds.min, self.bounds.max), 1))
+        return np.concatenate([values, missing], axis=1) if len(self.sizes) == 1 else values.reshape(-1, *self.shape)
 
 
 def example_shape(where: str) -> tuple[int, ...]:
@@ -62,15 +65,7 @@ def example_shape(where: str) -> tuple[int, ...]:
 
 
 def _arrays(where: str, labels: bool) -> tuple[Array, Array | None]:
-    fix = "Give an .npz with x and y, or x.npy,y.npy"
-    parts = [Path(part) for part in files_of(where)]
-    if parts[0].suffix.lower() == ".npz":
-        found = _load(parts[0])
-    else:
-        found = {name: _load(part)[""] for name, part in zip("xy", parts, strict=False)}
-    for name in ("x", "y") if labels else ("x",):
-        if name not in found:
-            raise bad("data", where, f"holds no {name}, but {', '.join(map(repr, found)) or 'nothing'}", fix)
+    found = read_arrays(where, ("x", "y") if labels else ("x",))
     x, y = found["x"], found.get("y") if labels else None
     if x.dtype.kind not in _KINDS:
         raise bad("data", where, f"x is of type {x.dtype}, not of numbers", "Convert x to numbers")
@@ -79,14 +74,28 @@ def _arrays(where: str, labels: bool) -> tuple[Array, Array | None]:
     return x, y
 
 
+def read_arrays(where: str, needed: tuple[str, ...] = ("x", "y")) -> dict[str, Array]:
+    """The arrays x, y, x_test and y_test by name, as far as they are there."""
+    parts = [Path(part) for part in files_of(where)]
+    if parts[0].suffix.lower() == ".npz":
+        found = _load(parts[0])
+    else:
+        found = {name: _load(part)[""] for name, part in zip("xy", parts, strict=False)}
+    for name in needed:
+        if name not in found:
+            problem = f"holds no {name}, but {', '.join(map(repr, found)) or 'nothing'}"
+            raise bad("data", where, problem, "Give an .npz with x and y, or x.npy,y.npy")
+    return found
+
+
 def _load(path: Path) -> dict[str, Array]:
-    """x and y of an .npz by name, or the one array of an .npy under the name ""."""
+    """The arrays of an .npz by name, or the one array of an .npy under the name ""."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return {"": loaded}
         with loaded:
-            return {name: loaded[name] for name in loaded.files if name in ("x", "y")}
+            return {name: loaded[name] for name in loaded.files if name in NAMES}
     except Exception as error:  # a damaged archive or header raises one of a dozen kinds
         fix = "Write it with numpy.savez or save"
         raise bad("data", str(path), f"cannot be read as arrays ({error})", fix) from None

@@ -32,6 +32,21 @@ def read_schema(path: Path) -> Schema:
     return validated(Schema, {} if raw is None else raw, "schema", fix=_FIX, place=str(path))
 
 
+def with_schema(given: dict[str, Any], base: Path | None = None) -> dict[str, Any]:
+    """Declarations with those of the file at ``schema``, a path from ``base``, under them: what is given says more."""
+    merged = dict(given)
+    if (path := merged.pop("schema", None)) is None:
+        return merged
+    schema = read_schema((base or Path()) / str(path))
+    columns = {name: column.model_dump() for name, column in schema.columns.items()}
+    merged["columns"] = {**columns, **(given.get("columns") or {})}
+    merged["ignore"] = [*schema.ignore, *(given.get("ignore") or [])]
+    for name in ("target", "classes", "source"):
+        if merged.get(name) is None and getattr(schema, name):
+            merged[name] = getattr(schema, name)
+    return merged
+
+
 def draft(names: list[str], target: str | None) -> str:
     """A schema from the names of the columns alone: every number is left to somebody who knows it without the data."""
     lines = [

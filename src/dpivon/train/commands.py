@@ -67,7 +67,7 @@ _FLAGS = {
     "check": _Flag(bool, _DATA, "Show, to the owner, what does not fit. NOT private; train nothing.", ("--check",)),
     "method": _Flag(str, _MODEL, "By its name in `dpivon methods`; dp-ivon-gradsq by default.", complete=_method_names),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
-    "network": _Flag(str, _MODEL, "auto, mlp, small, paper or wrn-16-4."),
+    "network": _Flag(str, _MODEL, "auto, mlp, small, paper, compact or wrn-16-4."),
     "hidden": _Flag(str, _MODEL, "Widths of an MLP's hidden layers, by commas; 64 by default."),
     "epochs": _Flag(int, _MODEL, "Passes of ⌈N/b⌉ steps; 40 by default."),
     "batch_size": _Flag(int, _MODEL, "Expected batch b; N/8 by default, 16 to 1024."),

@@ -6,16 +6,17 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad
 from dpivon.methods import METHODS
 from dpivon.privacy.accounting import ACCOUNTANTS, budget
-from dpivon.sources.columns import Column, Labels, Numeric
-from dpivon.sources.schema import read_schema
+from dpivon.sources import Declaration
+from dpivon.sources.columns import Labels
+from dpivon.sources.schema import with_schema
 from dpivon.train.networks import KINDS, Width, current_name
 from dpivon.yaml_files import read_yaml, validated
 
@@ -36,10 +37,8 @@ def _check_accountant(name: str) -> str:
     return name
 
 
-class Config(BaseModel):
+class Config(Declaration):
     """One run. All of it is public, except a seed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     data: Annotated[str, Field(min_length=1)]
     out: Annotated[str, Field(min_length=1)] = "dpivon-run"
@@ -52,14 +51,6 @@ class Config(BaseModel):
     accountant: Annotated[str, AfterValidator(_check_accountant)] = "rdp"
 
     classes: Annotated[Labels, Field(min_length=2)]
-    target: str | None = None
-    columns: dict[str, Column] = Field(default_factory=dict)
-    ignore: tuple[str, ...] = ()
-    value_bounds: Numeric | None = None
-    source: str = ""
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
-    image_size: Annotated[int, Field(ge=4, le=1024)] = 32
-    channels: Literal[1, 3] = 3
 
     method: str = METHOD
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -116,7 +107,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
     if (task := given.pop("task", "classification")) != "classification":
         fix = "Predict classes, or use dpivon.integrations.sklearn.DPIVONRegressor for regression"
         raise bad("task", task, "is not supported by this command", fix)
-    given = _with_schema(given)
+    given = with_schema(given)
     for name, fix in _NEEDED.items():
         if given.get(name) is None:
             raise bad(name, None, "is needed", fix)
@@ -129,21 +120,6 @@ def _read(file: Path) -> dict[str, Any]:
     if raw is not None and not isinstance(raw, dict):
         raise bad("config", str(file), "holds no options", _FIX)
     return {str(name): value for name, value in (raw or {}).items()}
-
-
-def _with_schema(given: dict[str, Any]) -> dict[str, Any]:
-    """The schema file's columns, under those of the configuration; flags and file say more than the schema."""
-    if (path := given.pop("schema", None)) is None:
-        return given
-    schema = read_schema(Path(str(path)))
-    columns = {name: column.model_dump() for name, column in schema.columns.items()}
-    own = given.get("columns") or {}
-    merged: dict[str, Any] = {**given, "columns": {**columns, **own}}
-    merged["ignore"] = [*schema.ignore, *(given.get("ignore") or [])]
-    for name in ("target", "classes", "source"):
-        if merged.get(name) is None and getattr(schema, name):
-            merged[name] = getattr(schema, name)
-    return merged
 
 
 def write(config: Config, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 from torch import nn
@@ -11,8 +11,8 @@ from dpivon.errors import bad
 from dpivon.models import network
 from dpivon.sources.columns import Strict
 
-Kind = Literal["mlp", "small", "paper", "wrn-16-4"]
-KINDS: tuple[str, ...] = ("auto", "mlp", "small", "paper", "wrn-16-4")
+Kind = Literal["mlp", "small", "paper", "compact", "wrn-16-4"]
+KINDS: tuple[str, ...] = ("auto", *get_args(Kind))
 _BEFORE_0_2 = {"small-cnn": "small", "paper-cnn": "paper"}  # names in files of earlier versions
 Width = Annotated[int, Field(ge=1, le=65536)]
 

@@ -19,7 +19,7 @@ from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.report.run_folder import PROGRESS, SUMMARY
-from dpivon.sources import Examples, files_of, kind_of, source_for
+from dpivon.sources import Examples, files_of, kind_of
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
 from dpivon.train.config import Config
@@ -80,8 +80,7 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
 
 def describe(config: Config) -> Description:
     """``model.json``, before any row is encoded: a function of what was declared."""
-    declared = ("columns", "target", "ignore", "value_bounds", "delimiter", "image_size", "channels")
-    source = source_for(config.data, **{name: getattr(config, name) for name in declared})
+    source = config.reader(config.data)
     return Description(
         inputs=source,
         classes=config.classes,

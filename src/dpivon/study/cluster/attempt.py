@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -49,6 +50,7 @@ class Task:
     scratch: Path | None
     version: str = __version__
     known: Mapping[str, int] = field(default_factory=dict)  # runs that have their rows, as Work knows them
+    paths: tuple[str, ...] = ()  # where the driver finds modules: import paths are looked up there too
 
     @property
     def folder(self) -> Path:
@@ -87,6 +89,7 @@ def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> bool:
     if task.version != __version__:
         problem = f"is not the driver's, which is {task.version}"
         raise bad("version", __version__, problem, f"Install the same dpivon on {platform.node()}")
+    sys.path += [path for path in task.paths if path not in sys.path]
     line = _Line(task, desk, where)
     if not line.ask("begin", Report(task.attempt, where=where)):
         return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -215,6 +216,7 @@ class _Driver:
         task = Task(
             self.plan, stack.runs, stack.name, stack.attempts, stack.title, self.out, self.token, self.settings,
             self.device, self.cluster.scratch, known=recorded(self.out, self.plan),
+            paths=tuple(str(Path(path).absolute()) for path in ("", *sys.path)) if self.plan.architecture else (),
         )  # fmt: skip
         self.running[self.attempt.remote(task, self.data, self.desk)] = stack
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting import budget
 from dpivon.privacy.augmentation import Augmentation, used
-from dpivon.study.plan.data import train_size
-from dpivon.study.plan.plan import Evaluation, Plan, PlannedRun
+from dpivon.study.plan.data import architecture, train_size
+from dpivon.study.plan.own_data import Data, declarations, planned
+from dpivon.study.plan.plan import Evaluation, OwnData, Plan, PlannedRun
 from dpivon.study.results.tuning import Rates, read_rates
 from dpivon.yaml_files import read_yaml, validated
 
@@ -94,12 +96,19 @@ class Augment(_Strict):
         return used(Augmentation(**self.model_dump()))
 
 
+class Net(_Strict):
+    """A network by its built-in name or import path, with its arguments."""
+
+    name: str
+    arguments: dict[str, JsonValue] = {}
+
+
 class Study(_Strict):
     """The file."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
-    dataset: Literal["cifar10", "fashion-mnist", "digits"]
-    network: Literal["paper", "small", "compact"]
+    dataset: Data
+    network: Annotated[Net, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)]
     split: Literal["final", "tuning"] = "final"
     epochs: Whole
     seeds: Whole = 1
@@ -118,16 +127,17 @@ class Study(_Strict):
 def resolve(path: Path, lr: Path | None = None) -> Plan:
     """The plan that a YAML file stands for. ``lr`` is a file of chosen learning rates, which replace the entries'."""
     study = _parsed(path)
+    own, net = planned(study.dataset, path.parent), study.network
     chosen = Rates() if lr is None else read_rates(lr)
-    noise = _Noise(study)
+    noise = _Noise(study, own)
     runs: list[PlannedRun] = []
     for entry in study.methods:
         known = set() if entry.tuned else {run.id for run in runs}  # what was chosen may be what stands beside it
         runs += [run for run in _runs(study, entry, chosen, noise) if run.id not in known]
-    return Plan(
+    plan = Plan(
         name=study.name,
-        dataset=study.dataset,
-        network=study.network,
+        dataset=study.dataset.path,
+        network=net.name,
         split=study.split,
         epochs=study.epochs,
         delta=study.delta,
@@ -139,19 +149,24 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
         classes=tuple(study.classes),
         evaluate=study.evaluate.plain() if study.evaluate else None,
         augment=study.augment.plain() if study.augment else None,
+        arguments=net.arguments,
+        data=own,
     )
+    return replace(plan, architecture=architecture(plan))
 
 
 def _parsed(path: Path) -> Study:
     raw = read_yaml("study", path, missing="Give one of examples/study.yaml", fix=_FIX)
+    if isinstance(raw, dict) and "dataset" in raw:
+        raw["dataset"] = declarations(raw["dataset"], path.parent)
     return validated(Study, raw, "study", fix=_FIX, place=str(path))
 
 
 class _Noise:
     """The noise multipliers of a grid: as they stand, or calibrated to its ε, once each."""
 
-    def __init__(self, study: Study) -> None:
-        self.study, self._size = study, 0
+    def __init__(self, study: Study, own: OwnData | None) -> None:
+        self.study, self.own, self._size = study, own, 0
         self._known: dict[tuple[int, float], float] = {}
 
     def of(self, grid: Grid, batch_size: int) -> list[float]:
@@ -161,7 +176,7 @@ class _Noise:
 
     def _calibrated(self, batch_size: int, target: float) -> float:
         study = self.study
-        self._size = self._size or train_size(study.dataset, study.split, study.classes)
+        self._size = self._size or train_size(study.dataset.path, study.split, study.classes, self.own)
         if (batch_size, target) not in self._known:
             found = budget(
                 dataset_size=self._size,

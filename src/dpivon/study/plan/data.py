@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpivon.data import MEAN, STD, Images, load_cifar10, load_digits, load_fashion_mnist, normalised, tuning_split
+from dpivon.data import MEAN, STD, load_cifar10, load_digits, load_fashion_mnist, normalised
 from dpivon.data.cifar10 import TRAIN
 from dpivon.data.fashion_mnist import SIZES
-from dpivon.data.images import SHARE
+from dpivon.data.images import SHARE, tuning_places
 from dpivon.errors import bad
-from dpivon.models import CompactCNN, PaperCNN, SmallCNN
+from dpivon.models import NETWORKS, network
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, Network, PaperNetwork
-from dpivon.study.plan.plan import CLASSES, Plan
+from dpivon.study.plan.plan import CLASSES, OwnData, Plan
+
+#: Of an example of each built-in data set.
+SHAPES = {"cifar10": (3, 32, 32), "fashion-mnist": (1, 28, 28), "digits": (1, 8, 8)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +32,7 @@ class StudyData:
     ``ood`` are test images of the classes that a final study does not learn, if there are any.
     """
 
-    images: Tensor  # [N, channels, H, W], normalised by public constants
+    images: Tensor  # [N, …], such as [N, channels, H, W] normalised by public constants
     labels: Tensor
     eval_images: Tensor
     eval_labels: Tensor
@@ -40,43 +44,60 @@ class StudyData:
 
 
 def load_data(plan: Plan, root: Path, device: torch.device) -> StudyData:
-    ood = None
-    if plan.dataset == "digits":
-        train_x, train_y, x, y = _digits(plan.split)
-        if plan.classes:
-            learned, shown = _among(train_y, plan.classes), _among(y, plan.classes)
-            ood = x[~shown] if plan.split == "final" else None
-            train_x, train_y, x, y = train_x[learned], train_y[learned], x[shown], y[shown]
+    x, y, test_x, test_y = _examples(plan, root)
+    learned, shown = (_among(labels, plan.classes) for labels in (y, test_y))
+    ood = test_x[~shown] if plan.split == "final" and not bool(shown.all()) else None
+    places = learned.nonzero().flatten()
+    if plan.split == "tuning":
+        kept, held_out = _tuning(plan, places)
+        parts = x[kept], y[kept], x[held_out], y[held_out]
     else:
-        data = (load_cifar10 if plan.dataset == "cifar10" else load_fashion_mnist)(root)
-        train, held_out = _only(data.train, plan.classes), _only(data.test, plan.classes)
-        if plan.split == "tuning":
-            train, held_out = tuning_split(train)
-        elif plan.classes:
-            others = [c for c in range(CLASSES) if c not in plan.classes]
-            ood = normalised(_only(data.test, others))[0] if others else None
-        train_x, train_y, x, y = (*normalised(train), *normalised(held_out))
+        parts = x[places], y[places], test_x[shown], test_y[shown]
+    train_x, train_y, eval_x, eval_y = parts
     if plan.classes:
-        train_y, y = (_renamed(labels, plan.classes) for labels in (train_y, y))
-    train_x, train_y, x, y = (t.to(device) for t in (train_x, train_y, x, y))
-    return StudyData(train_x, train_y, x, y, None if ood is None else ood.to(device))
+        train_y, eval_y = (_renamed(labels, plan.classes) for labels in (train_y, eval_y))
+    train_x, train_y, eval_x, eval_y = (t.to(device) for t in (train_x, train_y, eval_x, eval_y))
+    return StudyData(train_x, train_y, eval_x, eval_y, None if ood is None else ood.to(device))
 
 
-def train_size(dataset: str, split: str, classes: Sequence[int]) -> int:
+def train_size(dataset: str, split: str, classes: Sequence[int], own: OwnData | None = None) -> int:
     """The public number of training examples, before the data are there: σ is calibrated to it."""
     if dataset == "digits":
-        labels = _digits(split)[1]
-        return int(_among(labels, classes).sum()) if classes else len(labels)
-    whole = (TRAIN if dataset == "cifar10" else SIZES["train"]) * (len(classes) or CLASSES) // CLASSES
+        digits = load_digits()
+        parts = [digits.train.y] if split == "tuning" else [digits.train.y, digits.validation.y]
+        return sum(int(_among(labels, classes).sum()) for labels in parts)
+    if own is not None:
+        whole = own.examples
+    else:
+        whole = (TRAIN if dataset == "cifar10" else SIZES["train"]) * (len(classes) or CLASSES) // CLASSES
     return whole if split == "final" else whole - whole // SHARE
 
 
-def _only(images: Images, classes: Sequence[int]) -> Images:
-    return images[np.flatnonzero(np.isin(images.labels, list(classes)))] if classes else images
+def _examples(plan: Plan, root: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All training examples, and the test set: inputs and labels each."""
+    if plan.data is not None:
+        from dpivon.study.plan.own_data import load_own  # needs pydantic
+
+        return load_own(plan.data, root)
+    if plan.dataset == "digits":
+        d = load_digits()
+        x, y = torch.cat([d.train.x, d.validation.x]), torch.cat([d.train.y, d.validation.y])
+        return (x - MEAN) / STD, y, (d.test.x - MEAN) / STD, d.test.y
+    data = (load_cifar10 if plan.dataset == "cifar10" else load_fashion_mnist)(root)
+    return *normalised(data.train), *normalised(data.test)
+
+
+def _tuning(plan: Plan, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of these training examples a tuning study trains on, and which it reports on."""
+    if plan.dataset == "digits":  # they come with a validation set, which stands last
+        first = len(load_digits().train)
+        return places[places < first], places[places >= first]
+    kept, held_out = tuning_places(len(places))
+    return places[kept], places[held_out]
 
 
 def _among(labels: Tensor, classes: Sequence[int]) -> Tensor:
-    return torch.isin(labels, torch.tensor(classes))
+    return torch.isin(labels, torch.tensor(classes)) if classes else torch.ones_like(labels, dtype=torch.bool)
 
 
 def _renamed(labels: Tensor, classes: Sequence[int]) -> Tensor:
@@ -84,25 +105,36 @@ def _renamed(labels: Tensor, classes: Sequence[int]) -> Tensor:
     return (labels[:, None] == torch.tensor(classes)).long().argmax(1)
 
 
-def _digits(split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    digits = load_digits()
-    if split == "tuning":
-        train_x, train_y, x, y = digits.train.x, digits.train.y, digits.validation.x, digits.validation.y
-    else:
-        train_x = torch.cat([digits.train.x, digits.validation.x])
-        train_y = torch.cat([digits.train.y, digits.validation.y])
-        x, y = digits.test.x, digits.test.y
-    return (train_x - MEAN) / STD, train_y, (x - MEAN) / STD, y
-
-
 def build_network(plan: Plan, data: StudyData) -> Network:
-    _, channels, height, _width = data.images.shape
-    if plan.network == "paper":
-        if (height, channels) != (32, 3):
-            raise bad("network", "paper", f"takes colour images of 32×32, not {plan.dataset}", "Use small")
-        if plan.augment is not None:  # its kernels make no views
-            return AnyNetwork(lambda: PaperCNN(classes=plan.outputs))
-        return PaperNetwork(Layout(classes=plan.outputs))
-    if plan.network == "compact":
-        return AnyNetwork(lambda: CompactCNN(in_channels=channels, classes=plan.outputs))
-    return AnyNetwork(lambda: SmallCNN(in_channels=channels, classes=plan.outputs, image_size=height))
+    """The plan's network for examples as these are; only their shape and type are used."""
+    shape = tuple(data.images.shape[1:])
+    if plan.network == "paper" and plan.augment is None and not plan.arguments and shape == (3, 32, 32):
+        return PaperNetwork(Layout(classes=plan.outputs))  # kernels, which make no views
+    made = AnyNetwork(partial(network, plan.network, shape=shape, classes=plan.outputs, **plan.arguments))
+    if plan.architecture and _architecture(made.template()) != plan.architecture:
+        fix = "Restore its code, or resolve the study again and give another --out"
+        raise bad("network", plan.network, "is not what the study was planned with", fix)
+    try:
+        with torch.no_grad():
+            outputs = tuple(made.template().eval()(torch.zeros(2, *shape, dtype=data.images.dtype)).shape)
+    except Exception as error:  # whatever a network raises
+        problem = f"cannot take examples of shape {shape} and type {data.images.dtype} ({error})"
+        raise bad("network", plan.network, problem, "Choose a network for such examples") from error
+    if outputs != (2, plan.outputs):
+        problem = f"returns {outputs} for two examples of {plan.outputs} classes"
+        raise bad("network", plan.network, problem, f"Let it return (2, {plan.outputs}), one logit per class")
+    return made
+
+
+def architecture(plan: Plan) -> str:
+    """A digest of a network that is named by its import path, whose code may change; nothing for a built-in one."""
+    if plan.network in NETWORKS:
+        return ""
+    shape = SHAPES[plan.dataset] if plan.data is None else plan.data.shape
+    return _architecture(network(plan.network, shape=shape, classes=plan.outputs, **plan.arguments))
+
+
+def _architecture(model: nn.Module) -> str:
+    layers = [(name, type(layer).__name__) for name, layer in model.named_modules()]
+    sizes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+    return hashlib.sha256(repr((layers, sizes)).encode()).hexdigest()[:16]

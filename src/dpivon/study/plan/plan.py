@@ -13,6 +13,7 @@ from typing import Any
 from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES
 from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
+from dpivon.models import check_network
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
 from dpivon.stacked.rules import estimator_of, stackable
@@ -21,9 +22,8 @@ FORMAT = "dpivon-study-1"
 HELD_OUT = "held-out"
 OOD = ("fashion-mnist", HELD_OUT)
 DATASETS = ("cifar10", "fashion-mnist", "digits")
-NETWORKS = ("paper", "small", "compact")
 SPLITS = ("final", "tuning")
-CLASSES = 10  # of each of the data sets
+CLASSES = 10  # of each of the built-in data sets
 _PAPER = ("cifar10", "paper", ())  # data set, network and classes of the paper's experiment
 _FIX = "Write the plan with `dpivon study resolve`"
 #: Options of earlier versions: results made with them can be read, and no run can be made with them.
@@ -76,6 +76,33 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class OwnData:
+    """A data set that is not built in, as public facts.
+
+    ``declared`` is what the study says of it: its path or import path, and how to read it. ``digest`` is of the examples that
+    were there when the study was planned. ``examples`` (without the test set) and ``classes`` are numbers, ``shape`` is that of
+    one example.
+    """
+
+    declared: Mapping[str, Any]
+    digest: str
+    examples: int
+    classes: int
+    shape: list[int]
+
+    def __post_init__(self) -> None:
+        _check_kind("declared", self.declared, Mapping)
+        _check_kind("digest", self.digest, str)
+        check_whole("examples", self.examples, "Give the number of training examples", at_least=1)
+        check_whole("classes", self.classes, "Give the number of classes", at_least=2)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All but where the files are, which may differ between machines."""
+        return asdict(self) | {"declared": {k: v for k, v in self.declared.items() if k not in ("path", "test")}}
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """One run. ``seed`` counts repetitions; the seed of its noise is :func:`noise_seed`'s."""
 
@@ -106,7 +133,8 @@ class Plan:
     ``temperature_noise`` above 0 is σ of a private temperature, chosen on the training data when a run is done and charged to
     it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``.
 
-    ``augment`` makes views of every drawn image, averaged before clipping."""
+    ``augment`` makes views of every drawn image, averaged before clipping. ``arguments`` are the network's, ``architecture`` is
+    a digest of one that is named by its import path, and ``data`` is set where ``dataset`` is not built in."""
 
     name: str
     dataset: str
@@ -122,10 +150,17 @@ class Plan:
     evaluate: Evaluation | None = None
     temperature_noise: float = 0.0
     augment: Augmentation | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    architecture: str = ""
+    data: OwnData | None = None
 
     def __post_init__(self) -> None:
-        check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
-        check_choice("network", self.network, NETWORKS, "Name a network")
+        if self.data is None:
+            check_choice("dataset", self.dataset, DATASETS, "Name a data set that dpivon reads")
+        elif self.dataset in DATASETS:
+            raise bad("data", self.dataset, "is built in, and nothing can be declared of it", _FIX)
+        check_network(self.network)
+        _check_kind("arguments", self.arguments, Mapping)
         check_choice("split", self.split, SPLITS, "Say whether the runs are final or for tuning")
         check_whole("epochs", self.epochs, "Give the passes over the training data", at_least=1)
         check_number("delta", self.delta, "Give δ, well below 1/N", above=0.0, below=1.0)
@@ -149,8 +184,14 @@ class Plan:
         if self.classes and (len(set(self.classes)) < max(2, len(self.classes)) or max(self.classes) >= CLASSES):
             problem = "are not two or more different classes from 0 to 9"
             raise bad("classes", list(self.classes), problem, "Give the classes to learn, or none for all")
+        if self.data is not None and self.classes:
+            fix = "Leave it out, or plan on a data set that has these classes only"
+            raise bad("classes", list(self.classes), f"selects classes of {', '.join(DATASETS)} only", fix)
         if self.evaluate is None:
             return
+        if self.data is not None and (self.evaluate.corruptions or self.evaluate.ood):
+            fix = "Leave out shift and ood"
+            raise bad("evaluate", self.dataset, f"corrupted and OOD images are made for {', '.join(DATASETS)}", fix)
         if self.split == "tuning":
             fix = "Evaluate in the final study"
             raise bad("evaluate", "given", "looks at test images, which a tuning study never sees", fix)
@@ -164,7 +205,7 @@ class Plan:
     @property
     def outputs(self) -> int:
         """How many classes the network tells apart."""
-        return len(self.classes) or CLASSES
+        return len(self.classes) or (CLASSES if self.data is None else self.data.classes)
 
     def stacked(self, run: PlannedRun) -> Run:
         """The run as a stack takes it."""
@@ -182,11 +223,18 @@ class Plan:
     def digest(self) -> str:
         """What makes results belong to this plan: all but the words."""
         facts = {k: v for k, v in self._values().items() if k != "assumptions"}
+        facts |= {} if self.data is None else {"data": self.data.identity}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def extends(self, other: Plan) -> bool:
         """Whether this is the other plan with more runs, and nothing else changed: its results are then results of this one."""
         return replace(self, runs=other.runs).digest == other.digest and all(run in self.runs for run in other.runs)
+
+    def unlike(self, other: Plan) -> str:
+        """What to say where the results of one are given to the other."""
+        if self.data and other.data and self.data.digest != other.data.digest:
+            return f"holds results on other data (digest {other.data.digest[:8]}, not {self.data.digest[:8]})"
+        return "holds the results of another plan"
 
     @property
     def table(self) -> str:
@@ -198,7 +246,7 @@ class Plan:
         unused = {"classes"} if not self.classes else set()
         unused |= {"evaluate"} if self.evaluate is None else set()
         unused |= {"temperature_noise"} if not self.temperature_noise else set()
-        unused |= {"augment"} if self.augment is None else set()
+        unused |= {name for name in ("augment", "arguments", "architecture", "data") if not getattr(self, name)}
         return {k: v for k, v in asdict(self).items() if k not in unused}
 
     def write(self, path: Path) -> None:
@@ -223,6 +271,8 @@ def noise_seed(plan: Plan, run: PlannedRun) -> int:
         text += f"|{plan.dataset}|{plan.network}|{plan.classes}"
     if plan.augment is not None:
         text += f"|{plan.augment}"
+    if plan.data is not None or plan.arguments or plan.architecture:
+        text += f"|{plan.data and plan.data.digest}|{changed(plan.arguments)}|{plan.architecture}"
     # A run that names no estimator has its method's default, and with another one it is another run.
     own = estimator_of(run.method) if run.method in stackable() else None  # an unknown one is named where it is used
     if own is not None and "curvature" not in run.options and own.name != _FIRST.get(run.method):
@@ -271,12 +321,19 @@ def read_plan(path: Path) -> Plan:
             raw["evaluate"] = Evaluation(**known)
         if raw.get("augment") is not None:
             raw["augment"] = Augmentation(**raw["augment"])
+        if raw.get("data") is not None:
+            raw["data"] = OwnData(**raw["data"])
         return Plan(**raw)
     except ArgumentError:
         raise
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         problem = f"lacks or has a key or a kind of value it should not ({type(error).__name__}: {error})"
         raise bad("study", str(path), problem, _FIX) from None
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise bad(name, value, f"is not a {'text' if kind is str else 'table of names and values'}", _FIX)
 
 
 def shown(value: float | str) -> str:

@@ -76,7 +76,7 @@ def claim(out: Path, plan: Plan) -> None:
             return
         if not plan.extends(known):
             fix = "Give another folder, or remove this one; a plan may gain runs, and nothing else may change"
-            raise bad("out", str(out), "holds the results of another plan", fix)
+            raise bad("out", str(out), plan.unlike(known), fix)
     if not path.exists() or (out / DEFAULTS).exists():
         keep_defaults(out, plan)  # before the plan, without which they are nobody's
     plan.write(path)

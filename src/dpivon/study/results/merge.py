@@ -32,10 +32,9 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         if not (folder / "study.json").exists():
             raise bad("others", str(folder), "holds no study", "Give folders that `dpivon study run` wrote")
         first = out if (out / "study.json").exists() else others[0]
-        if read_plan(folder / "study.json").digest != read_plan(first / "study.json").digest:
-            raise bad(
-                "others", str(folder), f"holds the results of another plan than {first}", "Merge runs of one plan"
-            )
+        here, there = (read_plan(at / "study.json") for at in (first, folder))
+        if here.digest != there.digest:
+            raise bad("others", str(folder), f"{here.unlike(there)} than {first}", "Merge runs of one plan")
         check_alike(folder, first)
         _check_cells(folder)
     out.mkdir(parents=True, exist_ok=True)

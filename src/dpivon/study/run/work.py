@@ -229,7 +229,7 @@ def facts(plan: Plan, run: PlannedRun, examples: int, device: torch.device) -> d
         "delta": plan.delta,
         "train_size": examples,
         "dataset": plan.dataset,
-        "network": plan.network,
+        "network": " ".join(filter(None, (plan.network, changed(plan.arguments)))),
         "augment": changed(asdict(plan.augment)) if plan.augment else "",
         "split": plan.split,
         "hardware": hardware(device),
