@@ -12,7 +12,7 @@ from opacus.accountants import IAccountant
 
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
 from dpivon.privacy.accounting.accountants import check_accountant, check_delta, epsilon
-from dpivon.privacy.accounting.history import History, append, check_entry, check_history, merged
+from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history, merged
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
 NO_NOISE = "noise_multiplier=0"
@@ -46,21 +46,18 @@ class Accountant(IAccountant):  # type: ignore[misc]
     def charge(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
         """Charge ``steps`` releases of noise multiplier σ on Poisson samples of rate q."""
         entry = check_entry(noise_multiplier, sample_rate, steps)
-        if entry[0] == 0:
-            self._count(NO_NOISE, entry[2])
-        append(self.history, entry)
+        self._add(entry, NO_NOISE if entry[0] == 0 else None)
 
     def record_unaccounted(self, reason: str, steps: int = 1) -> None:
         """Charge releases that no accountant covers, such as batches that are no Poisson sample: ε is ∞."""
         if not isinstance(reason, str) or not reason.strip():
             raise bad("reason", reason, "is not a description", "Say in a few words why there is no guarantee")
-        entry = check_entry(0.0, 1.0, steps)
-        self._count(reason, entry[2])
-        append(self.history, entry)
+        self._add(check_entry(0.0, 1.0, steps), reason)
 
-    def _count(self, reason: str, steps: int) -> None:
-        if steps:
-            self.unaccounted[reason] = self.unaccounted.get(reason, 0) + steps
+    def _add(self, entry: Entry, unaccounted: str | None) -> None:
+        if unaccounted is not None and entry[2]:
+            self.unaccounted[unaccounted] = self.unaccounted.get(unaccounted, 0) + entry[2]
+        append(self.history, entry)
 
     def get_epsilon(self, delta: float, *, orders: Orders | None = None) -> float:
         """ε of everything charged so far; ∞, with a :class:`PrivacyWarning`, once one was unaccounted."""
@@ -70,11 +67,8 @@ class Accountant(IAccountant):  # type: ignore[misc]
             reasons = {NO_NOISE: silent}
         if reasons:
             listed = "; ".join(f"{reason} ({steps} steps)" for reason, steps in reasons.items())
-            warnings.warn(
-                f"ε is infinite, since some releases have no guarantee: {listed}.",
-                PrivacyWarning,
-                stacklevel=2,
-            )
+            problem = f"ε is infinite, since some releases have no guarantee: {listed}."
+            warnings.warn(problem, PrivacyWarning, stacklevel=2)
             return math.inf
         return epsilon(self.history, delta, self._mechanism, self._orders if orders is None else orders)
 

@@ -6,11 +6,12 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning, bad, check_number, check_whole
 from dpivon.privacy.accounting.accountant import Accountant
 from dpivon.privacy.accounting.accountants import check_accountant, check_delta, epsilon
-from dpivon.privacy.accounting.history import History, append, check_entry, check_history
+from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
 SMALLEST, LARGEST = 5e-4, 1e8
@@ -30,9 +31,21 @@ def _least(fits: Callable[[float], bool], high: float, shrink: float) -> float:
     return high
 
 
-def calibrated(target: float, spent: Callable[[float], float]) -> float:
-    """The smallest σ, to ``TOLERANCE``, at which ``spent(σ)``, which falls in σ, is at most ``target``."""
-    least = spent(LARGEST)
+def calibrated(
+    target_epsilon: float,
+    sample_rate: float,
+    steps: int,
+    cost: Callable[[Entry], float],
+    tighter: Callable[[Entry], float] | None = None,
+) -> float:
+    """The smallest σ, to ``TOLERANCE``, at which ``cost((σ, q, T))``, which falls in σ, is at most the target.
+
+    ``tighter`` is a smaller bound that takes longer: it is asked only from that σ downwards.
+    """
+    target = check_number("target_epsilon", target_epsilon, "Give a target ε greater than 0", above=0.0)
+    _, rate, _ = check_entry(1.0, sample_rate, steps)
+    number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
+    least = cost((LARGEST, rate, number))
     if least > target:
         raise bad(
             "target_epsilon",
@@ -41,9 +54,10 @@ def calibrated(target: float, spent: Callable[[float], float]) -> float:
             "Raise target_epsilon or delta, or use wider orders",
         )
     high = 1.0
-    while spent(high) > target:
+    while cost((high, rate, number)) > target:
         high = min(2 * high, LARGEST)
-    return _least(lambda value: spent(value) <= target, high, 0.5)
+    sigma = _least(lambda value: cost((value, rate, number)) <= target, high, 0.5)
+    return sigma if tighter is None else _least(lambda value: tighter((value, rate, number)) <= target, sigma, 0.85)
 
 
 def noise_multiplier(
@@ -57,34 +71,23 @@ def noise_multiplier(
 ) -> float:
     """The smallest σ, to one part in a thousand, whose ε after ``steps`` steps, and ``also``, is at most ``target_epsilon``.
 
-    ε(σ*) ≤ target < ε(0.99 σ*): the side that is returned was itself accounted, never interpolated.
-
-    Args:
-        target_epsilon: ε to stay within.
-        delta: δ.
-        sample_rate: q.
-        steps: T.
-        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
-        orders: Rényi orders of ``"rdp"``.
-        also: releases to be made besides, as rows (σ, q, steps).
+    ε(σ*) ≤ target < ε(0.99 σ*): the side that is returned was itself accounted, never interpolated. ``sample_rate`` is q;
+    ``delta``, ``accountant`` and ``orders`` are those of :func:`epsilon`; ``also`` are releases to be made besides, as
+    rows (σ, q, steps).
     """
-    target = check_number("target_epsilon", target_epsilon, "Give a target ε greater than 0", above=0.0)
     name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
-    _, rate, _ = check_entry(1.0, sample_rate, steps)
-    number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
     beside = check_history(also or [])
 
-    def spent(sigma: float, by: str) -> float:
-        return epsilon([(sigma, rate, number), *beside], probability, by, alphas if by == "rdp" == name else "wide")
+    def cost(row: Entry, by: str) -> float:
+        return epsilon([row, *beside], probability, by, alphas if by == "rdp" == name else "wide")
 
+    tighter = None if name == "rdp" else partial(cost, by=name)
     with warnings.catch_warnings():
         # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.
         warnings.simplefilter("ignore", PrivacyWarning)
-        sigma = calibrated(target, lambda value: spent(value, "rdp"))
-        if name != "rdp":
-            sigma = _least(lambda value: spent(value, name) <= target, sigma, 0.85)
-    if name != "rdp":
-        spent(sigma, name)
+        sigma = calibrated(target_epsilon, sample_rate, steps, partial(cost, by="rdp"), tighter)
+    if tighter is not None:
+        tighter((sigma, sample_rate, steps))
     return sigma
 
 

@@ -54,12 +54,8 @@ def bounds(history: History, delta: float) -> tuple[float, float, float]:
     delta_error = delta / 1000
     steps_of = merged(history)
     domain = _grid(history, delta, delta_error)
-    losses = [
-        discretize(
-            TruncatedPrivacyRandomVariable(PoissonSubsampledGaussianPRV(q, sigma), domain.t_min, domain.t_max), domain
-        )
-        for sigma, q in steps_of
-    ]
+    each = (PoissonSubsampledGaussianPRV(q, sigma) for sigma, q in steps_of)
+    losses = [discretize(TruncatedPrivacyRandomVariable(one, domain.t_min, domain.t_max), domain) for one in each]
     total = compose_heterogeneous(losses, list(steps_of.values()))
     low, estimate, high = total.compute_epsilon(delta, delta_error, EPSILON_ERROR)
     return float(low), float(estimate), float(high)

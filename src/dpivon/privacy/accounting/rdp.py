@@ -45,10 +45,8 @@ WIDE_ORDERS: tuple[float, ...] = (
 def check_orders(orders: Any) -> tuple[float, ...]:
     """``"wide"``, ``"opacus"`` or a sequence of orders above 1, as a sorted tuple."""
     if isinstance(orders, str):
-        if orders == "wide":
-            return WIDE_ORDERS
-        if orders == "opacus":
-            return OPACUS_ORDERS
+        if orders in ("wide", "opacus"):
+            return WIDE_ORDERS if orders == "wide" else OPACUS_ORDERS
         raise bad("orders", orders, "is not a known set of orders", 'Use "wide", "opacus" or a list of orders')
     fix = "Give Rényi orders greater than 1"
     try:
@@ -101,9 +99,8 @@ def _rdp_per_step(sigma: float, q: float, orders: tuple[float, ...]) -> Array:
         warnings.simplefilter("ignore")
         rho = np.array([_rdp_of_one_step(q, sigma, order) for order in orders], dtype=np.float64)
     unknown = np.isnan(rho)
-    # ρ never falls as α grows (van Erven and Harremoës 2014): where rounding says otherwise, the larger
-    # counts.
-    # Not below α = 2, where the division by α − 1 would spread rounding errors to the orders that matter.
+    # ρ never falls as α grows (van Erven and Harremoës 2014): where rounding says otherwise, the larger counts. Not below
+    # α = 2, where the division by α − 1 would spread rounding errors to the orders that matter.
     first = int(np.searchsorted(orders, 2.0))
     rho[first:] = np.fmax.accumulate(rho[first:])
     rho = np.maximum(rho, 0.0)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dpivon.durable.ledger import Record
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.privacy.accounting.accountant import Accountant
 from dpivon.privacy.accounting.accountants import ACCOUNTANTS, check_delta, epsilon
-from dpivon.privacy.accounting.history import History, append, check_entry
+from dpivon.privacy.accounting.history import History, check_entry
 
 LEDGER = "ledger.jsonl"
 DELTA = 1e-5  # unless another is given
@@ -22,20 +20,25 @@ STACKS = ("stacks", "ledgers")  # of those under way, and of those that are fini
 def replay(record: Record, run: int, accountant: Accountant) -> None:
     """Charge an account with all that a ledger holds of one of its runs."""
     for terms, n in record.rows:
-        sigma, rate, reason = _row(terms[run])
+        own = terms[run]
+        try:
+            sigma, rate, _ = check_entry(own["noise_multiplier"], own["sample_rate"], 0)
+            reason = own["unaccounted"]
+        except (DpivonError, KeyError, TypeError) as error:
+            raise PrivacyError(
+                f"ledger: holds terms that are none of a release ({error}). It was not written by dpivon."
+            ) from None
         if reason is not None:
-            accountant.record_unaccounted(reason, n)
+            accountant.record_unaccounted(str(reason), n)
         else:
             accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=n)
 
 
 def history(record: Record, run: int) -> History:
     """Rows (σ, q, steps) of one run; a release without a guarantee is one of σ = 0."""
-    rows: History = []
-    for terms, n in record.rows:
-        sigma, rate, reason = _row(terms[run])
-        append(rows, (sigma, rate, n) if reason is None else (0.0, 1.0, n))
-    return rows
+    accountant = Accountant()
+    replay(record, run, accountant)
+    return accountant.history
 
 
 def drawn(record: Record, run: int) -> dict[str, int]:
@@ -51,17 +54,6 @@ def drawn(record: Record, run: int) -> dict[str, int]:
 def seeded(record: Record, run: int) -> int:
     """How many releases of one run can be undone by whoever knows a seed."""
     return sum(n for terms, n in record.rows if str(terms[run].get("noise", "seeded")).startswith("seeded"))
-
-
-def _row(terms: Mapping[str, Any]) -> tuple[float, float, str | None]:
-    try:
-        sigma, rate, _ = check_entry(terms["noise_multiplier"], terms["sample_rate"], 0)
-        reason = terms["unaccounted"]
-        return sigma, rate, None if reason is None else str(reason)
-    except (DpivonError, KeyError, TypeError) as error:
-        raise PrivacyError(
-            f"ledger: holds terms that are none of a release ({error}). It was not written by dpivon."
-        ) from None
 
 
 def epsilons(rows: History, delta: float) -> dict[str, float]:

@@ -28,16 +28,15 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dpivon.errors import bad, check_choice, check_number, check_whole
+from dpivon.errors import bad, check_choice, check_number
 from dpivon.privacy.accounting import rdp
 from dpivon.privacy.accounting.accountants import check_delta, epsilon
 from dpivon.privacy.accounting.budget import Budget, calibrated
-from dpivon.privacy.accounting.history import History, check_entry
+from dpivon.privacy.accounting.history import Entry, History
 from dpivon.privacy.accounting.rdp import Array, Orders, check_orders
 
 LAWS = ("geometric", "logarithmic", "negative-binomial", "poisson")
@@ -170,20 +169,11 @@ def tuned_noise_multiplier(
     runs: RandomRuns,
     orders: Orders = "wide",
 ) -> float:
-    """The smallest σ, to one part in a thousand, with which the whole search stays within (ε, δ).
+    """The smallest σ, to one part in a thousand, with which a whole search stays within (``target_epsilon``, ``delta``).
 
-    Args:
-        target_epsilon: ε of the search.
-        delta: δ of the search.
-        sample_rate: q of each run.
-        steps: T of each run.
-        runs: the law of how many runs are made.
-        orders: Rényi orders.
+    Each run makes ``steps`` steps at ``sample_rate``; ``runs`` and ``orders`` are those of :func:`tuned_epsilon`.
     """
-    target = check_number("target_epsilon", target_epsilon, "Give a target ε greater than 0", above=0.0)
-    _, rate, _ = check_entry(1.0, sample_rate, steps)
-    number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
-    return calibrated(target, lambda sigma: tuned_epsilon([(sigma, rate, number)], delta, runs, orders))
+    return calibrated(target_epsilon, sample_rate, steps, lambda row: tuned_epsilon([row], delta, runs, orders))
 
 
 @dataclass(frozen=True)
@@ -227,13 +217,12 @@ def tuning_costs(
         laws = (check_choice("law", law, laws, "Name the law of the number of runs"),)
     random = [RandomRuns(mean, name) for name in laws]
 
-    def spent(runs: RandomRuns | int, sigma: float) -> float:
-        if isinstance(runs, int):
-            return epsilon([(sigma, plan.sample_rate, runs * plan.steps)], plan.delta)
-        return tuned_epsilon([(sigma, plan.sample_rate, plan.steps)], plan.delta, runs)
-
     def cost(runs: RandomRuns | int) -> TuningCost:
-        needed = None if target_epsilon is None else calibrated(float(target_epsilon), partial(spent, runs))
-        return TuningCost(runs, spent(runs, plan.noise_multiplier), needed)
+        def spent(row: Entry) -> float:
+            return epsilon([row], plan.delta) if isinstance(runs, int) else tuned_epsilon([row], plan.delta, runs)
+
+        rate, steps = plan.sample_rate, plan.steps * (runs if isinstance(runs, int) else 1)
+        needed = None if target_epsilon is None else calibrated(target_epsilon, rate, steps, spent)
+        return TuningCost(runs, spent((plan.noise_multiplier, rate, steps)), needed)
 
     return [cost(math.ceil(mean)), *map(cost, random)]
