@@ -18,7 +18,7 @@ from dpivon._version import __version__
 from dpivon.errors import DpivonError, bad
 from dpivon.privacy.accounting import ACCOUNTANTS, tuning_costs
 from dpivon.privacy.accounting import budget as plan
-from dpivon.report.command import report
+from dpivon.report.writer import report
 from dpivon.study import commands
 from dpivon.terminal import say, warnings_as_lines
 from dpivon.train import commands as train_commands

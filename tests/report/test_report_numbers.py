@@ -93,7 +93,7 @@ def test_small_cases_in_words() -> None:
         "299",
         "∞",
     )
-    assert privacy.plain(1e-5) == "one in 100,000"
+    assert privacy.Reading(1.0, 1e-5).delta_in_words == "one in 100,000"
     assert privacy.Reading(1.0, 1e-5).two_rows == "ε = 2.00, δ = 5.5e-05"  # 2e·10⁻⁵ = 5.437e-5
     assert [privacy.Reading(e, 0.1).factor for e in (1.0, 6.0, 10.0, 30.0)] == [
         "2.719",

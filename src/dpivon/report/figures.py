@@ -67,10 +67,6 @@ def _panel(axis: Any, panel: Panel, x: Axis, y: Axis) -> None:
     axis.set_title(_plain(panel.title))
     axis.set_xlabel(_plain(x.label))
     axis.grid(alpha=0.25)
-    _scale(axis, x, y)
-
-
-def _scale(axis: Any, x: Axis, y: Axis) -> None:
     if y.log:
         axis.set_yscale("log")
     if x.log:

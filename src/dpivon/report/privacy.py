@@ -10,7 +10,7 @@ from dpivon.errors import DpivonError
 from dpivon.privacy.accounting import ACCOUNTANTS
 from dpivon.privacy.accounting.recorded import epsilons, history
 from dpivon.report.page import Section
-from dpivon.report.run_folder import LedgerFile, RunFolder
+from dpivon.report.run_folder import RunFolder
 
 _SLACK = 1e-6  # relative: accountants on two machines differ in the last digits
 
@@ -51,14 +51,6 @@ def percent(share: float) -> str:
     return "nearly 100\u00a0%"
 
 
-def plain(probability: float) -> str:
-    """A small probability as people say it."""
-    if probability <= 0:
-        return "never"
-    one_in = round(1 / probability) if probability > 1e-15 else None
-    return "practically never" if one_in is None else f"one in {one_in:,}"
-
-
 @dataclass(frozen=True)
 class Reading:
     """The statement's numbers at one (ε, δ)."""
@@ -93,7 +85,9 @@ class Reading:
 
     @property
     def delta_in_words(self) -> str:
-        return plain(self.delta)
+        if self.delta <= 0:
+            return "never"
+        return f"one in {round(1 / self.delta):,}" if self.delta > 1e-15 else "practically never"
 
     @property
     def two_rows(self) -> str:
@@ -148,7 +142,11 @@ def check(run: RunFolder) -> Checked:
             "The ledger in this folder is not the one that the summary was written from: their digests differ."
         )
     try:
-        counted = _counted(run.ledger, summary.delta)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # an accountant that falls back to RDP gives an upper bound too
+            counted = epsilons(history(run.ledger.record, 0), summary.delta)
     except (DpivonError, IndexError) as error:
         return Checked(math.inf, stated, (*problems, f"No ε can be computed from the ledger: {error}"))
     larger = {name: max(value, stated.get(name, 0.0)) for name, value in counted.items()}
@@ -161,12 +159,6 @@ def check(run: RunFolder) -> Checked:
     together = stated | larger
     epsilon = max(summary.epsilon, together.get(summary.accountant, summary.epsilon))
     return Checked(epsilon, together, tuple(problems), run.ledger.record.releases)
-
-
-def _counted(ledger: LedgerFile, delta: float) -> dict[str, float]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # an accountant that falls back to RDP gives an upper bound too
-        return epsilons(history(ledger.record, 0), delta)
 
 
 def _title(accountant: str) -> str:

@@ -12,7 +12,7 @@ from dpivon.report import privacy, testset
 from dpivon.report.chart import GREEN, ORANGE, Axis, Chart, Panel, Point, Series, View
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
-from dpivon.report.run_folder import Evaluation, Layer, RunFolder, read
+from dpivon.report.run_folder import Layer, RunFolder, read
 
 _HELDOUT = {"heldout_accuracy": "held-out accuracy", "heldout_nll": "held-out NLL (nats)"}
 
@@ -29,9 +29,21 @@ def content(folder: Path, again: str) -> Content:
         testset.section(run),
         testset.examples(run),
         _width(run),
-        _configuration(run),
-        _choices(run),
-        _ledger(run, checked),
+        Section(
+            "configuration",
+            "Configuration",
+            "configuration.html",
+            {"config": run.config},
+            left_out="" if run.config is not None else "The folder holds no config.yaml.",
+        ),
+        Section(
+            "choices",
+            "Choices that were not made from the data",
+            "choices.html",
+            {"choices": summary.choices_not_made},
+            left_out="" if summary.choices_not_made else "The summary names none.",
+        ),
+        _ledger(run),
         versions(machine, again),
     ]
     reading = privacy.Reading(checked.epsilon, summary.delta)
@@ -57,11 +69,11 @@ def content(folder: Path, again: str) -> Content:
 
 def _training(run: RunFolder) -> Section:
     """ε over training, and the held-out scores beside it."""
-    spent = [(e.step, e.epsilon) for e in run.progress if e.epsilon is not None and math.isfinite(e.epsilon)]
+    known = ((e.step, e.epsilon) for e in run.progress if e.epsilon is not None and math.isfinite(e.epsilon))
+    points = tuple(Point(step, epsilon) for step, epsilon in known)
     title = "ε over training"
-    if not spent:
+    if not points:
         return Section("training", title, left_out="progress.jsonl holds no ε, so its course is not drawn.")
-    points = tuple(Point(step, epsilon) for step, epsilon in spent)
     epsilon = Chart(
         "epsilon",
         "Privacy spent over training",
@@ -69,22 +81,13 @@ def _training(run: RunFolder) -> Section:
         Axis("step", low=0),
         (View("ε", Axis("ε spent", low=0), (Panel("", (Series("ε", points, ORANGE, marker="o"),)),)),),
     )
-    heldout = _heldout(run.progress)
-    charts = (epsilon,) if heldout is None else (epsilon, heldout)
-    return Section("training", title, "training.html", {"heldout": heldout is not None}, charts)
-
-
-def _heldout(progress: tuple[Evaluation, ...]) -> Chart | None:
     views = []
     for column, label in _HELDOUT.items():
-        points = tuple(Point(e.step, y) for e in progress if (y := getattr(e, column)) is not None)
-        if points:
-            series = Series(label, points, GREEN, marker="o")
-            views.append(View(label, Axis(label), (Panel("", (series,)),)))
-    if not views:
-        return None
+        if points := tuple(Point(e.step, y) for e in run.progress if (y := getattr(e, column)) is not None):
+            views.append(View(label, Axis(label), (Panel("", (Series(label, points, GREEN, marker="o"),)),)))
     caption = "Computed from held-out examples without noise: not private, and no part of the model."
-    return Chart("heldout", "Scores on held-out data", caption, Axis("step", low=0), tuple(views))
+    heldout = Chart("heldout", "Scores on held-out data", caption, Axis("step", low=0), tuple(views))
+    return Section("training", title, "figures.html", charts=(epsilon, heldout) if views else (epsilon,))
 
 
 def _width(run: RunFolder) -> Section:
@@ -92,7 +95,7 @@ def _width(run: RunFolder) -> Section:
     if not run.layers:
         left_out = "The model is a point estimate (no posterior.json), so it has no width."
         return Section("width", title, left_out=left_out)
-    return Section("width", title, "width.html", {"layers": run.layers}, (width_chart(run.layers),))
+    return Section("width", title, "figures.html", charts=(width_chart(run.layers),))
 
 
 def width_chart(layers: tuple[Layer, ...]) -> Chart:
@@ -118,21 +121,7 @@ def width_chart(layers: tuple[Layer, ...]) -> Chart:
     )
 
 
-def _configuration(run: RunFolder) -> Section:
-    title = "Configuration"
-    if run.config is None:
-        return Section("configuration", title, left_out="The folder holds no config.yaml.")
-    return Section("configuration", title, "configuration.html", {"config": run.config})
-
-
-def _choices(run: RunFolder) -> Section:
-    title = "Choices that were not made from the data"
-    if not run.summary.choices_not_made:
-        return Section("choices", title, left_out="The summary names none.")
-    return Section("choices", title, "choices.html", {"choices": run.summary.choices_not_made})
-
-
-def _ledger(run: RunFolder, checked: privacy.Checked) -> Section:
+def _ledger(run: RunFolder) -> Section:
     title = "The ledger, and how to check it"
     if run.ledger is None:
         return Section("ledger", title, left_out="The folder holds no ledger, so nobody can check what was released.")
@@ -142,7 +131,6 @@ def _ledger(run: RunFolder, checked: privacy.Checked) -> Section:
         "stated": run.summary.ledger_digest,
         "releases": run.ledger.record.releases,
         "torn": run.ledger.record.torn,
-        "problems": checked.problems,
         "show": shlex.join(["dpivon", "ledger", "show", str(run.folder), "--delta", f"{run.summary.delta:g}"]),
         "sum": shlex.join(["sha256sum", str(run.folder / "ledger.jsonl")]),
     }

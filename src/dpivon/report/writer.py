@@ -1,15 +1,20 @@
-"""From a folder to its report."""
+"""From a folder to its report: :func:`build`, and the command ``dpivon report``."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from dpivon.durable.files import replace
 from dpivon.errors import bad
 from dpivon.report.page import GENERATOR, Content, page
+from dpivon.terminal import say
 
 REPORT, FORMATS = "report.html", ("png", "pdf")
 #: Kinds of folders: the file that tells one, and the module whose ``content(folder, again)`` says what its report holds.
@@ -74,3 +79,28 @@ def _check_out(target: Path) -> None:
             if f'content="{GENERATOR}"'.encode() not in file.read(4096):
                 problem = "exists and is no report of ours, so it is left alone"
                 raise bad("out", str(target), problem, "Name another file")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a `dpivon train` run or of a study.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file; by default report.html in the folder.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also a folder for every figure as PNG and PDF.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was written, and what was left out, as JSON.")
+    ] = False,
+) -> None:
+    """Write one HTML file about a run or a study: what it reveals about a person, and what it can do.
+
+    It works offline, and holds no training example and no seed. Results on test and held-out data are in it; they are not
+    private.
+
+    Example: dpivon report study-output/quick --out quick.html
+    """
+    built = write(folder, out, figures)
+    if as_json:
+        say(json.dumps(asdict(built), default=str))
+        return
+    for path in (built.report, *built.figures):
+        say(path)
+    for title, why in built.left_out.items():
+        say(f"left out: {title}: {why}")

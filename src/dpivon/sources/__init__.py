@@ -23,7 +23,7 @@ from dpivon.sources.base import Examples, Source, files_of, kind_of
 from dpivon.sources.columns import Column, Numeric, Strict
 from dpivon.sources.images import Images
 from dpivon.sources.schema import Schema, read_schema
-from dpivon.sources.table import Table, column_names
+from dpivon.sources.table import Table, check_column, column_names
 
 AnySource = Table | Images | Arrays
 __all__ = ["AnySource", "Examples", "Schema", "Source", "files_of", "kind_of", "read_schema", "source_for"]
@@ -65,8 +65,7 @@ def source_for(
     names = column_names(Path(where), delimiter)
     if target is None:
         raise bad("target", None, "is needed", f"Name the column to predict, one of {', '.join(names)}")
-    if target not in names:
-        raise bad("target", target, "is no column of the table", f"Name one of {', '.join(names)}")
+    check_column("target", target, names)
     used = _columns(names, declared, target, ignore, value_bounds)
     return Table(columns=used, target=target, delimiter=delimiter)
 
@@ -100,8 +99,7 @@ def _columns(
 ) -> dict[str, Column]:
     """The declared columns in their order; then, if a range was stated for all others, those in the header's."""
     for name in [*declared, *ignore]:
-        if name not in names:
-            raise bad("columns", name, "is no column of the table", f"Name one of {', '.join(names)}")
+        check_column("columns", name, names)
     columns = {name: column for name, column in declared.items() if name not in (target, *ignore)}
     others = [name for name in names if name not in (target, *columns, *ignore)]
     if others and others_in is None:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dpivon.bounds import Bounds
 from dpivon.errors import bad
-from dpivon.sources.base import Examples, Source, files_of, no_examples, rows
+from dpivon.sources.base import Examples, Source, files_of, rows
 from dpivon.sources.columns import Array, Numeric, scaled
 
 NAMES = ("x", "y", "x_test", "y_test")  # of arrays in an .npz; the last two only studies read
@@ -44,11 +44,9 @@ class Arrays(Source):
         if x.shape[1:] != self.sizes:
             problem = f"holds examples of shape {x.shape[1:]}, and {self.sizes} is declared"
             raise bad("data", where, problem, "Give arrays of the declared shape")
-        if not len(x):
-            raise no_examples(where)
         if y is not None and y.shape != (len(x),):
             raise bad("data", where, f"has labels of shape {y.shape} for {len(x)} examples", "Give one label each")
-        return rows(self.encode(x), None if y is None else y.tolist(), classes)
+        return rows(where, self.encode(x), None if y is None else y.tolist(), classes)
 
     def encode(self, x: Array) -> Array:
         values, missing = scaled(x.astype(np.float64), Bounds.check("bounds", (self.bounds.min, self.bounds.max), 1))

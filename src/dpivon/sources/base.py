@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from dpivon.errors import bad
 from dpivon.sources.columns import Array, Strict, find
 
-_KINDS = {".csv": "table", ".parquet": "table", ".npz": "array", ".npy": "array"}
+IMAGES = (".png", ".jpg", ".jpeg")
+_KINDS = {".csv": "table", ".parquet": "table", ".npz": "array", ".npy": "array"} | dict.fromkeys(IMAGES, "image")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ def kind_of(where: str, name: str = "data") -> str:
     """``image``, ``table`` or ``array``: by the name alone, before anything is read."""
     path = Path(files_of(where)[0])
     suffix = path.suffix.lower()
-    if path.is_dir() or suffix in (".png", ".jpg", ".jpeg"):
+    if path.is_dir():
         return "image"
     if suffix not in _KINDS:
         fix = "Give a folder with one folder of PNG or JPEG per class, a .csv or .parquet table, or .npz or .npy arrays"
@@ -94,8 +95,10 @@ def class_of(found: int | None, cell: object, place: str, classes: tuple[str, ..
     return found
 
 
-def rows(encoded: Array, labels: Iterable[object] | None, classes: tuple[str, ...] | None) -> Examples:
+def rows(where: str, encoded: Array, labels: Sequence[object] | None, classes: tuple[str, ...] | None) -> Examples:
     """Examples that are rows of a file, numbered from 1."""
+    if not len(encoded):
+        raise no_examples(where)
     targets = None
     if classes is not None and labels is not None:
         found = (class_of(find(cell, classes), cell, f"row {i}", classes) for i, cell in enumerate(labels, start=1))

@@ -10,10 +10,8 @@ import torch
 from pydantic import Field
 
 from dpivon.errors import ArgumentError, bad
-from dpivon.sources.base import Examples, Source, class_of, no_examples
+from dpivon.sources.base import IMAGES, Examples, Source, class_of, no_examples
 from dpivon.sources.columns import Array
-
-SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 class Images(Source):
@@ -91,7 +89,7 @@ def _files(folder: Path, deep: bool) -> list[Path]:
     for path in _entries(folder):
         if path.is_dir() and deep:
             out += _files(path, deep=True)
-        elif path.suffix.lower() not in SUFFIXES:
+        elif path.suffix.lower() not in IMAGES:
             raise bad("data", str(path), "is neither PNG nor JPEG", "Convert it, or move it out of the folder")
         else:
             out.append(path)

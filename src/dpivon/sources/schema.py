@@ -49,37 +49,35 @@ def with_schema(given: dict[str, Any], base: Path | None = None) -> dict[str, An
 
 def draft(names: list[str], target: str | None) -> str:
     """A schema from the names of the columns alone: every number is left to somebody who knows it without the data."""
-    lines = [
+    head = [
         "# What is publicly known of each column. Nothing was read off the data: fill in every blank from what you know",
         "# without it (the range of the instrument, the limits of the form, a published reference), never from these rows.",
         "# A column of texts or codes gets  categories: [first, second]  instead of min and max.",
         "source: ''  # where the numbers come from; it is printed wherever they are used",
-        *_head(target),
-        "columns:",
     ]
-    lines += [f"  {_quoted(name)}: {{min: , max: }}" for name in names if name != target]
-    return "\n".join(lines) + "\n"
+    return _written(head, target, [], dict.fromkeys(names, "{min: , max: }"))
 
 
 def draft_from_sample(columns: dict[str, list[Any]], target: str | None, sample: Path) -> str:
     """A schema from a sample that is public: the range of numbers there, and the texts that occur there."""
-    lines = [
+    head = [
         f"# Drafted from {sample}, which was declared public. Widen the ranges: values outside are clamped.",
         f"source: {_quoted(f'the public sample {sample.name}')}",
     ]
     classes = [] if target is None else sorted({label(cell) for cell in columns[target] if not is_missing(cell)})
-    lines += [*_head(target, classes), "columns:"]
-    lines += [f"  {_quoted(name)}: {_guess(cells)}" for name, cells in columns.items() if name != target]
-    return "\n".join(lines) + "\n"
+    return _written(head, target, classes, {name: _guess(cells) for name, cells in columns.items()})
 
 
-def _head(target: str | None, classes: list[str] | None = None) -> list[str]:
-    named = ", ".join(_quoted(c) for c in classes or [])
-    return [
+def _written(head: list[str], target: str | None, classes: list[str], columns: dict[str, str]) -> str:
+    lines = [
+        *head,
         f"target: {_quoted(target) if target is not None else ' # the column to predict'}",
-        f"classes: [{named}]  # every value the target may have",
+        f"classes: [{', '.join(map(_quoted, classes))}]  # every value the target may have",
         "ignore: []  # columns that are not used",
+        "columns:",
+        *(f"  {_quoted(name)}: {declared}" for name, declared in columns.items() if name != target),
     ]
+    return "\n".join(lines) + "\n"
 
 
 def _guess(cells: list[Any]) -> str:
@@ -90,7 +88,7 @@ def _guess(cells: list[Any]) -> str:
     texts = sorted({label(cell) for cell in there})
     if not texts or len(texts) > MOST_CATEGORIES:
         return f"{{min: , max: }}  # {len(texts)} different texts in the sample: fill in, or ignore the column"
-    return f"{{categories: [{', '.join(_quoted(t) for t in texts)}]}}"
+    return f"{{categories: [{', '.join(map(_quoted, texts))}]}}"
 
 
 def _quoted(text: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from dpivon.errors import bad, need
-from dpivon.sources.base import Examples, Source, no_examples, rows
+from dpivon.sources.base import Examples, Source, rows
 from dpivon.sources.columns import Categorical, Column, is_missing, number
 
 
@@ -33,10 +33,8 @@ class Table(Source):
     def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
         wanted = [*self.columns, *([self.target] if classes is not None else [])]
         cells = read_columns(Path(where), wanted, self.delimiter)
-        if not cells[wanted[0]]:
-            raise no_examples(where)
         encoded = np.concatenate([column.encode(cells[name]) for name, column in self.columns.items()], axis=1)
-        return rows(encoded, cells.get(self.target), classes)
+        return rows(where, encoded, cells.get(self.target), classes)
 
     def public(self) -> str:
         columns = "; ".join(f"{name}: {column.told()}" for name, column in self.columns.items())
@@ -76,6 +74,11 @@ def column_names(path: Path, delimiter: str = ",") -> list[str]:
         twice = next(name for name in names if names.count(name) > 1 or not name)
         raise bad("data", str(path), f"has a column name {twice!r} twice or empty", "Give every column its own name")
     return names
+
+
+def check_column(argument: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise bad(argument, name, "is no column of the table", f"Name one of {', '.join(names)}")
 
 
 def read_columns(path: Path, wanted: list[str], delimiter: str = ",") -> dict[str, list[Any]]:

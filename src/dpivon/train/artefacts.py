@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.durable.files import replace as replace_file
-from dpivon.durable.files import replacing
+from dpivon.durable.files import replace, replacing
 from dpivon.errors import StorageError
 from dpivon.metrics import evaluate
 from dpivon.report.run_folder import POSTERIOR, PROGRESS, TEST
@@ -37,9 +36,6 @@ class Line:
     heldout_nll: float | None = None
     heldout_accuracy: float | None = None
 
-    def with_heldout(self, nll: float, accuracy: float) -> Line:
-        return replace(self, heldout_nll=nll, heldout_accuracy=accuracy)
-
 
 class Progress:
     """``progress.jsonl``: a line an evaluation, those of steps that were lost taken back, since they are made again."""
@@ -51,7 +47,7 @@ class Progress:
     def resume(self, steps: int) -> float:
         """Keep the lines up to this step; the seconds that were spent until then."""
         kept = [line for line in read_progress(self._path) if line.step <= steps]
-        replace_file(self._path, "".join(json.dumps(asdict(line)) + "\n" for line in kept).encode())
+        replace(self._path, "".join(json.dumps(asdict(line)) + "\n" for line in kept).encode())
         self.last = kept[-1] if kept else None
         return 0.0 if self.last is None else self.last.seconds
 
@@ -113,4 +109,4 @@ def write_widths(published: Published, folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    replace_file(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    replace(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())

@@ -114,12 +114,9 @@ def train(data: str | None = None, **flags: Any) -> None:
         return
     if sample is not None:
         raise bad("public-sample", str(sample), "was given without --write-schema", "Give --write-schema FILE too")
-    hidden = _listed(flags.pop("hidden"))
-    given = {**flags, "data": data, "classes": _listed(flags["classes"]), "options": _options(flags["option"])}
-    given["hidden"] = None if hidden is None else [_width(text) for text in hidden]
-    given |= _declared(flags["bounds"], flags["categories"])
-    for name in ("option", "bounds", "categories"):
-        del given[name]
+    option, bounds, categories = map(flags.pop, ("option", "bounds", "categories"))
+    given = {**flags, "data": data, "classes": _listed(flags["classes"]), "options": _options(option)}
+    given |= {"hidden": _widths(_listed(flags["hidden"])), **_declared(bounds, categories)}
     with warnings_as_lines():
         settings = resolve(given, config)
         if check:
@@ -205,13 +202,13 @@ def predict(
 def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, delimiter: str) -> None:
     from dpivon.sources import kind_of
     from dpivon.sources.schema import draft, draft_from_sample, write_draft
-    from dpivon.sources.table import column_names, read_columns
+    from dpivon.sources.table import check_column, column_names, read_columns
 
     if data is None or kind_of(data) != "table":
         raise bad("data", data, "is no table, and only tables have a schema", "Give a .csv or .parquet")
     names = column_names(Path(data), delimiter)
-    if target is not None and target not in names:
-        raise bad("target", target, "is no column of the table", f"Name one of {', '.join(names)}")
+    if target is not None:
+        check_column("target", target, names)
     if sample is None:
         text = draft(names, target)
     else:
@@ -263,8 +260,9 @@ def _listed(text: str | None) -> list[str] | None:
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _width(text: str) -> int:
-    return check_whole("hidden", text, "Use the widths of the hidden layers, such as 64,32", at_least=1)
+def _widths(texts: list[str] | None) -> list[int] | None:
+    fix = "Use the widths of the hidden layers, such as 64,32"
+    return None if texts is None else [check_whole("hidden", text, fix, at_least=1) for text in texts]
 
 
 def _options(given: Sequence[str] | None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Loop:
         self.learner.model.to(self.device)
         self.engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure
+        self.loss = nn.CrossEntropyLoss()
         self.model, self.optimizer, self.loader = self.learner.make_private_with_epsilon(
             self.engine,
             DataLoader(
@@ -70,9 +71,8 @@ class Loop:
             dataset_size=config.dataset_size,
             expected_batch_size=config.batch_size,
             noise_generator=seeds.generator("noise", self.device) if own else None,
-            criterion=nn.CrossEntropyLoss(),
+            criterion=self.loss,
         )
-        self.loss = nn.CrossEntropyLoss()
         self.draws = self.learner.optimizer.mc_samples if isinstance(self.learner.optimizer, IVON) else 1
         self.kept = Checkpoints(
             folder, engine=self.engine, optimizer=self.optimizer, data_loader=self.loader, config=fixed(config)
@@ -150,7 +150,8 @@ class Loop:
         generator = torch.Generator().manual_seed(0)
         draws = min(HELDOUT_DRAWS, self.config.samples)
         probs = self.learner.predict(heldout.inputs, draws, generator=generator).probs.cpu()
-        return line.with_heldout(nll(probs, heldout.targets), accuracy(probs, heldout.targets))
+        loss, right = nll(probs, heldout.targets), accuracy(probs, heldout.targets)
+        return replace(line, heldout_nll=loss, heldout_accuracy=right)
 
     def close(self) -> None:
         if self.engine.ledger is not None:

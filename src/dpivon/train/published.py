@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from dpivon._version import __version__
 from dpivon.csv_cells import cell
 from dpivon.durable.files import replace, sync_folder
 from dpivon.errors import bad
-from dpivon.methods import Learner, Method, describe
+from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction
@@ -62,21 +63,20 @@ class Description(BaseModel):
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Published:
     """A model as it was published: how to read examples, and the posterior to predict from."""
 
-    def __init__(self, description: Description, model: nn.Module, posterior: Posterior | SampledPosterior) -> None:
-        self.description, self.model, self.posterior = description, model, posterior
-
-    @property
-    def method(self) -> Method:
-        return describe(self.description.method)
+    description: Description
+    model: nn.Module
+    posterior: Posterior | SampledPosterior
 
     def predict(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> ClassPrediction:
         """Class probabilities averaged over the posterior; the same for the same seed. 0 samples is the posterior mean."""
         samples = self.description.samples if samples is None else samples
         generator = torch.Generator().manual_seed(seed)
-        return self.method.predict(self.model, self.posterior, inputs, samples, generator=generator)
+        method = describe(self.description.method)
+        return method.predict(self.model, self.posterior, inputs, samples, generator=generator)
 
 
 def publish(run: Path, description: Description, learner: Learner, delta: float) -> Path:
@@ -138,14 +138,8 @@ def predict_file(
     writer = csv.writer(text, lineterminator="\n")
     first = "file" if kind == "image" else "row"
     writer.writerow([first, "predicted", *(f"p({name})" for name in classes), "entropy", "mutual_information"])
-    rows = zip(
-        examples.names,
-        found.label.tolist(),
-        found.probs.tolist(),
-        found.entropy.tolist(),
-        found.mutual_information.tolist(),
-        strict=True,
-    )
+    columns = (found.label, found.probs, found.entropy, found.mutual_information)
+    rows = zip(examples.names, *(column.tolist() for column in columns), strict=True)
     for name, label, probs, entropy, information in rows:
         numbers = (f"{value:.9g}" for value in (*probs, entropy, information))
         writer.writerow([cell(str(name)), cell(classes[label]), *numbers])

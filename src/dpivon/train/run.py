@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import platform
 from collections.abc import Callable
@@ -18,7 +17,9 @@ from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.report import build
 from dpivon.report.run_folder import PROGRESS, SUMMARY
+from dpivon.report.writer import REPORT
 from dpivon.sources import Examples, files_of, kind_of
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
@@ -27,7 +28,6 @@ from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
 from dpivon.train.published import FOLDER, Description, load, publish
 
-REPORT = "report.html"
 _NOT_CHOSEN = (
     "No class weights and no resampling by class: how frequent a class is stays private.",
     "No early stopping and no choice among models by held-out or test results.",
@@ -64,7 +64,10 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     examples = description.inputs.read(config.data, config.classes)
     heldout = _read("heldout", config.heldout, config, description)
     test = _read("test", config.test, config, description)
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise bad("out", str(folder), f"cannot be made ({error})", "Give another --out folder") from None
     configs.write(config, folder)
     with torch.random.fork_rng(devices=[]):
         loop = Loop(config, description, examples, folder)
@@ -92,13 +95,6 @@ def describe(config: Config) -> Description:
         samples=config.samples,
         source=config.source,
     )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise bad("out", str(folder), f"cannot be made ({error})", "Give another --out folder") from None
 
 
 def _check_folder(folder: Path, config: Config) -> None:
@@ -215,15 +211,8 @@ def _public_inputs(config: Config, description: Description) -> list[str]:
 
 
 def _report(folder: Path, watcher: Watcher) -> None:
-    """``report.html``, where the module that writes it is there. The run is finished whatever becomes of its page."""
+    """``report.html``. The run is finished whatever becomes of its page."""
     try:
-        module = importlib.import_module("dpivon.report")
-    except ModuleNotFoundError as error:
-        if error.name != "dpivon.report":
-            raise
-        watcher.say(f"{REPORT} was not written: this version of dpivon writes no reports.")
-        return
-    try:
-        module.build(folder)
+        build(folder)
     except Exception as error:
         watcher.say(f"{REPORT} was not written ({error}). The run is finished; the same command tries again.")

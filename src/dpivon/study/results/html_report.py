@@ -39,8 +39,8 @@ def content(folder: Path, again: str) -> Content:
     no_predictions = "A study keeps scores and not predictions, so these are drawn in the report of a single run only."
     sections = [
         privacy(study),
-        Section("curves", "Privacy and utility", "curves.html", {}, (privacy_curves(study.rows),)),
-        Section("widths", "Posterior width", "widths.html", {}, (width,) if width else (), left_out=no_width),
+        Section("curves", "Privacy and utility", "figures.html", {}, (privacy_curves(study.rows),)),
+        Section("widths", "Posterior width", "figures.html", {}, (width,) if width else (), left_out=no_width),
         cells(study),
         Section("predictions", "Reliability, risk and coverage, confusion, examples", left_out=no_predictions),
         configuration(study),
