@@ -30,7 +30,7 @@ def check_page(stacked: Sequence[Row], hooks: Sequence[Row]) -> str:
     far = total = 0
     times: list[tuple[float, float]] = []
     for key in ours.keys:
-        if key not in theirs:
+        if key not in theirs.members:
             continue
         method, b, sigma, c = key
         for measure in MEASURES:
