@@ -22,11 +22,11 @@ _HOW = (
     "AUROC is of telling OOD images from clean test images by the entropy of the prediction, and in `robustness.csv` "
     "also by confidence and by mutual information; FPR95 is the share of OOD images that pass where 95 % of the clean "
     "ones do. AURC is the mean error over all coverages: less is better. All methods of a table have the same σ, C, b and "
-    "number of steps, hence the same ε; it excludes tuning. Read ECE beside accuracy: who answers by chance and says so is "
-    "well calibrated."
+    "number of steps, hence the same ε; it excludes tuning. Read ECE beside accuracy: a model that guesses, and says "
+    "so, is well calibrated."
 )
 _VERDICTS = (
-    "A statement is a set of comparisons, one a cell, each by the mean over seeds. It is *supported* where at least five "
+    "A statement is a set of comparisons, one per cell, each by the mean over seeds. It is *supported* where at least five "
     "sixths of them hold, *not supported* where at most one sixth does, and *depends* otherwise."
 )
 

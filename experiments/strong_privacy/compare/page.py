@@ -21,7 +21,8 @@ _PAIRS = (
     "**Pairs.** Repetition i of one method is held against repetition i of the other. Runs of a repetition begin at the same "
     "weights in studies of one seed and network; these owe nothing to the data. Noise and batches are each run's own: with "
     "shared noise whoever sees two runs could subtract it, and the budgets stated would be wrong. So pairing removes what "
-    "the first weights do, and the rest of the spread stays in the intervals."
+    "the first weights do, and the rest of the spread stays in the intervals. They leave out the sampling of the test set "
+    "and the noise of tuning."
 )
 _SCORES = (
     "**Scores.** *Raw* is how a method predicts: by the average over draws where it has a posterior, by its point otherwise; "
