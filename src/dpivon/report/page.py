@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,20 @@ class Section:
 
 @dataclass(frozen=True)
 class Content:
-    """All that a page says of a folder of some ``kind``: ``facts`` are the few numbers at its top.
-
-    ``figures(folder, formats)`` draws them all and returns their files.
-    """
+    """All that a page says of a folder of some ``kind``: ``facts`` are the few numbers at its top."""
 
     kind: str
     title: str
     intro: str
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
-    figures: Callable[[Path, Sequence[str]], list[Path]]
+    confusion: tuple[tuple[str, ...], list[list[int]]] | None = (
+        None  # classes and counts, as a figure besides the charts
+    )
+
+    @property
+    def charts(self) -> list[Chart]:
+        return [chart for section in self.sections for chart in section.charts]
 
 
 def versions(facts: Mapping[str, str], again: str) -> Section:
@@ -70,7 +73,7 @@ def page(content: Content, command: str) -> str:
         if not section.left_out:
             body = environment.get_template(section.template).render(section.values, charts=charts)
         shown.append({"id": section.id, "title": section.title, "left_out": section.left_out, "body": Markup(body)})
-    data = {chart.id: chart.data() for section in content.sections for chart in section.charts}
+    data = {chart.id: chart.data() for chart in content.charts}
     return environment.get_template("page.html").render(
         title=content.title,
         intro=content.intro,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dpivon.methods import METHODS
 from dpivon.metrics import accuracy, ece
+from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.report import privacy, testset
 from dpivon.report.chart import GREEN, ORANGE, Axis, Chart, Panel, Point, Series, View
-from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.run_folder import Layer, RunFolder, read
 
@@ -56,15 +56,8 @@ def content(folder: Path, again: str) -> Content:
     size = "" if summary.dataset_size is None else f" on {summary.dataset_size:,} examples"
     words = [part for part in (summary.task.inputs, summary.task.network) if part]
     intro = f"One private training{size}{': ' + '; '.join(words) if words else ''}."
-    charts = [chart for section in sections for chart in section.charts]
-    return Content(
-        "run",
-        f"{method}: privacy and predictions",
-        intro,
-        facts,
-        sections,
-        lambda out, formats: draw(charts, testset.confusion_of(run), out, formats),
-    )
+    title = f"{method}: privacy and predictions"
+    return Content("run", title, intro, facts, sections, testset.confusion_of(run))
 
 
 def _training(run: RunFolder) -> Section:
@@ -132,6 +125,6 @@ def _ledger(run: RunFolder) -> Section:
         "releases": run.ledger.record.releases,
         "torn": run.ledger.record.torn,
         "show": shlex.join(["dpivon", "ledger", "show", str(run.folder), "--delta", f"{run.summary.delta:g}"]),
-        "sum": shlex.join(["sha256sum", str(run.folder / "ledger.jsonl")]),
+        "sum": shlex.join(["sha256sum", str(run.folder / LEDGER)]),
     }
     return Section("ledger", title, "ledger.html", values)

@@ -22,11 +22,10 @@ from torch import Tensor
 from dpivon.durable.ledger import Record
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
-from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
 from dpivon.yaml_files import read_yaml, validated
 
-SUMMARY, CONFIG, PROGRESS = "summary.json", "config.yaml", "progress.jsonl"
-TEST, POSTERIOR = "test.npz", "posterior.json"
+SUMMARY, PROGRESS, TEST, POSTERIOR = "summary.json", "progress.jsonl", "test.npz", "posterior.json"
 READ = (SUMMARY, CONFIG, PROGRESS, TEST, POSTERIOR, LEDGER)
 WITHHELD = "withheld: whoever knows it can subtract the noise"
 _SECRET = re.compile(r"seed|rng|generator|random_state", re.IGNORECASE)
@@ -39,7 +38,6 @@ class _Values(BaseModel):
 
 
 class Task(_Values):
-    kind: str = ""
     classes: tuple[str, ...] = ()
     inputs: str = ""
     network: str = ""
@@ -55,10 +53,8 @@ class Summary(_Values):
     adjacency: str = "add/remove"
     dataset_size: int | None = None
     sampling_rate: float | None = None
-    expected_batch_size: float | None = None
     steps: int | None = None
     noise_multiplier: float | None = None
-    max_grad_norm: float | None = None
     seconds: float | None = None
     hardware: str = ""
     versions: dict[str, str] = {}

@@ -13,6 +13,7 @@ import typer
 
 from dpivon.durable.files import replace
 from dpivon.errors import bad
+from dpivon.report.figures import draw
 from dpivon.report.page import GENERATOR, Content, page
 from dpivon.terminal import say
 
@@ -52,7 +53,7 @@ def write(folder: Path, out: Path | None = None, figures: Path | None = None) ->
     again += ["--figures", str(figures)] if figures is not None else []
     content = _content(folder, shlex.join(again))
     text = page(content, shlex.join(again))
-    drawn = content.figures(Path(figures), FORMATS) if figures is not None else []
+    drawn = [] if figures is None else draw(content.charts, content.confusion, Path(figures), FORMATS)
     target.parent.mkdir(parents=True, exist_ok=True)
     replace(target, text.encode())
     missing = {s.title: s.left_out for s in content.sections if s.left_out}

@@ -99,10 +99,9 @@ def _most_and_least_certain(entropy: Tensor) -> Array:
 
 def write_widths(published: Published, folder: Path) -> None:
     """``posterior.json``: how wide the posterior is, layer by layer; no file for a point estimate."""
-    levels = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
     layers = []
     for name, std in published.posterior.std.items():
-        low, middle, high = np.quantile(std.double().numpy(), levels.numpy()).tolist()
+        low, middle, high = np.quantile(std.double().numpy(), [0.05, 0.5, 0.95]).tolist()
         layers.append({"name": name, "numel": std.numel(), "sd_q05": low, "sd_median": middle, "sd_q95": high})
     if any(layer["sd_q95"] > 0 for layer in layers):
         write_json(folder / POSTERIOR, {"layers": layers})

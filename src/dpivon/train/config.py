@@ -14,6 +14,7 @@ from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad
 from dpivon.methods import METHODS
 from dpivon.privacy.accounting import ACCOUNTANTS, budget
+from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.sources import Declaration
 from dpivon.sources.columns import Labels
 from dpivon.sources.schema import with_schema
@@ -22,7 +23,6 @@ from dpivon.yaml_files import read_yaml, validated
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=10**9)]
-NAME = "config.yaml"
 METHOD, EPOCHS = "dp-ivon-gradsq", 40
 _LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
 PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
@@ -128,14 +128,14 @@ def write(config: Config, folder: Path) -> None:
 
     text = "# The resolved configuration of this run, as `dpivon train --config` takes it.\n"
     text += yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    replace(folder / NAME, text.encode(), SECRET)
+    replace(folder / CONFIG, text.encode(), SECRET)
 
 
 def read(folder: Path) -> Config:
     """What a run was begun with."""
     fix = "Put the file back, or begin another run in another folder"
-    raw = read_yaml("config", folder / NAME, missing=fix, fix=fix)
-    return validated(Config, raw, "config", fix=fix, place=str(folder / NAME))
+    raw = read_yaml("config", folder / CONFIG, missing=fix, fix=fix)
+    return validated(Config, raw, "config", fix=fix, place=str(folder / CONFIG))
 
 
 def check_same(ours: Config, theirs: Config, folder: Path) -> None:

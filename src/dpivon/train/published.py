@@ -22,6 +22,7 @@ from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction
+from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
 from dpivon.sources import AnySource, kind_of
 from dpivon.sources.columns import Labels
@@ -98,7 +99,7 @@ def load(where: Path) -> Published:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        unfinished = "is a run that is not finished" if (where / "config.yaml").exists() else "holds no published model"
+        unfinished = "is a run that is not finished" if (where / CONFIG).exists() else "holds no published model"
         fix = "Start the same `dpivon train` again to finish it" if unfinished.startswith("is a run") else _FIX
         raise bad("model", str(where), unfinished, fix) from None
     except (OSError, ValueError, RecursionError) as error:

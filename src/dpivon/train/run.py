@@ -16,7 +16,7 @@ from dpivon._version import __version__
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
-from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
 from dpivon.report import build
 from dpivon.report.run_folder import PROGRESS, SUMMARY
 from dpivon.report.writer import REPORT
@@ -101,7 +101,7 @@ def _check_folder(folder: Path, config: Config) -> None:
     """New, empty, or a run that was begun with this configuration."""
     if folder.exists() and not folder.is_dir():
         raise bad("out", str(folder), "is a file", "Give another --out folder")
-    if (folder / configs.NAME).exists():
+    if (folder / CONFIG).exists():
         configs.check_same(config, configs.read(folder), folder)
     elif folder.is_dir() and any(folder.iterdir()):
         raise bad("out", str(folder), "is not empty and holds no run", "Give another --out folder")

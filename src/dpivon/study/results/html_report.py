@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.privacy.accounting import epsilon
-from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.privacy import Reading
 from dpivon.study.results.cells import Cells, describe, is_of, title_of, variants
@@ -48,11 +47,7 @@ def content(folder: Path, again: str) -> Content:
     ]
     name = study.plan.name if study.plan is not None else folder.resolve().name
     intro = f"{len(study.rows)} private trainings on {study.rows[0]['dataset'] or 'one data set'}, compared."
-
-    def figures(out: Path, formats: Sequence[str]) -> list[Path]:
-        return draw([chart for section in sections for chart in section.charts], None, out, formats)
-
-    return Content("study", f"Study {name}", intro, headline(study), sections, figures)
+    return Content("study", f"Study {name}", intro, headline(study), sections)
 
 
 def privacy(study: Tables) -> Section:
