@@ -11,9 +11,8 @@ the YAML file that declares a table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,26 +23,35 @@ from dpivon.sources.columns import Column, Numeric, Strict
 from dpivon.sources.images import Images
 from dpivon.sources.schema import Schema, read_schema
 from dpivon.sources.table import Table, check_column, column_names
+from dpivon.yaml_files import validated
 
 AnySource = Table | Images | Arrays
-__all__ = ["AnySource", "Examples", "Schema", "Source", "files_of", "kind_of", "read_schema", "source_for"]
+__all__ = [
+    "AnySource",
+    "Declaration",
+    "Examples",
+    "Schema",
+    "Source",
+    "files_of",
+    "kind_of",
+    "read_schema",
+    "source_for",
+]
 
 
-def source_for(
-    where: str,
-    *,
-    columns: Mapping[str, Column] | None = None,
-    target: str | None = None,
-    ignore: Sequence[str] = (),
-    value_bounds: Numeric | None = None,
-    delimiter: str = ",",
-    image_size: int = 32,
-    channels: Literal[1, 3] = 3,
-) -> AnySource:
-    """How to read and encode the data at ``where``.
+def source_for(where: str, **declared: Any) -> AnySource:
+    """How to read and encode the data at ``where``, by ``declared``, the fields of a :class:`Declaration`.
 
-    Args:
-        where: a folder of images, a .csv or .parquet table, an .npz, or ``x.npy,y.npy``.
+    ``where`` is a folder of images, a .csv or .parquet table, an .npz, or ``x.npy,y.npy``.
+    """
+    fix = "Give fields of dpivon.sources.Declaration"
+    return validated(Declaration, declared, "declared", fix=fix).reader(where)
+
+
+class Declaration(Strict):
+    """What the owner of the data declares of it, by the names that ``dpivon train`` and studies share.
+
+    Attributes:
         columns: of a table: what is declared of each column.
         target: of a table: the column to predict.
         ignore: columns of a table that are not used.
@@ -51,27 +59,8 @@ def source_for(
         delimiter: of a CSV file.
         image_size: images are resized to this side.
         channels: 1 for grey images, 3 for RGB.
+        source: where ranges and categories come from, in words.
     """
-    kind, declared = kind_of(where), dict(columns or {})
-    if kind == "image":
-        _refuse("images", columns=declared, value_bounds=value_bounds, target=target)
-        return Images(size=image_size, channels=channels)
-    if kind == "array":
-        _refuse("arrays", columns=declared, target=target, ignore=ignore)
-        if value_bounds is None:
-            problem = "the range of the values is private unless you state it, and nothing is read off the data"
-            raise bad("bounds", None, problem, "State it, such as --bounds 0:255")
-        return Arrays(sizes=example_shape(where), bounds=value_bounds)
-    names = column_names(Path(where), delimiter)
-    if target is None:
-        raise bad("target", None, "is needed", f"Name the column to predict, one of {', '.join(names)}")
-    check_column("target", target, names)
-    used = _columns(names, declared, target, ignore, value_bounds)
-    return Table(columns=used, target=target, delimiter=delimiter)
-
-
-class Declaration(Strict):
-    """What the owner of the data declares of it, by the names that ``dpivon train`` and studies share."""
 
     columns: dict[str, Column] = Field(default_factory=dict)
     target: str | None = None
@@ -83,34 +72,42 @@ class Declaration(Strict):
     source: str = ""
 
     def reader(self, where: str) -> AnySource:
-        """How to read the data at ``where``."""
-        declared = {name: getattr(self, name) for name in Declaration.model_fields if name != "source"}
-        return source_for(where, **declared)
+        """How to read and encode the data at ``where``."""
+        kind = kind_of(where)
+        if kind == "image":
+            self._refuse("images", "columns", "value_bounds", "target")
+            return Images(size=self.image_size, channels=self.channels)
+        if kind == "array":
+            self._refuse("arrays", "columns", "target", "ignore")
+            if self.value_bounds is None:
+                problem = "the range of the values is private unless you state it, and nothing is read off the data"
+                raise bad("bounds", None, problem, "State it, such as --bounds 0:255")
+            return Arrays(sizes=example_shape(where), bounds=self.value_bounds)
+        names = column_names(Path(where), self.delimiter)
+        if self.target is None:
+            raise bad("target", None, "is needed", f"Name the column to predict, one of {', '.join(names)}")
+        check_column("target", self.target, names)
+        return Table(columns=self._used(names), target=self.target, delimiter=self.delimiter)
 
+    def _refuse(self, kind: str, *fields: str) -> None:
+        for name in fields:
+            if value := getattr(self, name):
+                raise bad(name, value, f"has no meaning for {kind}", "Leave it out")
 
-def _refuse(kind: str, **given: object) -> None:
-    for name, value in given.items():
-        if value:
-            raise bad(name, value, f"has no meaning for {kind}", "Leave it out")
-
-
-def _columns(
-    names: list[str], declared: dict[str, Column], target: str, ignore: Sequence[str], others_in: Numeric | None
-) -> dict[str, Column]:
-    """The declared columns in their order; then, if a range was stated for all others, those in the header's."""
-    for name in [*declared, *ignore]:
-        check_column("columns", name, names)
-    columns = {name: column for name, column in declared.items() if name not in (target, *ignore)}
-    others = [name for name in names if name not in (target, *columns, *ignore)]
-    if others and others_in is None:
-        raise bad(
-            "columns",
-            ", ".join(others),
-            "neither range nor categories are declared, and nothing is read off the data",
-            f"State --bounds {others[0]}:LOW:HIGH or --categories {others[0]}:A,B, use --schema, or --ignore {others[0]}",
-        )
-    if others_in is not None:
-        columns |= dict.fromkeys(others, others_in)
-    if not columns:
-        raise bad("columns", "none", "there is nothing to learn from", "Declare at least one column besides the target")
-    return columns
+    def _used(self, names: list[str]) -> dict[str, Column]:
+        """The declared columns in their order; then, if a range was stated for all others, those in the header's."""
+        for name in [*self.columns, *self.ignore]:
+            check_column("columns", name, names)
+        unused = (self.target, *self.ignore)
+        columns = {name: column for name, column in self.columns.items() if name not in unused}
+        others = [name for name in names if name not in (*unused, *columns)]
+        if others and self.value_bounds is None:
+            fix = f"State --bounds {others[0]}:LOW:HIGH or --categories {others[0]}:A,B, use --schema, or --ignore {others[0]}"
+            problem = "neither range nor categories are declared, and nothing is read off the data"
+            raise bad("columns", ", ".join(others), problem, fix)
+        if self.value_bounds is not None:
+            columns |= dict.fromkeys(others, self.value_bounds)
+        if not columns:
+            fix = "Declare at least one column besides the target"
+            raise bad("columns", "none", "there is nothing to learn from", fix)
+        return columns

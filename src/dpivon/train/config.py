@@ -100,7 +100,7 @@ _NEEDED = {
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
     """The configuration of a run. Flags override the file, both override the schema, and the rest are defaults.
 
-    The defaults of batch, epochs and step size are functions of public numbers: :func:`defaults`.
+    The defaults of batch, epochs and step size are functions of public numbers, those of ``defaults``.
     """
     given = _read(file) if file is not None else {}
     given = {**given, **{name: value for name, value in flags.items() if value is not None}}
