@@ -107,7 +107,7 @@ def main() -> None:
         for number in range(given.rounds):
             pair = {
                 "direct": lambda: timed(runner.run_study, runner, study, settings),
-                "ray": lambda: timed(lambda *a: engine.run_on_ray(*a, ONE), engine, study, settings),
+                "ray": lambda: timed(lambda *a: runner.run_with("ray", *a, ONE), engine, study, settings),
             }
             order = list(pair) if number % 2 == 0 else list(pair)[::-1]
             found = {name: pair[name]() for name in order} | {"load": os.getloadavg()[0]}

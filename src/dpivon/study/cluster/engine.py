@@ -24,66 +24,50 @@ from typing import Any
 import torch
 
 from dpivon.durable.files import replace
-from dpivon.errors import DpivonError, bad, check_number, check_whole
+from dpivon.errors import DpivonError, bad
 from dpivon.study.cluster.attempt import TOKEN, Ended, Task, attempt
 from dpivon.study.cluster.cargo import Cargo, pack
 from dpivon.study.cluster.desk import Desk, Report
 from dpivon.study.cluster.start import connected, ray_module
 from dpivon.study.plan.data import load_data
-from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
-from dpivon.study.results.folder import alone, claim, finished, group, open_stack, record, recorded, retire, under_way
+from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results.folder import finished, group, open_stack, record, recorded, retire
 from dpivon.study.run.progress import Progress
 from dpivon.study.run.robustness import make_conditions
-from dpivon.study.run.runner import check_settings, outcome_of, progress_of, stop_signals
-from dpivon.study.run.settings import MOST, Cluster, Outcome, Settings
+from dpivon.study.run.runner import Engine, examples_of, progress_of
+from dpivon.study.run.settings import MOST, Cluster, Settings
 
 _WAIT = 0.5  # seconds between looks at the desk
 _REUSE = 1_000_000  # stacks that a process may train: Ray would begin a new one for every stack on a GPU
 
 
-def run_on_ray(plan: Plan, out: Path, settings: Settings, cluster: Cluster) -> Outcome:
-    """:func:`dpivon.study.run.runner.run_study` on a cluster: the same folder, table, display, signals and exit codes."""
-    _check(cluster)
-    check_settings(settings)
+def on_ray(cluster: Cluster) -> Engine:
+    """The engine that trains on this cluster: the same folder, table, display, signals and exit codes as the local one."""
     ray_module(cluster)
-    out = out.absolute()  # workers have another working directory
-    out.mkdir(parents=True, exist_ok=True)
-    with alone(out):
-        claim(out, plan)
-        if len(finished(out, plan)) == len(plan.runs):
-            under_way(plan, out)  # nothing is, once it is cleared up
-            return Outcome(len(plan.runs), len(plan.runs))
-        data = load_data(plan, settings.data, torch.device("cpu"))
-        cargo = pack(
-            data, make_conditions(plan, data, settings.data)
-        )  # before anything trains: what is missing is missed now
-        with connected(cluster, cargo.bytes) as ray, stop_signals() as stopped:
-            device, workers = _places(ray, settings, cluster)
-            stacks = group(plan, out, _stack_size(plan, out, settings, device, workers), settings.only)
-            with progress_of(plan, stacks, data.size, settings) as progress, _token(out) as token:
-                driver = _Driver(ray, plan, out, settings, cluster, device, token, cargo, progress)
-                try:
-                    failed = driver.run(stacks, workers, stopped)
-                except ray.exceptions.RayError as error:
-                    raise DpivonError(
-                        f"The Ray cluster failed the driver ({type(error).__name__}). The same command goes on: finished runs "
-                        "have their rows, and the others their ledgers."
-                    ) from error
-                finally:
-                    driver.close()
-        return outcome_of(plan, out, settings, stopped(), failed)
+    return partial(_run_on_ray, cluster)
 
 
-def _check(cluster: Cluster) -> None:
-    if cluster.workers is not None:
-        check_whole("workers", cluster.workers, "Give the number of stacks to train at once", at_least=1)
-    if cluster.retries is not None:
-        check_whole("retries", cluster.retries, "Give the number of new attempts at a stack that fails")
-    if cluster.hung_after is not None:
-        check_number("hung_after", cluster.hung_after, "Give seconds, longer than a block of steps takes", above=0.0)
-    if cluster.gpus_per_stack is not None:
-        fix = "Give the share of a GPU that a stack takes; it never uses two"
-        check_number("gpus_per_stack", cluster.gpus_per_stack, fix, above=0.0, at_most=1.0)
+def _run_on_ray(
+    cluster: Cluster, plan: Plan, out: Path, settings: Settings, stopped: Callable[[], int]
+) -> dict[str, str]:
+    data = load_data(plan, settings.data, torch.device("cpu"))
+    cargo = pack(
+        data, make_conditions(plan, data, settings.data)
+    )  # before anything trains: what is missing is missed now
+    with connected(cluster, cargo.bytes) as ray:
+        device, workers = _places(ray, settings, cluster)
+        stacks = group(plan, out, _stack_size(plan, out, settings, device, workers), settings.only)
+        with progress_of(plan, stacks, data.size, settings) as progress, _token(out) as token:
+            driver = _Driver(ray, plan, out, settings, cluster, device, token, cargo, progress)
+            try:
+                return driver.run(stacks, workers, stopped)
+            except ray.exceptions.RayError as error:
+                raise DpivonError(
+                    f"The Ray cluster failed the driver ({type(error).__name__}). The same command goes on: finished runs "
+                    "have their rows, and the others their ledgers."
+                ) from error
+            finally:
+                driver.close()
 
 
 def _places(ray: Any, settings: Settings, cluster: Cluster) -> tuple[str, int]:
@@ -176,11 +160,11 @@ class _Driver:
         self, stacks: list[tuple[Path, list[PlannedRun]]], workers: int, stopped: Callable[[], int]
     ) -> dict[str, str]:
         """Until every stack is finished or given up, or the study is stopped; what was given up, and why."""
-        deadline = time.monotonic() + 60 * self.settings.minutes if self.settings.minutes else float("inf")
+        deadline = self.settings.deadline()
         for number, (folder, runs) in enumerate(stacks, 1):
             title = f"{self.plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
-            total = sum(steps_of(r, self.plan.epochs, self.examples) * r.batch_size for r in runs)
-            self.waiting.append(_Stack(folder.name, tuple(runs), title, float(total)))
+            total = examples_of(self.plan, runs, self.examples)
+            self.waiting.append(_Stack(folder.name, tuple(runs), title, total))
         stopping = False  # by the clock only when a block was made: every call gets on
         over: list[tuple[_Stack, Any]] = []
         while self.running or over or (self.waiting and not stopping):

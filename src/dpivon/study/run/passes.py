@@ -56,33 +56,24 @@ class EagerPasses:
     def logits(self, rows: Sequence[Tensor], images: Tensor) -> Iterator[Tensor]:
         if self._model is None:
             self._model = self.network.model(rows[0]).eval()
-        images = _laid_out(images)
+        if (
+            not images.is_cuda and images.dim() == 4
+        ):  # a CPU is about twice as fast so; a GPU's norms want channels first
+            images = images.contiguous(memory_format=torch.channels_last)
         for row in rows:
             yield self.network.load(row, self._model)(images)
-
-
-def _laid_out(images: Tensor) -> Tensor:
-    """Channels last on a CPU, whose convolutions and norms are about twice as fast so; a GPU's norms want them first."""
-    if images.is_cuda or images.dim() != 4:
-        return images
-    return images.contiguous(memory_format=torch.channels_last)
-
-
-COMPILED_BATCH = 2048  # images of a call: the compiled program has this one shape
 
 
 class CompiledPasses:
     """One model with memory of its own, into which every row is copied, so that the program finds it where it was compiled for.
 
-    Images come in calls of one size, the last of them padded, and with their channels last where the model convolves.
+    Images come in calls of one size, ``batch``, the last of them padded: the compiled program has this one shape.
     """
 
-    at_once = 16 * COMPILED_BATCH
+    at_once = 32768
     joins = True
 
-    def __init__(
-        self, network: Network, device: torch.device, *, channels_last: bool, batch: int = COMPILED_BATCH
-    ) -> None:
+    def __init__(self, network: Network, device: torch.device, *, channels_last: bool, batch: int = 2048) -> None:
         self.network, self.device, self.batch = network, device, batch
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.name = "a compiled network" + (", channels last" if channels_last else "")
@@ -112,10 +103,6 @@ class CompiledPasses:
             mine.copy_(theirs)
 
 
-def convolves(model: nn.Module) -> bool:
-    return any(isinstance(layer, nn.Conv2d) for layer in model.modules())
-
-
 class KernelPasses:
     """All rows at once: :class:`dpivon.privacy.kernels.paper.forward.Forward`."""
 
@@ -140,7 +127,11 @@ SWITCH = "DPIVON_EVALUATION"  # "eager" in the environment keeps everything else
 
 def eager_will_do(device: torch.device, passes: int) -> bool:
     """Whether there is nothing to choose, or nothing to gain in so many passes."""
-    return device.type != "cuda" or passes < WORTH_IT or _switched_off()
+    if device.type != "cuda" or passes < WORTH_IT:
+        return True
+    if (asked := os.environ.get(SWITCH, "")) not in ("", "eager"):
+        raise bad(SWITCH, asked, "is not known", "Set it to eager, or leave it out")
+    return asked == "eager"
 
 
 def chosen(network: Network, rows: Sequence[Tensor], images: Tensor, say: Callable[[str], None]) -> Passes:
@@ -162,10 +153,8 @@ def first_that_agrees(
             way = make()
             off, allowed = apart(way, eager, rows, images)
         except Exception as error:
-            words = str(error).strip().splitlines()
-            say(
-                f"evaluation: a faster way failed ({type(error).__name__}: {words[0] if words else ''}); trying another"
-            )
+            first = str(error).strip().partition("\n")[0]
+            say(f"evaluation: a faster way failed ({type(error).__name__}: {first}); trying another")
             continue
         if off <= allowed:  # NaN is not
             return way
@@ -176,10 +165,8 @@ def first_that_agrees(
 @torch.no_grad()
 def apart(way: Passes, eager: Passes, rows: Sequence[Tensor], images: Tensor) -> tuple[float, float]:
     """How far two ways are apart where they are looked at, and how far they may be."""
-    places, some = (
-        _spread(len(rows), COMPARED_ROWS).tolist(),
-        _spread(len(images), COMPARED_IMAGES).to(images.device),
-    )
+    places = _spread(len(rows), COMPARED_ROWS).tolist()
+    some = _spread(len(images), COMPARED_IMAGES).to(images.device)
     said = [logits[some] for i, logits in enumerate(way.logits(rows, images)) if i in places]
     twin = list(eager.logits([rows[i] for i in places], images[some]))
     ours, theirs = (torch.stack(logits).double().softmax(-1) for logits in (said, twin))
@@ -196,7 +183,7 @@ def fast_ways(network: Network, row: Tensor) -> Iterator[Callable[[], Passes]]:
     device = row.device
     if isinstance(network, PaperNetwork) and torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
         yield lambda: KernelPasses(network.layout, device)
-    if convolves(network.model(row)):
+    if any(isinstance(layer, nn.Conv2d) for layer in network.model(row).modules()):
         yield lambda: CompiledPasses(network, device, channels_last=True)
     yield lambda: CompiledPasses(network, device, channels_last=False)
 
@@ -208,10 +195,3 @@ def _difference(p: Tensor, q: Tensor) -> Tensor:
 def _spread(n: int, wanted: int) -> Tensor:
     """Some of n places, from the first to the last."""
     return torch.linspace(0, n - 1, min(n, wanted)).round().long()
-
-
-def _switched_off() -> bool:
-    value = os.environ.get(SWITCH, "")
-    if value not in ("", "eager"):
-        raise bad(SWITCH, value, "is not known", "Set it to eager, or leave it out")
-    return value == "eager"

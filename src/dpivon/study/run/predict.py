@@ -17,9 +17,8 @@ from dpivon.predict import ClassPrediction, entropy, prediction_of
 from dpivon.stacked import Network, Stack
 from dpivon.study.run.passes import EagerPasses, Passes
 
-Predictions = dict[
-    str, list[ClassPrediction]
-]  # at the "mean" and, with a posterior, the "average" of draws: one per set
+# At the "mean" and, with a posterior, the "average" of draws: one per set.
+Predictions = dict[str, list[ClassPrediction]]
 
 
 def posterior_row(stack: Stack, i: int) -> tuple[Tensor, Tensor]:

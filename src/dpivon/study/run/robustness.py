@@ -87,29 +87,19 @@ def robustness_rows(
     """Rows of run i, whose id is ``name``; the rest as in :func:`dpivon.study.run.predict.predict_row`."""
     images = [condition.images for condition in conditions]
     found = predict_row(stack.network, *posterior_row(stack, i), images, samples=samples, seed=seed, passes=passes)
+    labelled = [
+        j for j, condition in enumerate(conditions) if condition.labels is not None
+    ]  # the same images, corrupted
+    labels = torch.stack([y for condition in conditions if (y := condition.labels) is not None])
     out: list[Row] = []
     for way, answers in found.items():
-        scores = labelled_scores(conditions, answers, selective=wanted.selective)
+        probs = torch.stack([answers[j].probs for j in labelled])
+        known = batch_scores(probs, labels, coverages=COVERAGES if wanted.selective else ())
+        scores = dict(zip(labelled, known, strict=True))
         for j, (condition, answer) in enumerate(zip(conditions, answers, strict=True)):
             row: Row = {"id": name, "predicts": way, "kind": condition.kind, "condition": condition.name}
             row |= {"severity": condition.severity, "images": len(condition.images)}
             out.append(row | (scores[j] if j in scores else ood_scores(answers[0], answer)))
-    return out
-
-
-def labelled_scores(
-    conditions: Sequence[Condition], answers: Sequence[ClassPrediction], *, selective: bool
-) -> dict[int, dict[str, float]]:
-    """Scores of the conditions that have labels, by their places; those of one size at once."""
-    by_size: dict[int, list[tuple[int, Tensor]]] = {}
-    for j, condition in enumerate(conditions):
-        if condition.labels is not None:
-            by_size.setdefault(len(condition.labels), []).append((j, condition.labels))
-    out: dict[int, dict[str, float]] = {}
-    for places in by_size.values():
-        probs, labels = torch.stack([answers[j].probs for j, _ in places]), torch.stack([y for _, y in places])
-        found = batch_scores(probs, labels, coverages=COVERAGES if selective else ())
-        out |= dict(zip((j for j, _ in places), found, strict=True))
     return out
 
 

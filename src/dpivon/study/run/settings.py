@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from dpivon.errors import check_choice, check_number, check_whole
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 90  # runs that a GPU trains at once by default
@@ -38,6 +41,18 @@ class Settings:
     quiet: bool = False
     only: str = ""
 
+    def __post_init__(self) -> None:
+        if self.stack is not None:
+            check_whole("stack", self.stack, "Give the number of runs to train at once", at_least=1)
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, "Give the time after which to stop", above=0.0)
+        if self.precision is not None:
+            check_choice("precision", self.precision, tuple(PRECISIONS), "Name a precision to train in")
+
+    def deadline(self) -> float:
+        """When to stop, by the monotonic clock, if the study begins now."""
+        return time.monotonic() + 60 * self.minutes if self.minutes else float("inf")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -61,6 +76,17 @@ class Cluster:
     hung_after: float | None = None
     scratch: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            check_whole("workers", self.workers, "Give the number of stacks to train at once", at_least=1)
+        if self.retries is not None:
+            check_whole("retries", self.retries, "Give the number of new attempts at a stack that fails")
+        if self.hung_after is not None:
+            check_number("hung_after", self.hung_after, "Give seconds, longer than a block of steps takes", above=0.0)
+        if self.gpus_per_stack is not None:
+            fix = "Give the share of a GPU that a stack takes; it never uses two"
+            check_number("gpus_per_stack", self.gpus_per_stack, fix, above=0.0, at_most=1.0)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -76,7 +102,7 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """128 + the signal; 1 if runs were given up; otherwise 75 (EX_TEMPFAIL: run it again to go on) or 0."""
-        if (self.planned - self.finished if self.left is None else self.left) == 0:
+        if self.left == 0 or self.finished == self.planned:
             return 0
         return 128 + self.signal if self.signal else 1 if self.failed else 75
 

@@ -14,7 +14,7 @@ import torch
 
 from dpivon._version import __version__
 from dpivon.durable.ledger import Record, Terms, read
-from dpivon.errors import ArgumentError, bad
+from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import LEDGER, replay
 from dpivon.privacy.temperature import for_temperature, temperature_releases
@@ -78,10 +78,7 @@ class Work:
         self.conditions, self.custody, self.known = conditions, custody or Custody(), known or {}
         self.note = Note(folder).write
         self.evaluated = 0  # runs, here
-        default = "bfloat16" if device.type == "cuda" else "float32"
-        self.precision = settings.precision or default
-        if self.precision not in PRECISIONS:
-            raise bad("precision", self.precision, "is not known", f"Use one of {', '.join(PRECISIONS)}")
+        self.precision = settings.precision or ("bfloat16" if device.type == "cuda" else "float32")
         self.total = steps_of(runs[0], plan.epochs, data.size)
         network = build_network(plan, data)
         self.stack = Stack(
