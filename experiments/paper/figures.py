@@ -39,7 +39,7 @@ def privacy_figure(cells: Cells, measure: str) -> Any:
     norms = cells.axis("max_grad_norm")
     diverged: list[str] = []
     for axis, b in zip(axes, batches, strict=True):
-        for number, method in enumerate(in_order(cells.methods)):
+        for number, method in enumerate(in_order(cells.axis("method"))):
             paint = colour(method, number)
             for c, dash in zip(norms, DASHES, strict=False):
                 averaged = cells.get(method, b, cells.axis("noise_multiplier")[0], c, f"mc_{measure}")

@@ -55,8 +55,7 @@ class Desk:
         """No attempt at it is under way; its ledger is let go."""
         self._current.pop(stack, None)
         self._reports.pop(stack, None)
-        ledger = self._ledgers.pop(stack, None)
-        if ledger is not None:
+        if (ledger := self._ledgers.pop(stack, None)) is not None:
             ledger.close()
 
     def stop(self) -> None:
@@ -76,8 +75,7 @@ class Desk:
     def begin(self, stack: str, report: Report) -> bool:
         """False if it need not: the study is being stopped."""
         self._check(stack, report.attempt)
-        self._reports[stack] = report
-        return not self._stopping
+        return self.report(stack, report)
 
     def report(self, stack: str, report: Report) -> bool:
         """False if the attempt shall stop."""
@@ -109,10 +107,8 @@ class Desk:
         """A checkpoint that was made elsewhere; what was reserved beyond ``charged`` was not made and is given back."""
         self._check(stack, attempt)
         Rotation(self._stacks / stack).adopt(name, checkpoint)
-        ledger = self._ledgers[stack]
-        ledger.give_back(
-            max(0, ledger.record.releases - charged)
-        )  # after the checkpoint: a crash charges more, not less
+        ledger = self._ledgers[stack]  # after the checkpoint: a crash charges more, not less
+        ledger.give_back(max(0, ledger.record.releases - charged))
 
     def deliver(self, stack: str, attempt: int, results: Results) -> None:
         """Rows of runs that are evaluated, for the tables."""
@@ -121,6 +117,5 @@ class Desk:
 
     def _check(self, stack: str, attempt: int) -> None:
         if self._current.get(stack) != attempt:
-            raise Superseded(
-                f"stack {stack}: attempt {attempt} was given up for lost, and another has taken over. Let it end."
-            )
+            words = f"attempt {attempt} was given up for lost, and another has taken over. Let it end."
+            raise Superseded(f"stack {stack}: {words}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -61,27 +63,20 @@ class Entry(_Strict):
 class Shift(_Strict):
     """Every corruption at every severity."""
 
-    corruptions: Annotated[list[str], Field(min_length=1)]
-    severities: Annotated[list[int], Field(min_length=1)] = [1, 2, 3, 4, 5]
+    corruptions: Annotated[tuple[str, ...], Field(min_length=1)]
+    severities: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
 
 
 class Evaluate(_Strict):
     """What to look at beyond the test set: see :class:`dpivon.study.plan.plan.Evaluation`."""
 
     shift: Shift | None = None
-    ood: list[str] = []
+    ood: tuple[str, ...] = ()
     selective: bool = False
     images: Whole | None = None
 
     def plain(self) -> Evaluation:
-        shift = self.shift
-        return Evaluation(
-            corruptions=tuple(shift.corruptions) if shift else (),
-            severities=tuple(shift.severities) if shift else (),
-            ood=tuple(self.ood),
-            selective=self.selective,
-            images=self.images,
-        )
+        return Evaluation(**self.model_dump(exclude={"shift"}), **(self.shift.model_dump() if self.shift else {}))
 
 
 class Augment(_Strict):
@@ -103,6 +98,12 @@ class Net(_Strict):
     arguments: dict[str, JsonValue] = {}
 
 
+#: Of a study, what its plan has as it stands.
+_AS_IT_STANDS = {
+    "name", "split", "epochs", "delta", "mc_samples", "temperature_noise", "seed", "assumptions", "classes",
+}  # fmt: skip
+
+
 class Study(_Strict):
     """The file."""
 
@@ -118,10 +119,10 @@ class Study(_Strict):
     temperature_noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     grid: Grid
     methods: Annotated[list[Entry], Field(min_length=1)]
-    classes: list[Annotated[int, Field(ge=0, le=9)]] = []
+    classes: tuple[Annotated[int, Field(ge=0, le=9)], ...] = ()
     evaluate: Evaluate | None = None
     augment: Augment | None = None
-    assumptions: list[str] = []
+    assumptions: tuple[str, ...] = ()
 
 
 def resolve(path: Path, lr: Path | None = None) -> Plan:
@@ -129,24 +130,16 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
     study = _parsed(path)
     own, net = planned(study.dataset, path.parent), study.network
     chosen = Rates() if lr is None else read_rates(lr)
-    noise = _Noise(study, own)
+    calibrated = _calibration(study, own)
     runs: list[PlannedRun] = []
     for entry in study.methods:
         known = set() if entry.tuned else {run.id for run in runs}  # what was chosen may be what stands beside it
-        runs += [run for run in _runs(study, entry, chosen, noise) if run.id not in known]
+        runs += [run for run in _runs(study, entry, chosen, calibrated) if run.id not in known]
     plan = Plan(
-        name=study.name,
+        **study.model_dump(include=_AS_IT_STANDS),
         dataset=study.dataset.path,
         network=net.name,
-        split=study.split,
-        epochs=study.epochs,
-        delta=study.delta,
-        mc_samples=study.mc_samples,
-        temperature_noise=study.temperature_noise,
-        seed=study.seed,
         runs=tuple(runs),
-        assumptions=tuple(study.assumptions),
-        classes=tuple(study.classes),
         evaluate=study.evaluate.plain() if study.evaluate else None,
         augment=study.augment.plain() if study.augment else None,
         arguments=net.arguments,
@@ -162,31 +155,16 @@ def _parsed(path: Path) -> Study:
     return validated(Study, raw, "study", fix=_FIX, place=str(path))
 
 
-class _Noise:
-    """The noise multipliers of a grid: as they stand, or calibrated to its ε, once each."""
+def _calibration(study: Study, own: OwnData | None) -> Callable[[int, float], float]:
+    """σ by batch size and target ε, computed once each."""
 
-    def __init__(self, study: Study, own: OwnData | None) -> None:
-        self.study, self.own, self._size = study, own, 0
-        self._known: dict[tuple[int, float], float] = {}
+    @functools.cache
+    def sigma(batch_size: int, target: float) -> float:
+        size = train_size(study.dataset.path, study.split, study.classes, own)
+        terms: dict[str, Any] = {"epochs": study.epochs, "delta": study.delta, "target_epsilon": target}
+        return rounded_up(budget(dataset_size=size, batch_size=batch_size, **terms).noise_multiplier)
 
-    def of(self, grid: Grid, batch_size: int) -> list[float]:
-        if grid.noise_multiplier is not None:
-            return grid.noise_multiplier
-        return [self._calibrated(batch_size, target) for target in grid.epsilon or ()]
-
-    def _calibrated(self, batch_size: int, target: float) -> float:
-        study = self.study
-        self._size = self._size or train_size(study.dataset.path, study.split, study.classes, self.own)
-        if (batch_size, target) not in self._known:
-            found = budget(
-                dataset_size=self._size,
-                batch_size=batch_size,
-                epochs=study.epochs,
-                delta=study.delta,
-                target_epsilon=target,
-            )
-            self._known[batch_size, target] = rounded_up(found.noise_multiplier)
-        return self._known[batch_size, target]
+    return sigma
 
 
 def rounded_up(sigma: float, digits: int = 4) -> float:
@@ -195,25 +173,19 @@ def rounded_up(sigma: float, digits: int = 4) -> float:
     return float(f"{math.ceil(sigma / unit - 1e-9) * unit:.{digits}g}")
 
 
-def _runs(study: Study, entry: Entry, chosen: Rates, noise: _Noise) -> list[PlannedRun]:
-    grid = entry.grid or study.grid
-    names = list(entry.options)
-    axes = [_listed(value) for value in entry.options.values()]
-    axes += [list(grid.batch_size), grid.noise_multiplier or grid.epsilon or [], grid.max_grad_norm, _listed(entry.lr)]
-    number = study.seeds
-    for axis in axes:
-        number *= len(axis)
+def _runs(study: Study, entry: Entry, chosen: Rates, calibrated: Callable[[int, float], float]) -> Iterator[PlannedRun]:
+    grid, seeds, rates = entry.grid or study.grid, range(study.seeds), _listed(entry.lr)
+    options = {name: _listed(value) for name, value in entry.options.items()}
+    noise = grid.noise_multiplier or grid.epsilon or []
+    number = math.prod(map(len, (*options.values(), grid.batch_size, noise, grid.max_grad_norm, rates, seeds)))
     if number > MOST_RUNS:
         raise bad("seeds", study.seeds, f"makes {number} runs of {entry.method!r}", f"Plan at most {MOST_RUNS}")
-    out = []
-    for options in itertools.product(*(_listed(entry.options[name]) for name in names)):
-        for b in grid.batch_size:
-            for sigma, c in itertools.product(noise.of(grid, b), grid.max_grad_norm):
-                rate = chosen.of(entry.method, b, sigma, c) if entry.tuned else None
-                for lr, seed in itertools.product(_listed(entry.lr) if rate is None else [rate], range(study.seeds)):
-                    found = dict(zip(names, options, strict=True))
-                    out.append(PlannedRun(entry.method, b, sigma, c, seed, lr, found))
-    return out
+    for *values, b in itertools.product(*options.values(), grid.batch_size):
+        sigmas = grid.noise_multiplier or [calibrated(b, target) for target in noise]
+        for sigma, c in itertools.product(sigmas, grid.max_grad_norm):
+            rate = chosen.of(entry.method, b, sigma, c) if entry.tuned else None
+            for lr, seed in itertools.product(rates if rate is None else [rate], seeds):
+                yield PlannedRun(entry.method, b, sigma, c, seed, lr, dict(zip(options, values, strict=True)))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -68,9 +68,8 @@ class Evaluation:
             fix = "Give both or neither"
             raise bad("corruptions", list(self.corruptions), f"does not go with severities={self.severities}", fix)
         if not isinstance(self.selective, bool):
-            raise bad(
-                "selective", self.selective, "is neither true nor false", "Say whether to score selective prediction"
-            )
+            fix = "Say whether to score selective prediction"
+            raise bad("selective", self.selective, "is neither true nor false", fix)
         if self.images is not None:
             check_whole("images", self.images, "Give how many test images to look at", at_least=20)
 
@@ -198,9 +197,8 @@ class Plan:
         if self.dataset in self.evaluate.ood:
             raise bad("ood", self.dataset, "is what the study learns", "Name OOD images")
         if HELD_OUT in self.evaluate.ood and not 0 < len(self.classes) < CLASSES:
-            raise bad(
-                "ood", HELD_OUT, "but no class is held out", "Give the classes to learn, such as classes: [0, 1, 2]"
-            )
+            fix = "Give the classes to learn, such as classes: [0, 1, 2]"
+            raise bad("ood", HELD_OUT, "but no class is held out", fix)
 
     @property
     def outputs(self) -> int:
@@ -209,15 +207,8 @@ class Plan:
 
     def stacked(self, run: PlannedRun) -> Run:
         """The run as a stack takes it."""
-        return Run(
-            run.method,
-            noise_seed(self, run),
-            run.noise_multiplier,
-            run.max_grad_norm,
-            run.lr,
-            run.batch_size,
-            dict(run.options),
-        )
+        seed, options = noise_seed(self, run), dict(run.options)
+        return Run(run.method, seed, run.noise_multiplier, run.max_grad_norm, run.lr, run.batch_size, options)
 
     @property
     def digest(self) -> str:
@@ -243,11 +234,8 @@ class Plan:
 
     def _values(self) -> dict[str, Any]:
         """As plain values; what a study does not use is left out, so that plans from before it existed stay the same."""
-        unused = {"classes"} if not self.classes else set()
-        unused |= {"evaluate"} if self.evaluate is None else set()
-        unused |= {"temperature_noise"} if not self.temperature_noise else set()
-        unused |= {name for name in ("augment", "arguments", "architecture", "data") if not getattr(self, name)}
-        return {k: v for k, v in asdict(self).items() if k not in unused}
+        optional = ("classes", "evaluate", "temperature_noise", "augment", "arguments", "architecture", "data")
+        return {k: v for k, v in asdict(self).items() if k not in optional or getattr(self, k)}
 
     def write(self, path: Path) -> None:
         # One run a line: differences between plans can be read.

@@ -62,10 +62,6 @@ class Cells:
         return sorted({row[column] for row in self.rows})
 
     @property
-    def methods(self) -> list[str]:
-        return self.axis("method")
-
-    @property
     def keys(self) -> list[Key]:
         return sorted(self.members)
 

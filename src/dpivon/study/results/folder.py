@@ -71,14 +71,16 @@ def claim(out: Path, plan: Plan) -> None:
     path = out / "study.json"
     if path.exists():
         known = read_plan(path)
-        check_defaults(out, known)
+        now = json.loads(json.dumps(defaults_of(known)))  # as the runs that are there would be made today
+        check_same(read_defaults(out), now, "out", str(out), "are")
         if known.digest == plan.digest:
             return
         if not plan.extends(known):
             fix = "Give another folder, or remove this one; a plan may gain runs, and nothing else may change"
             raise bad("out", str(out), plan.unlike(known), fix)
     if not path.exists() or (out / DEFAULTS).exists():
-        keep_defaults(out, plan)  # before the plan, without which they are nobody's
+        text = json.dumps(defaults_of(plan), indent=1, sort_keys=True)
+        replace(out / DEFAULTS, f"{text}\n".encode())  # before the plan, without which they are nobody's
     plan.write(path)
 
 
@@ -109,14 +111,19 @@ def group(plan: Plan, out: Path, size: int, only: str = "") -> list[tuple[Path, 
 def under_way(plan: Plan, out: Path) -> list[tuple[Path, list[str]]]:
     """Stacks of which a run has no row yet, and the ids of all their runs. Where all have theirs it was killed before it was
     cleared up, which is done now."""
-    done, found, folders = finished(out, plan), [], out / "stacks"
-    for folder in sorted(folders.iterdir()) if folders.exists() else ():
-        ids = json.loads((folder / RUNS).read_text()) if (folder / RUNS).exists() else []
+    done, found = finished(out, plan), []
+    for folder, ids in stacks_of(out):
         if all(i in done for i in ids):
             retire(folder, out)
         else:
             found.append((folder, ids))
     return found
+
+
+def stacks_of(out: Path) -> list[tuple[Path, list[str]]]:
+    """The folders of stacks, and the ids of their runs: none where it was not opened yet."""
+    folders = sorted((out / "stacks").iterdir()) if (out / "stacks").exists() else ()
+    return [(f, json.loads((f / RUNS).read_text()) if (f / RUNS).exists() else []) for f in folders]
 
 
 def retire(folder: Path, out: Path) -> None:
@@ -201,20 +208,6 @@ def defaults_of(plan: Plan) -> Defaults:
     return found
 
 
-def keep_defaults(out: Path, plan: Plan) -> None:
-    replace(out / DEFAULTS, (json.dumps(defaults_of(plan), indent=1, sort_keys=True) + "\n").encode())
-
-
-def check_defaults(out: Path, plan: Plan) -> None:
-    """That the runs that are there, ``plan``, would be made the same way today."""
-    _same(read_defaults(out), json.loads(json.dumps(defaults_of(plan))), "out", str(out), "are")
-
-
-def check_alike(folder: Path, first: Path) -> None:
-    """That two parts of a plan were made the same way."""
-    _same(read_defaults(folder), read_defaults(first), "others", str(folder), f"in {first} are")
-
-
 def read_defaults(out: Path) -> Defaults:
     """Of results that are older than this file nothing is known."""
     path = out / DEFAULTS
@@ -228,7 +221,8 @@ def read_defaults(out: Path) -> Defaults:
         raise bad("out", str(path), problem, "Restore it, or give another folder") from None
 
 
-def _same(then: Defaults, now: Defaults, argument: str, folder: str, words: str) -> None:
+def check_same(then: Defaults, now: Defaults, argument: str, folder: str, words: str) -> None:
+    """Refuse to add to results runs that are made another way."""
     for method in then.keys() & now.keys():
         for option in sorted(then[method].keys() & now[method].keys()):
             was, is_now = then[method][option], now[method][option]

@@ -12,7 +12,7 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study.plan.plan import read_plan
 from dpivon.study.results import table
-from dpivon.study.results.folder import DEFAULTS, LEDGERS, RUNS, check_alike
+from dpivon.study.results.folder import DEFAULTS, LEDGERS, RUNS, check_same, read_defaults
 
 #: Tables of several rows a run.
 BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "robustness.csv": table.ROBUSTNESS_COLUMNS}
@@ -35,7 +35,7 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         here, there = (read_plan(at / "study.json") for at in (first, folder))
         if here.digest != there.digest:
             raise bad("others", str(folder), f"{here.unlike(there)} than {first}", "Merge runs of one plan")
-        check_alike(folder, first)
+        check_same(read_defaults(folder), read_defaults(first), "others", str(folder), f"in {first} are")
         _check_cells(folder)
     out.mkdir(parents=True, exist_ok=True)
     added = {}
@@ -66,9 +66,8 @@ def _check_files(folder: Path) -> None:
     names = ("study.json", DEFAULTS, "runs.csv", "tuning.csv", *BESIDE, LEDGERS)
     for path in [*(folder / name for name in names), *(folder / LEDGERS).glob("*"), *(folder / LEDGERS).glob("*/*")]:
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-            raise bad(
-                "others", str(path), "is a link or not a plain file", "Replace it by the file itself, or remove it"
-            )
+            fix = "Replace it by the file itself, or remove it"
+            raise bad("others", str(path), "is a link or not a plain file", fix)
 
 
 def _check_cells(folder: Path) -> None:

@@ -14,6 +14,7 @@ from dpivon.errors import StorageError, bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.study.plan.plan import read_plan
 from dpivon.study.results import table
+from dpivon.study.results.folder import stacks_of
 
 NOTE = "now.json"
 _EVERY = 2.0  # seconds
@@ -51,11 +52,9 @@ def status_lines(out: Path) -> list[str]:
     ready = Counter(run.method for run in plan.runs if run.id in done)
     lines = [f"{plan.name}: {sum(ready.values())} of {len(plan.runs)} runs finished"]
     lines += [f"  {method}: {ready[method]} of {n}" for method, n in planned.items()]
-    stacks = out / "stacks"
-    for folder in sorted(stacks.iterdir()) if stacks.exists() else ():
-        if not (folder / "runs.json").exists():
+    for folder, runs in stacks_of(out):
+        if not runs:
             continue
-        runs = json.loads((folder / "runs.json").read_text())
         charged = read(folder / LEDGER).releases if (folder / LEDGER).exists() else 0
         rows = sum(run in done for run in runs)
         words = f"stack {folder.name}, {len(runs)} runs, {charged} releases charged to each"

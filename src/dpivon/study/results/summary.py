@@ -36,24 +36,19 @@ def load(out: Path) -> Tables:
     return Tables(rows, table.read(out / "diagnostics.csv"), plan)
 
 
-def fill_pld(out: Path, rows: list[Row]) -> None:
-    """ε by privacy loss distributions, where the table lacks it: the GPU machine need not have dp-accounting."""
+def read_tables(out: Path, tuning: Path | None = None) -> Tables:
+    """The tables of ``out`` with every ε filled in. ``tuning`` is the folder of the study that chose the rates; by default
+    OUT-tuning beside it."""
+    tables = load(out)
     known: dict[tuple[float, float, int, float], float] = {}
-    for row in rows:
-        if row["epsilon_pld"] is None:
+    for row in tables.rows:
+        if row["epsilon_pld"] is None:  # the GPU machine need not have dp-accounting
             key = (*history(row)[0], row["delta"])
             if key not in known:
                 known[key] = epsilon(history(row), row["delta"], "pld")
             row["epsilon_pld"] = known[key]
     if known:
-        table.write(out / "runs.csv", rows)
-
-
-def read_tables(out: Path, tuning: Path | None = None) -> Tables:
-    """The tables of ``out`` with every ε filled in. ``tuning`` is the folder of the study that chose the rates; by default
-    OUT-tuning beside it."""
-    tables = load(out)
-    fill_pld(out, tables.rows)
+        table.write(out / "runs.csv", tables.rows)
     return replace(tables, tuned=beside(out, tuning, "tuning", "tuning.csv"))
 
 

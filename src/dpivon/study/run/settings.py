@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dpivon.errors import check_choice, check_number, check_whole
+from dpivon.errors import check_number, check_whole
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 90  # runs that a GPU trains at once by default
@@ -46,8 +46,6 @@ class Settings:
             check_whole("stack", self.stack, "Give the number of runs to train at once", at_least=1)
         if self.minutes is not None:
             check_number("minutes", self.minutes, "Give the time after which to stop", above=0.0)
-        if self.precision is not None:
-            check_choice("precision", self.precision, tuple(PRECISIONS), "Name a precision to train in")
 
     def deadline(self) -> float:
         """When to stop, by the monotonic clock, if the study begins now."""

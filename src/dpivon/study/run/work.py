@@ -14,7 +14,7 @@ import torch
 
 from dpivon._version import __version__
 from dpivon.durable.ledger import Record, Terms, read
-from dpivon.errors import ArgumentError
+from dpivon.errors import ArgumentError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.accounting.recorded import LEDGER, replay
 from dpivon.privacy.temperature import for_temperature, temperature_releases
@@ -23,6 +23,7 @@ from dpivon.stacked.checkpoint import StackCheckpoints
 from dpivon.study.plan.data import StudyData, build_network
 from dpivon.study.plan.plan import Plan, PlannedRun, changed, first_seed, steps_of
 from dpivon.study.results import table
+from dpivon.study.results.cells import CELL
 from dpivon.study.results.folder import open_stack
 from dpivon.study.results.status import Note
 from dpivon.study.run.evaluation import Keep, StackEvaluation
@@ -79,6 +80,8 @@ class Work:
         self.note = Note(folder).write
         self.evaluated = 0  # runs, here
         self.precision = settings.precision or ("bfloat16" if device.type == "cuda" else "float32")
+        if self.precision not in PRECISIONS:
+            raise bad("precision", self.precision, "is not known", f"Use one of {', '.join(PRECISIONS)}")
         self.total = steps_of(runs[0], plan.epochs, data.size)
         network = build_network(plan, data)
         self.stack = Stack(
@@ -124,7 +127,8 @@ class Work:
                     if stop():
                         halted = True
                         break
-            self._synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
             took = time.monotonic() - began
             self.seconds += took
             self.save()
@@ -206,29 +210,16 @@ class Work:
         low, high = (self.stack.epsilon(i, self.plan.delta) for i in (order[-1], order[0]))
         return f"ε {low:.3g}" if low == high else f"ε {low:.3g} … {high:.3g}"
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
 
 def facts(plan: Plan, run: PlannedRun, examples: int, device: torch.device) -> dict[str, Any]:
     """What a row says before anything has run."""
-    return {
-        "id": run.id,
-        "method": run.method,
-        "batch_size": run.batch_size,
-        "noise_multiplier": run.noise_multiplier,
-        "max_grad_norm": run.max_grad_norm,
-        "seed": run.seed,
-        "lr": run.lr,
+    row: dict[str, Any] = {k: getattr(run, k) for k in ("id", "method", *CELL, "seed", "lr")}
+    row |= {k: getattr(plan, k) for k in ("epochs", "delta", "dataset", "split")}
+    return row | {
         "options": changed(run.options),
-        "epochs": plan.epochs,
-        "delta": plan.delta,
         "train_size": examples,
-        "dataset": plan.dataset,
         "network": " ".join(filter(None, (plan.network, changed(plan.arguments)))),
         "augment": changed(asdict(plan.augment)) if plan.augment else "",
-        "split": plan.split,
         "hardware": hardware(device),
         "torch": torch.__version__,
         "version": __version__,
