@@ -154,9 +154,14 @@ class Work:
     def evaluate(self, keep: Keep, stop: Callable[[], bool] = lambda: False) -> bool:
         """Hand every run that lacks its row to ``keep``, a group at a time; True when none is left, False where ``stop`` said
         so between two runs. Nothing is lost but a group: the stack was saved when it was trained."""
-        with evaluating(self.folder):
-            left = [i for i, run in enumerate(self.runs) if self.known.get(run.id) != self.releases]
+        left = [i for i, run in enumerate(self.runs) if self.known.get(run.id) != self.releases]
+        try:
             return not left or StackEvaluation(self, left).evaluate(keep, stop)
+        except torch.OutOfMemoryError:  # no reason to train again
+            raise ArgumentError(
+                f"{self.folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. "
+                f"Give the same command when more of the GPU is free, or with {SWITCH}=eager in the environment."
+            ) from None
 
     @property
     def releases(self) -> int:
@@ -242,18 +247,6 @@ def fitting(runs: Sequence[PlannedRun], folder: Path) -> Iterator[None]:
             f"{len(runs)} runs of b={runs[0].batch_size} do not fit on the GPU at once. "
             f"Delete {folder}, which keeps them together (and at most {read(folder / LEDGER).releases} releases "
             "of each, which you then must count yourself), and give a smaller --stack."
-        ) from None
-
-
-@contextmanager
-def evaluating(folder: Path) -> Iterator[None]:
-    """An evaluation that is too large for the GPU is no reason to train again."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise ArgumentError(
-            f"{folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. Give the "
-            f"same command when more of the GPU is free, or with {SWITCH}=eager in the environment."
         ) from None
 
 
