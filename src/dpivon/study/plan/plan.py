@@ -68,8 +68,7 @@ class Evaluation:
             fix = "Give both or neither"
             raise bad("corruptions", list(self.corruptions), f"does not go with severities={self.severities}", fix)
         if not isinstance(self.selective, bool):
-            fix = "Say whether to score selective prediction"
-            raise bad("selective", self.selective, "is neither true nor false", fix)
+            raise bad("selective", self.selective, "is neither true nor false", "Say whether to score it")
         if self.images is not None:
             check_whole("images", self.images, "Give how many test images to look at", at_least=20)
 
