@@ -112,6 +112,7 @@ def test_demo_refuses_bad_arguments_before_it_writes(tmp_path: Path, args: list[
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_demo_runs_from_the_command_line_and_may_write_again(tmp_path: Path) -> None:
     (tmp_path / MARKER).touch()
     result = invoke("demo", "--output", str(tmp_path), "--epochs", "1", "--epsilon", "8")

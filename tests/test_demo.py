@@ -120,6 +120,7 @@ def test_saved_posterior_gives_the_same_predictions(finished: tuple[Path, list[R
     assert nll(probs, test.y) == pytest.approx(row.nll, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_same_seed_same_table_and_nothing_else_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run_demo(tmp_path / "a", epsilon=EPSILON, delta=DELTA, epochs=1, seed=1, quiet=True)
     torch.rand(7)  # the global generator plays no part …
@@ -144,6 +145,7 @@ def test_another_seed_is_another_run() -> None:
     assert not any(torch.equal(means[0][name], means[1][name]) for name in means[0] if name.endswith("conv.weight"))
 
 
+@pytest.mark.slow
 def test_any_methods_can_be_asked_for_and_none_overwrites_another(tmp_path: Path) -> None:
     names = ["dp-ivon-reparam", "dp-adambc", "dp-ivon-gradsq-plain"]
     results = run_demo(tmp_path / "out", methods=names, epochs=1, quiet=True)

@@ -48,6 +48,7 @@ def test_it_starts_from_the_models_weights_and_leaves_the_model_alone(digits):
         assert torch.equal(model.state_dict()[name], before[name])
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("label", [-1, 10, -100, 2**40])
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing(digits, label, traced):

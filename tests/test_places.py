@@ -100,6 +100,7 @@ class Sums:
         return self.gradients.clipped_sums(self.theta, batch, torch.tensor([BOUND]))
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("augment", [None, VIEWED], ids=["as they are", "views"])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_an_example_that_leaves_its_place_empty_moves_the_sum_by_c_whatever_places_do(
@@ -123,7 +124,7 @@ def test_on_a_cpu_an_example_counts_the_same_at_every_place(offset):
         torch.testing.assert_close(sums.at([COUNT] * place + [5]), first, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("augment", [None, VIEWED], ids=["as they are", "views"])
 @pytest.mark.parametrize("offset", [0.0, 3000.0])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -202,6 +203,7 @@ def _specs(source):
     return [NoiseSpec(1.0, 1.0, rate * source.examples, rate)]
 
 
+@pytest.mark.slow
 def test_of_a_batch_too_large_for_one_part_the_last_are_drawn():
     """Whoever is drawn last sits in the second part; at x's arrival in a full one that is x or one other."""
     source = sampler(4, 12)

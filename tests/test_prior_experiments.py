@@ -79,6 +79,7 @@ def test_another_geometry_is_the_same_function() -> None:
     torch.testing.assert_close(2 * a, b)
 
 
+@pytest.mark.slow
 def test_sigmas_spend_what_they_say() -> None:
     for size in (45_000, 50_000):
         for batch, epochs in ((4096, 90), (8192, 150), (16384, 300)):

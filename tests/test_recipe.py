@@ -151,6 +151,7 @@ def test_a_stack_chooses_as_its_runs_do_alone_and_its_ledger_comes_first(tmp_pat
     kept.close()
 
 
+@pytest.mark.slow
 def test_a_ramp_changes_no_bit_of_a_long_plan_and_shortens_the_start_of_a_short_one() -> None:
     x, y = data()
 

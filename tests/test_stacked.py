@@ -240,6 +240,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_traced_program_of_any_network_gives_the_sums_of_the_loop(data, name):
     """What a GPU compiles and captures, here on the CPU; with a non-finite example, and empty batches."""

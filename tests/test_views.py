@@ -112,6 +112,7 @@ def reference(network, row, batch, k, bound, augment):
     return total
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("augment", [FOUR, Augmentation(3, crop=3, padding="zeros"), Augmentation(1, flip=True)])
 def test_the_mean_over_views_is_clipped_and_nothing_else(data, augment):
     stack = stack_of(data, runs=RUNS[::2], augment=augment)
@@ -130,6 +131,7 @@ def test_the_mean_over_views_is_clipped_and_nothing_else(data, augment):
             torch.testing.assert_close(got, torch.stack(expected), rtol=2e-5, atol=2e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_views_in_bf16_are_added_up_before_they_are_made(data, monkeypatch):
     """As on a GPU: gradients of a convolution are made of an example's views together, not of each; the sums are the same."""
     stack = stack_of(data, runs=RUNS[:1])

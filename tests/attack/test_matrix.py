@@ -53,6 +53,7 @@ def share_right(verdicts: list[Verdict]) -> float:
     return kinds.count("right") / len(kinds)
 
 
+@pytest.mark.slow
 def test_refusing_everything_does_not_pass() -> None:
     assert share_right([found_quickly(*tried) for tried in FAST]) > 0.3  # it holds more of what must be refused
 

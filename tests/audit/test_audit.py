@@ -29,7 +29,7 @@ MUTANTS = mutants()
 RUNNABLE = [p for p in PATHS if p != "distributed" or can_fork()]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("path", RUNNABLE)
 def test_the_library_as_it_is_passes(path: str) -> None:
     findings = [check(probe(path, METHOD)) for check in (*TIER_A, *TIER_B)]
@@ -51,6 +51,7 @@ def test_no_layer_has_a_rule_where_all_run_alone() -> None:
 FAST = ("bookkeeping", "alone", "stacked")  # the rest is for `make audit`
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     ("path", "views"),
     [
@@ -202,6 +203,7 @@ def test_the_command_says_so_and_fails_where_something_is_wrong(tmp_path) -> Non
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["holds"] is False
 
 
+@pytest.mark.slow
 def test_views_and_autocast_are_audited_by_name() -> None:
     subject = probe("alone", METHOD)
     data, told = (subject.inputs, subject.labels), []

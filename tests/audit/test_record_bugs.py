@@ -6,6 +6,7 @@ import pytest
 from record_bugs import RecordBug, record_bugs
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("bug", record_bugs(), ids=lambda bug: bug.name)
 def test_a_bug_of_the_record_is_caught(bug: RecordBug, tmp_path) -> None:
     assert bug.check(tmp_path)

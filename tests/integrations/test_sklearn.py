@@ -55,6 +55,7 @@ def test_every_check_of_scikit_learn_passes(estimator):
     assert failures(estimator) == {}
 
 
+@pytest.mark.slow
 def test_with_stated_classes_just_the_explained_checks_fail():
     assert failures(DPIVONClassifier(classes=[0, 1, 2], **QUICK)).keys() == EXPECTED_FAILED_CHECKS.keys()
 

@@ -55,6 +55,7 @@ def test_a_row_is_the_method_alone_on_the_same_releases(name: str, ema: float | 
     check_row(name, options_of(name) | ({} if ema is None else {"ema": ema}), data)
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("curvature", ESTIMATORS)
 def test_so_it_is_with_any_estimator(curvature: str, data: Any) -> None:
     check_row("dp-ivon-gradsq", {**options_of("dp-ivon-gradsq"), "curvature": curvature}, data)
@@ -62,6 +63,7 @@ def test_so_it_is_with_any_estimator(curvature: str, data: Any) -> None:
         check_row("dp-calm", {**options_of("dp-calm"), "curvature": curvature, "ema": 0.7}, data)
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", stackable())
 def test_so_it_is_with_the_spread_of_its_iterates(name: str, data: Any) -> None:
     check_row(name, {**options_of(name), "ema": 0.7, "trace": 2.5}, data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -83,6 +84,7 @@ def test_the_fixed_point_is_the_exact_mean_field_posterior() -> None:
     assert (task.precision.inverse().diagonal() > 1.05 * posterior.variance["0"])[:2].all()  # not the marginals
 
 
+@pytest.mark.slow
 def test_with_random_samples_the_averages_converge_to_the_exact_mean_field_posterior() -> None:
     """Bounds: ĥ is unbiased with a variance known in closed form, and averages over T steps of K samples.
 

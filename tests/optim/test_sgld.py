@@ -29,6 +29,7 @@ def stationary(temperature: float, lr: float) -> tuple[torch.Tensor, torch.Tenso
     return mean, torch.linalg.inv(a @ (eye - lr * a / 2)) * temperature / N
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("lr", [0.05, 0.4])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 4.0], ids=lambda s: f"privacy noise makes {s}·T")
 def test_it_recovers_a_gaussian_posterior_at_the_right_temperature(share, lr):
@@ -71,6 +72,7 @@ def test_the_preconditioned_chain_samples_the_same_posterior():
     assert bool((state["mean"].mean(0).abs() < 5 * (expected / chains).sqrt()).all())
 
 
+@pytest.mark.slow
 def test_a_private_chain_recovers_the_posterior_of_a_regression():
     """Through the engine: privacy noise is all the Langevin noise there is, and the ledger is charged for every step."""
     torch.manual_seed(0)

@@ -124,6 +124,7 @@ def test_a_plan_as_long_as_the_ramp_is_what_it_was_to_the_bit(r: float) -> None:
             assert Steady().rate({**alone, "ramp": 400.0}, t) == Steady().rate({**alone, "ramp": 0.0}, t)
 
 
+@pytest.mark.slow
 def test_few_steps_leave_the_hidden_units_of_a_network_alive() -> None:
     """σ is that of ε = 8. Without a ramp the first steps kill a ReLU layer."""
     digits = load_digits()

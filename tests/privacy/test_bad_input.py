@@ -130,6 +130,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_bad_argument_of_make_private_with_epsilon_is_named_and_changes_nothing(name):
     options, argument, value = BUDGETS[name]

@@ -29,6 +29,7 @@ def test_one_example_moves_the_sum_by_at_most_the_bound(path, network, inputs):
     assert max(moved(path, network, inputs, examples=5, bound=1e-2, scale=1e3)) <= 1 + TOLERANCE
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("network", ["tokens", "shared and wide", "standardised convolution", "tied embedding"])
 def test_so_it_does_in_a_recorded_program(network):
     assert max(moved("captured", network, "large and cancelling", examples=5, bound=1e-2, scale=1e3)) <= 1 + TOLERANCE

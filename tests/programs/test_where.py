@@ -51,6 +51,7 @@ def test_the_compilers_kernels_are_counted_where_they_are_known():
     assert sum(k.read.get(next(iter(product.written)), 0) for k in added) == 4 * 512 * 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "product"), [("wrn", "convolution"), ("text", "mm")])
 def test_norms_and_sums_read_what_the_forward_rounded(model, product):
     """One rounding of every layer's input: the kernels' operand is the very tensor that the forward product multiplied."""
@@ -62,6 +63,7 @@ def test_norms_and_sums_read_what_the_forward_rounded(model, product):
     assert {_source(n.args[0]) for n in ours} <= multiplied
 
 
+@pytest.mark.slow
 def test_the_first_layers_gradient_is_stored_before_it_is_measured_and_summed():
     """No product reads it, so a compiler would compute it, and round it, once for norms and once for sums."""
     graph = private_program("wrn", 4, kernels=True).graph
@@ -70,6 +72,7 @@ def test_the_first_layers_gradient_is_stored_before_it_is_measured_and_summed():
     assert {str(_source(n.args[1]).target) for n in first} == {"dpivon.stored.default"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "biases"), [("text", 8), ("vit", 17)])
 def test_biases_are_added_up_once_from_what_their_weights_are_measured_by(model, biases):
     """One operator for all of them; norms and sums both read what it wrote."""

@@ -94,6 +94,7 @@ evaluate: {shift: {corruptions: [fog, contrast], severities: [1, 5]}, ood: [held
 )
 
 
+@pytest.mark.slow
 def test_noise_is_calibrated_to_epsilon(resolved):
     """As little as keeps within ε, at every batch size, for the eight classes' number of digits; in digits a table holds."""
     plan = resolved(ROBUSTNESS)

@@ -134,7 +134,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_changes_no_row_no_account_and_no_answer(trained, whole, tmp_path, monkeypatch, moment):
     where, options, written = MOMENTS[moment]
@@ -150,6 +150,7 @@ def test_a_kill_changes_no_row_no_account_and_no_answer(trained, whole, tmp_path
     ] == before  # even the seconds: not evaluated again
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(trained, whole, tmp_path, monkeypatch):
     out = copied(trained, tmp_path / "out")
     for call in (3, 2, 1, 5):
@@ -228,6 +229,7 @@ class Fenced(Custody):
         self.desk.reserve(*self.of, terms, upto)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("lost_in_run", [1, 2])
 def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained, tmp_path, monkeypatch, lost_in_run):
     """On a drive whose locks do not hold. Its own note in their place, what they asked would have been forgotten: asked again
@@ -265,6 +267,7 @@ def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained,
         assert temperature_releases(finish(out, patch)) == 2 * HALVINGS
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_text("{}")])
 def test_questions_that_nobody_remembers_are_charged_again(trained, whole, tmp_path, monkeypatch, spoil):
     """As when a worker is lost with its disk, and its charges are known elsewhere."""

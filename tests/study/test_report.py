@@ -42,6 +42,7 @@ def test_a_table_comes_back_as_it_was(results):
         assert row["epsilon"] == by_id[row["id"]]["epsilon"]  # never rounded down
 
 
+@pytest.mark.slow
 def test_report_rebuilds_everything(results, tmp_path):
     (tmp_path / "tuning").mkdir()
     table.write(tmp_path / "tuning" / "tuning.csv", tuned(lambda m, lr, s: lr / 10))

@@ -183,6 +183,7 @@ def crash():
     raise RuntimeError("the machine died")
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     ("happens", "raised"), [(ask_to_stop, None), (interrupt, KeyboardInterrupt), (crash, RuntimeError)]
 )
@@ -261,7 +262,7 @@ def test_time_may_run_out_in_an_evaluation_but_every_call_gets_on(pair, tmp_path
     compare(tmp_path, pair, exact=True)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("at", [1, 3, 6, 9, 12])
 def test_a_crash_anywhere_changes_nothing(undisturbed, tmp_path, monkeypatch, at):
     launch, calls = Stack._launch, []
@@ -280,6 +281,7 @@ def test_a_crash_anywhere_changes_nothing(undisturbed, tmp_path, monkeypatch, at
     compare(tmp_path, undisturbed, exact=True)  # on a CPU what was lost is repeated to the bit
 
 
+@pytest.mark.slow
 def test_killed_while_finishing_nothing_stands_twice(undisturbed, tmp_path, monkeypatch):
     import dpivon.study.results.folder as folder
 
@@ -346,6 +348,7 @@ def test_results_of_two_plans_never_meet(undisturbed, tmp_path):
     assert "another plan" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_that_grew_goes_on_from_what_is_finished(undisturbed, tmp_path):
     less = replace(PLAN, runs=PLAN.runs[:2])
     run_study(less, tmp_path, FAST)
@@ -408,6 +411,7 @@ def test_a_stack_that_does_not_fit_is_told_what_to_do(tmp_path, monkeypatch):
         run_study(PLAN, tmp_path, Settings(quiet=True, device="cpu", stack=2, only="-b64-"))
 
 
+@pytest.mark.slow
 def test_a_part_of_a_plan(undisturbed, tmp_path):
     part = Settings(quiet=True, block=4, device="cpu", only="-b128-")
     stopped = run_study(PLAN, tmp_path, replace(part, minutes=1e-9, block=1))

@@ -65,6 +65,7 @@ def test_it_says_what_was_spent_assumed_and_not_chosen(made: Any) -> None:
     assert "24 steps of 50 examples on average" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_the_epsilon_that_is_shown_is_that_of_the_steps_made(tmp_path: Path) -> None:
     """Live, and not that of the last epoch: it would say less than was spent."""
     from dpivon.train.config import resolve

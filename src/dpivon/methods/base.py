@@ -114,7 +114,8 @@ class Learner:
     ``sample()`` puts a draw of θ into the parameters for the methods that train at one, and does nothing for the others, so
     the loop is the same for all. ``model`` and ``optimizer`` may as well be given to ``PrivacyEngine.make_private`` directly.
 
-    Made by :func:`dpivon.methods.method`.
+    Made by :func:`dpivon.methods.method`. ``average`` holds the averaged iterates, if any; ``windowed`` says that its
+    decay follows from the number of steps.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Learner:
     ) -> None:
         self.method, self.model, self.optimizer, self.average = method, model, optimizer, average
         self.private_optimizer: Any = None
-        self.windowed = windowed  # whether the average's decay follows from the number of steps
+        self.windowed = windowed
 
     def make_private(self, engine: Any, data_loader: Any, **options: Any) -> Any:
         """``engine.make_private`` for this model and optimizer; the options are that method's."""

@@ -225,7 +225,7 @@ class LangevinDynamics(RuleOptimizer):
         ess: N, the public number of training examples.
         preconditioned: use G from squared gradients (pSGLD) instead of 1.
         generator: source of the top-up noise; the device's default generator if None.
-        **options: those of :class:`Chain` (``burn_in``, ``thinning``, ``max_samples``, ``max_bytes``), ``temperature`` T (1 is
+        **options: those of ``Chain`` (``burn_in``, ``thinning``, ``max_samples``, ``max_bytes``), ``temperature`` T (1 is
             the posterior itself, the default a colder one), ``weight_decay`` δ, the precision of the prior divided by N, and
             ``beta2`` and ``nu`` of the preconditioner.
     """

@@ -138,8 +138,8 @@ class PrivacyEngine(OpacusVerbs):
             batch_first: whether the batch is dimension 0 (True) or 1.
             loss_reduction: whether your loss is the ``"mean"`` or the ``"sum"`` over the batch.
             poisson_sampling: with False your loader is used as it is, recorded as non-private.
-            clipping: ``"flat"``, ``"per_layer"`` or a rule of your own (:func:`~dpivon.privacy.clipping.register_clipping`).
-            mechanism: ``"gaussian"`` or one of your own (:func:`~dpivon.privacy.mechanism.register_mechanism`).
+            clipping: ``"flat"``, ``"per_layer"`` or a rule of your own (``privacy.clipping.register_clipping``).
+            mechanism: ``"gaussian"`` or one of your own (``privacy.mechanism.register_mechanism``).
             noise_generator: source of the noise, for reproducible experiments. Who knows its seed can remove the noise.
             grad_sample_mode: accepted for people from Opacus. All of ``"hooks"``, ``"functorch"``, ``"ew"`` and ``"ghost"``
                 mean ``"bookkeeping"``; the first three leave ``p.grad_sample`` as Opacus does, and with ``"ghost"`` the

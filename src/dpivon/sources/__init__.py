@@ -27,7 +27,6 @@ from dpivon.yaml_files import validated
 
 AnySource = Table | Images | Arrays
 __all__ = [
-    "AnySource",
     "Declaration",
     "Examples",
     "Schema",

@@ -28,6 +28,7 @@ class Schema(Strict):
 
 
 def read_schema(path: Path) -> Schema:
+    """The declared columns of a table, from the YAML file at ``path``."""
     raw = read_yaml("schema", path, missing="Give the path of a schema file", fix=_FIX)
     return validated(Schema, {} if raw is None else raw, "schema", fix=_FIX, place=str(path))
 

@@ -18,6 +18,7 @@ def test_both_sides_of_the_target(target: float, q: float, steps: int) -> None:
     assert epsilon([(sigma, q, steps)], 1e-5) <= target < epsilon([(0.99 * sigma, q, steps)], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accountant", "target"),
     [("pld", 0.5), pytest.param("pld", 3.0, marks=pytest.mark.slow), ("prv", 0.5), ("prv", 3.0)],
@@ -62,6 +63,7 @@ def test_budget_of_a_noise_multiplier() -> None:
         plan.epsilon = 0.0  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_budget_of_a_target() -> None:
     plan = budget(dataset_size=1000, batch_size=64, steps=225, delta=1e-5, target_epsilon=3.0, accountant="pld")
     assert plan.steps == 225

@@ -46,6 +46,7 @@ def test_pld_is_monotone(sigma: float, q: float, steps: int, delta: float, facto
     check_monotone(sigma, q, steps, delta, factor, "pld")
 
 
+@pytest.mark.slow
 @given(sigmas, rates, lengths, deltas)
 @settings(max_examples=10, deadline=None, derandomize=True)
 def test_order_of_the_bounds(sigma: float, q: float, steps: int, delta: float) -> None:

@@ -37,7 +37,7 @@ def classic_epsilon(history: History, delta: float) -> float:
     return float(np.nanmin(rho - math.log(delta) / (np.array(alphas) - 1)))
 
 
-@pytest.mark.campaign(keep=4)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(("q", "sigma", "steps", "delta", "classic", "improved", "tight", "low", "high"), TABLE)
 def test_reference_table(
     q: float,

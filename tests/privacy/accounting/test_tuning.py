@@ -58,7 +58,7 @@ def shares(runs: RandomRuns) -> np.ndarray:
     return np.concatenate([[0.0], tail])
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("runs", SEARCHES, ids=str)
 def test_the_law_has_the_mean_it_says_and_draws_follow_it(runs: RandomRuns) -> None:
     p = shares(runs)
@@ -96,6 +96,7 @@ def divergence(runs: RandomRuns, mu: float, order: float) -> float:
     return math.log(total) / (order - 1)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("runs", [r for r in SEARCHES if r is not HEAVY], ids=str)
 def test_the_bound_holds_for_the_exact_divergence_of_the_best_of_k(runs: RandomRuns) -> None:
     for mu in (0.3, -0.3, 1.0):

@@ -69,13 +69,16 @@ class CurvatureEstimator(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What reports and checkpoints call it."""
 
     @property
-    def elementwise(self) -> bool: ...
+    def elementwise(self) -> bool:
+        """Whether every coordinate is treated alike."""
 
     @property
-    def needs_sample(self) -> bool: ...
+    def needs_sample(self) -> bool:
+        """Whether it reads ``g_perturbation``."""
 
     def __call__(self, evidence: Evidence[Any]) -> Any: ...
 

@@ -38,6 +38,7 @@ class AccountingMethod:
 
 
 ACCOUNTANTS: dict[str, AccountingMethod] = {}
+"""Every accountant by its name."""
 
 
 def register_accountant(name: str, title: str, bound: Bound) -> None:
