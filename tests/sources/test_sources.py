@@ -143,7 +143,7 @@ def test_images_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     refused("is neither PNG nor JPEG")
     (tmp_path / "cat" / "2.gif").unlink()
     Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
-    refused("more than 8 bits a channel")
+    refused("more than 8 bits per channel")
     (tmp_path / "cat" / "deep.png").unlink()
     picture(tmp_path / "3.png", 0)
     refused("holds 3.png, which is in no class")

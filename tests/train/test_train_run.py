@@ -388,8 +388,8 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path) -> None:
         ({"heldout": options["data"]}, "^heldout=.*is the training data"),
         ({"out": str(tmp_path / "test.csv" / "run")}, "^out=.*cannot be made|is a file"),
         ({"ignore": []}, "neither range nor categories"),
-        ({"target": "wellness"}, "target='wellness': is no column"),
-        ({"columns": {"weight": {"min": 0, "max": 1}}}, "columns='weight': is no column"),
+        ({"target": "wellness"}, "target='wellness': is not a column"),
+        ({"columns": {"weight": {"min": 0, "max": 1}}}, "columns='weight': is not a column"),
         ({"options": {"beta7": 1.0}}, "beta7"),
     ):
         if "ignore" in change:

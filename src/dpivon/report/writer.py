@@ -66,7 +66,7 @@ def _content(folder: Path, again: str) -> Content:
         if (folder / file).is_file():
             found: Content = importlib.import_module(module).content(folder, again)
             return found
-    problem = "holds neither summary.json nor runs.csv" if folder.is_dir() else "is no folder"
+    problem = "holds neither summary.json nor runs.csv" if folder.is_dir() else "is not a folder"
     fix = "Give the folder of a finished `dpivon train` or of a `dpivon study run`"
     raise bad("folder", str(folder), problem, fix)
 
@@ -78,7 +78,7 @@ def _check_out(target: Path) -> None:
     if target.exists():
         with target.open("rb") as file:
             if f'content="{GENERATOR}"'.encode() not in file.read(4096):
-                problem = "exists and is no report of ours, so it is left alone"
+                problem = "exists and is not a report of dpivon, so it is left alone"
                 raise bad("out", str(target), problem, "Name another file")
 
 

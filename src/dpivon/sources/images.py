@@ -52,11 +52,11 @@ class Images(Source):
     def _read(self, path: Path) -> Array:
         from PIL import Image, ImageOps
 
-        fix = "Replace it with a PNG or JPEG of 8 bits a channel, or remove it"
+        fix = "Replace it with a PNG or JPEG of 8 bits per channel, or remove it"
         try:
             with Image.open(path, formats=("PNG", "JPEG")) as opened:
                 if opened.mode.startswith(("I", "F")):
-                    raise bad("data", str(path), "has more than 8 bits a channel", fix)
+                    raise bad("data", str(path), "has more than 8 bits per channel", fix)
                 mode = "L" if self.channels == 1 else "RGB"
                 upright: Any = ImageOps.exif_transpose(opened)
                 upright = upright.convert("RGBA") if "transparency" in opened.info else upright

@@ -78,7 +78,7 @@ def column_names(path: Path, delimiter: str = ",") -> list[str]:
 
 def check_column(argument: str, name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise bad(argument, name, "is no column of the table", f"Name one of {', '.join(names)}")
+        raise bad(argument, name, "is not a column of the table", f"Name one of {', '.join(names)}")
 
 
 def read_columns(path: Path, wanted: list[str], delimiter: str = ",") -> dict[str, list[Any]]:

@@ -38,7 +38,7 @@ class Line:
 
 
 class Progress:
-    """``progress.jsonl``: a line an evaluation, those of steps that were lost taken back, since they are made again."""
+    """``progress.jsonl``: one line per evaluation; lines of steps that a crash lost are removed, since they are made again."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PROGRESS

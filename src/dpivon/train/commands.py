@@ -46,7 +46,7 @@ _FLAGS = {
     "epsilon": _Flag(float, _PUBLIC, "The privacy budget ε."),
     "delta": _Flag(float, _PUBLIC, "Its δ, below 1/N."),
     "dataset_size": _Flag(int, _PUBLIC, "The public number of examples N. Rows are never counted."),
-    "classes": _Flag(str, _PUBLIC, "Every class, by commas. Of images: the names of the folders."),
+    "classes": _Flag(str, _PUBLIC, "Every class, separated by commas. Of images: the names of the folders."),
     "target": _Flag(str, _PUBLIC, "The column of a table to predict."),
     "bounds": _Flag(
         list[str],
@@ -68,7 +68,7 @@ _FLAGS = {
     "method": _Flag(str, _MODEL, "By its name in `dpivon methods`; dp-ivon-gradsq by default.", complete=_method_names),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
     "network": _Flag(str, _MODEL, "auto, mlp, small, paper, compact or wrn-16-4."),
-    "hidden": _Flag(str, _MODEL, "Widths of an MLP's hidden layers, by commas; 64 by default."),
+    "hidden": _Flag(str, _MODEL, "Widths of an MLP's hidden layers, separated by commas; 64 by default."),
     "epochs": _Flag(int, _MODEL, "Passes of ⌈N/b⌉ steps; 40 by default."),
     "batch_size": _Flag(int, _MODEL, "Expected batch b; N/8 by default, 16 to 1024."),
     "lr": _Flag(float, _MODEL, "Step size; by default the method's, smaller under much noise."),
@@ -205,7 +205,7 @@ def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, 
     from dpivon.sources.table import check_column, column_names, read_columns
 
     if data is None or kind_of(data) != "table":
-        raise bad("data", data, "is no table, and only tables have a schema", "Give a .csv or .parquet")
+        raise bad("data", data, "is not a table, and only tables have a schema", "Give a .csv or .parquet")
     names = column_names(Path(data), delimiter)
     if target is not None:
         check_column("target", target, names)

@@ -87,7 +87,7 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Planned: ⌈N/b⌉ a pass, of public numbers."""
+        """The planned number: ⌈N/b⌉ per epoch, of public numbers."""
         return self.config.epochs * len(self.loader)
 
     @property
@@ -120,7 +120,7 @@ class Loop:
                     break
 
     def _pass(self) -> Iterator[None]:
-        """What is left of a pass, an item a micro-batch; broken off where the budget refuses a step."""
+        """Train for the rest of an epoch, one item per micro-batch; ends where the budget refuses a step."""
         size = self.config.physical_batch_size
         with BatchMemoryManager(
             data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
@@ -163,7 +163,7 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise bad("device", name, "is no device", fix) from None
+        raise bad("device", name, "is not a known device", fix) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise bad("device", name, "there is no GPU that torch can use", fix)
     return device
