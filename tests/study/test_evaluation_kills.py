@@ -24,8 +24,7 @@ from dpivon.study.cluster.desk import Desk, Superseded
 from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import PlannedRun, noise_seed
 from dpivon.study.results import table
-from dpivon.study.results.folder import under_way
-from dpivon.study.results.status import status_lines
+from dpivon.study.results.folder import status_lines, under_way
 from dpivon.study.run import evaluation, runner
 from dpivon.study.run.evaluation import StackEvaluation
 from dpivon.study.run.progress import Progress

@@ -25,7 +25,7 @@ from dpivon.privacy.temperature import HALVINGS, temperature_releases
 from dpivon.study.cluster import engine
 from dpivon.study.plan.data import architecture
 from dpivon.study.results import table
-from dpivon.study.results.status import status_lines
+from dpivon.study.results.folder import status_lines
 from dpivon.study.run.runner import run_study, run_with
 from dpivon.study.run.settings import Cluster, Settings
 

@@ -17,7 +17,7 @@ from test_ray import FAST, rows_of, same
 
 from dpivon.durable.ledger import read
 from dpivon.study.plan.plan import Plan
-from dpivon.study.results.status import status_lines
+from dpivon.study.results.folder import status_lines
 from dpivon.study.run.runner import run_study, run_with
 from dpivon.study.run.settings import Cluster
 

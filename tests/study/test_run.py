@@ -24,8 +24,7 @@ from dpivon.errors import ArgumentError, DpivonError
 from dpivon.stacked import Stack
 from dpivon.study.plan.plan import Plan, PlannedRun, noise_seed
 from dpivon.study.results import table
-from dpivon.study.results.folder import group
-from dpivon.study.results.status import status_lines
+from dpivon.study.results.folder import group, status_lines
 from dpivon.study.run import evaluation, runner
 from dpivon.study.run.predict import predict_row
 from dpivon.study.run.progress import Progress

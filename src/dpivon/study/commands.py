@@ -93,7 +93,7 @@ def status(out: _Out) -> None:
 
     Example: dpivon study status study-output/quick
     """
-    from dpivon.study.results.status import status_lines
+    from dpivon.study.results.folder import status_lines
 
     for line in status_lines(out):
         say(line)

@@ -24,8 +24,7 @@ from dpivon.study.plan.data import StudyData, build_network
 from dpivon.study.plan.plan import Plan, PlannedRun, changed, first_seed, steps_of
 from dpivon.study.results import table
 from dpivon.study.results.cells import CELL
-from dpivon.study.results.folder import open_stack
-from dpivon.study.results.status import Note
+from dpivon.study.results.folder import Note, open_stack
 from dpivon.study.run.evaluation import Keep, StackEvaluation
 from dpivon.study.run.passes import SWITCH
 from dpivon.study.run.progress import Left
