@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from dpivon.durable.ledger import Record
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.privacy.accounting.accountant import Accountant
 from dpivon.privacy.accounting.accountants import ACCOUNTANTS, check_delta, epsilon
-from dpivon.privacy.accounting.history import History, check_entry
+from dpivon.privacy.accounting.history import History, append, check_entry
 
 LEDGER = "ledger.jsonl"
 DELTA = 1e-5  # unless another is given
@@ -19,7 +20,24 @@ STACKS = ("stacks", "ledgers")  # of those under way, and of those that are fini
 
 def replay(record: Record, run: int, accountant: Accountant) -> None:
     """Charge an account with all that a ledger holds of one of its runs."""
-    for terms, n in record.rows:
+    for sigma, rate, steps, reason in _releases(record, run):
+        if reason is not None:
+            accountant.record_unaccounted(reason, steps)
+        else:
+            accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=steps)
+
+
+def history(record: Record, run: int) -> History:
+    """Rows (σ, q, steps) of one run; a release without a guarantee is one of σ = 0."""
+    rows: History = []  # not those of an account: a ledger is what accounts are checked against
+    for sigma, rate, steps, reason in _releases(record, run):
+        append(rows, (sigma, rate, steps) if reason is None else (0.0, 1.0, steps))
+    return rows
+
+
+def _releases(record: Record, run: int) -> Iterator[tuple[float, float, int, str | None]]:
+    """(σ, q, steps, why unaccounted) of one run, checked."""
+    for terms, steps in record.rows:
         own = terms[run]
         try:
             sigma, rate, _ = check_entry(own["noise_multiplier"], own["sample_rate"], 0)
@@ -28,17 +46,7 @@ def replay(record: Record, run: int, accountant: Accountant) -> None:
             raise PrivacyError(
                 f"ledger: holds terms that are none of a release ({error}). It was not written by dpivon."
             ) from None
-        if reason is not None:
-            accountant.record_unaccounted(str(reason), n)
-        else:
-            accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=n)
-
-
-def history(record: Record, run: int) -> History:
-    """Rows (σ, q, steps) of one run; a release without a guarantee is one of σ = 0."""
-    accountant = Accountant()
-    replay(record, run, accountant)
-    return accountant.history
+        yield sigma, rate, steps, None if reason is None else str(reason)
 
 
 def drawn(record: Record, run: int) -> dict[str, int]:
