@@ -38,7 +38,7 @@ def local(tmp_path_factory):
 def command(tmp_path):
     pytest.importorskip("ray")
     LONGER.write(tmp_path / "plan.json")
-    given = [sys.executable, "-m", "dpivon.study", "run", str(tmp_path / "plan.json"), "--out", str(tmp_path / "out")]
+    given = [sys.executable, "-m", "dpivon", "study", "run", f"{tmp_path}/plan.json", "--out", f"{tmp_path}/out"]
     return [
         *given,
         "--engine",
