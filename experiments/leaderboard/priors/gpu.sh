@@ -1,10 +1,13 @@
 #!/bin/sh
 # The experiments on one GPU, in calls of less than ten minutes, each of which may be repeated: what is done is not done again.
+#   sh gpu.sh site               what Python lacks there, from carry/site; and the priors in results/, with a new hidden layer too
 #   sh gpu.sh data PART          one part of the data set, from carry/, kept outside the copy of the repository
-#   sh gpu.sh learn SECONDS P…   learn priors P… side by side, in the background
+#   sh gpu.sh learn SECONDS P…   learn priors P… side by side, in the background; P is PROCESS-NAME, and *-wide is --wide
 #   sh gpu.sh wait SECONDS       show how they get on, until they have ended or the time is over
+#   sh gpu.sh spread P…          copies P-spread of priors with a hidden layer of principal components
 #   sh gpu.sh private UNTIL P…   plans P… one after the other, until so many seconds from now
-# PYTHON=python3 by default. KEEP (/tmp/priors) is kept between calls; results are copied to OUT.
+#   sh gpu.sh tests SECONDS      tests/gpu, file by file
+# PYTHON=python3 by default. KEEP (/tmp/priors) is kept between calls; results are copied to OUT. COMMIT is written in rows.
 set -u
 KEEP=${KEEP:-/tmp/priors}
 DATA=${DATA:-$KEEP/cifar10}
@@ -26,13 +29,24 @@ results() { # what comes back: tables, logs, priors, and what learning goes on f
     tail -n +1 "$KEEP"/log/*.log >"$OUT/log.txt" 2>/dev/null
     [ -z "$(learned)" ] && return
     (cd "$KEEP" && tar -czf "$OUT/priors.tar.gz" $(find . -maxdepth 1 -name '*.safetensors' ! -name '*.state.*'))
-    (cd "$KEEP" && tar -czf "$OUT/states.tar.gz" $(find . -maxdepth 1 -name '*.state.safetensors'))
+    for method in dp-steady dp-sgd dp-adam; do
+        found=$(cd "$KEEP" && find means -name "test-$method-*" 2>/dev/null)
+        [ -n "$found" ] && (cd "$KEEP" && tar -czf "$OUT/means-$method.tar.gz" $found)
+    done
+}
+spread() { # a copy of prior $1 with a hidden layer of principal components, unless it is there
+    [ -e "$KEEP/$1-spread.safetensors" ] && return
+    "$python" -m "$here.spread" "$KEEP/$1.safetensors" --process "${1%%-*}" --out "$KEEP/$1-spread.safetensors"
 }
 
 case ${1:-} in
+site)
+    mkdir -p "$KEEP/site" && cp -r carry/site/. "$KEEP/site/"
+    cp experiments/leaderboard/priors/results/filters.safetensors "$KEEP/"
+    spread filters
+    ;;
 data)
     cp "carry/cifar10.tar.$2" "$KEEP/parts/"
-    [ -d carry/site ] && mkdir -p "$KEEP/site" && cp -r carry/site/. "$KEEP/site/"
     # Results of earlier calls to go on from: priors, their states, and the table.
     for file in priors.tar.gz states.tar.gz; do [ -e "carry/$file" ] && tar -C "$KEEP" -xzf "carry/$file"; done
     [ -e carry/runs.csv ] && cp carry/runs.csv "$KEEP/"
@@ -51,11 +65,13 @@ learn)
     rm -rf "$KEEP/code" && mkdir -p "$KEEP/code" && cp -r src experiments "$KEEP/code/"
     cd "$KEEP/code" || exit 1
     PYTHONPATH="$KEEP/code/src:$KEEP/code:$KEEP/site"
-    for process; do
-        out="$KEEP/$process.safetensors"
-        setsid "$python" -m "$here.learn" "$process" --out "$out" --seconds "$seconds" --limit "$((seconds + 60))" $TOY \
-            >>"$KEEP/log/learn-$process.log" 2>&1 </dev/null &
-        echo $! >"$KEEP/log/learn-$process.pid"
+    for prior; do
+        wide=
+        case $prior in *-wide) wide=--wide ;; esac
+        # shellcheck disable=SC2086  # flags or none
+        setsid "$python" -m "$here.learn" "${prior%%-*}" $wide --out "$KEEP/$prior.safetensors" --seconds "$seconds" \
+            --limit "$((seconds + 60))" $TOY >>"$KEEP/log/learn-$prior.log" 2>&1 </dev/null &
+        echo $! >"$KEEP/log/learn-$prior.pid"
     done
     sleep "${SETTLE:-20}"
     tail -n 2 "$KEEP"/log/learn-*.log
@@ -70,13 +86,31 @@ wait)
     done
     tail -n 3 "$KEEP"/log/learn-*.log
     results
+    (cd "$KEEP" && tar -czf "$OUT/states.tar.gz" $(find . -maxdepth 1 -name '*.state.safetensors'))
+    ;;
+spread)
+    shift
+    for prior; do spread "$prior"; done
+    ;;
+tests)
+    until=$(($(date +%s) + $2))
+    first="no_waiting shares distributed evaluation beyond_on_gpu"
+    files=$(for name in $first; do echo "tests/gpu/test_$name.py"; done; find tests/gpu -name 'test_*.py' | sort)
+    for file in $(echo "$files" | awk '!seen[$0]++'); do
+        left=$((until - $(date +%s)))
+        [ "$left" -lt 10 ] && echo "$file: no time left" && continue
+        [ -e "$file" ] || continue
+        echo "== $file"
+        DPIVON_CONV_KERNELS=1 timeout "$left" "$python" -m pytest -q -p no:cacheprovider -n "${JOBS:-8}" "$file" 2>&1 | tail -n 25
+    done | tee -a "$KEEP/log/tests.log"
+    results
     ;;
 private)
     until=$(($(date +%s) + $2))
     shift 2
     for plan; do
         judge=
-        [ "$plan" = judge ] && judge=--judge
+        case $plan in judge | final) judge=--judge ;; esac
         # shellcheck disable=SC2086  # a flag or none
         if [ "$plan" = probe ]; then
             "$python" -m "$here.probe" --data "$DATA" --priors $(learned) --table "$KEEP/probe.csv" $TOY
@@ -88,7 +122,7 @@ private)
     results
     ;;
 *)
-    sed -n '2,8p' "$0"
+    sed -n '2,11p' "$0"
     exit 2
     ;;
 esac

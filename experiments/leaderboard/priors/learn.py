@@ -6,8 +6,10 @@ Two random views of an image should be close on the sphere (alignment) and diffe
 
     ℓ = mean ‖z − z′‖² + ½ Σ_views log mean_{i≠j} exp(−2 ‖z_i − z_j‖²)      (Wang and Isola, 2020)
 
-The file holds the network with logits of zero. The same command goes on from the last checkpoint; the cosine of the learning
-rate follows the time or the steps, whichever is further along.
+The loss is taken of a projection of the hidden units, or, with ``--wide``, of the feature maps below them: the 128 hidden
+units are then no bottleneck, and the file's hidden layer is the one of :mod:`spread`. The file holds the network with logits
+of zero. The same command goes on from the last checkpoint; the cosine of the learning rate follows the time or the steps,
+whichever is further along. On a GPU the step is compiled and replayed as a graph.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,8 +29,11 @@ from dpivon.data import MEAN, STD
 from dpivon.models import PaperCNN
 from dpivon.tensor_files import read_tensors, write_tensors
 from experiments.leaderboard.priors.processes import MIXTURES, images
+from experiments.leaderboard.priors.spread import spread_hidden
 
 SIDE = 32
+#: Of the images that views are taken of.
+POOL_SIDE = 48
 #: Random numbers that one view takes.
 DRAWS = 12
 FORMAT, VERSION = "dpivon_prior_experiment", "1"
@@ -44,20 +49,22 @@ class Settings:
     batch: int = 1024
     pool: int = 262_144
     fresh: int = 2048  # images that replace old ones …
-    every: int = 64  # … after so many steps
+    every: int = 128  # … after so many steps
     lr: float = 0.12
     warmup: int = 500
     seed: int = 0
+    wide: bool = False
 
 
 class Features(nn.Module):
-    """The 128 hidden units of the paper's CNN, and the projection that the loss is taken of."""
+    """The 128 hidden units of the paper's CNN, or its feature maps, and the projection that the loss is taken of."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: bool = False) -> None:
         super().__init__()
-        self.network = PaperCNN()
-        hidden = self.network.head.hidden.out_features
-        self.projection = nn.Sequential(nn.Linear(hidden, 256), nn.ReLU(), nn.Linear(256, 128))
+        self.network, self.wide = PaperCNN(), wide
+        hidden = self.network.head.hidden
+        inputs, between = (hidden.in_features, 512) if wide else (hidden.out_features, 256)
+        self.projection = nn.Sequential(nn.Linear(inputs, between), nn.ReLU(), nn.Linear(between, 128))
 
     def hidden(self, x: Tensor) -> Tensor:
         head = self.network.head
@@ -65,7 +72,13 @@ class Features(nn.Module):
         return h
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(self.projection(self.hidden(x)).float(), dim=1)
+        seen = self.network.features(x).flatten(1) if self.wide else self.hidden(x)
+        return F.normalize(self.projection(seen).float(), dim=1)
+
+    def trained(self) -> list[nn.Parameter]:
+        """What the loss depends on."""
+        parts = [self.network.features, self.projection] + ([] if self.wide else [self.network.head.hidden])
+        return [p for part in parts for p in part.parameters()]
 
 
 def views(pixels: Tensor, draws: Tensor) -> Tensor:
@@ -105,46 +118,80 @@ def uniformity(z: Tensor) -> Tensor:
 
 
 class Learning:
-    """The pool of images, the network, its optimizer, and where it is in its schedule."""
+    """The pool of images, the network, its momentum, and where it is in its schedule."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
-        self.model = Features().to(device)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=device.type == "cuda"
-        )
+        self.model = Features(settings.wide).to(device)
+        self.parameters = self.model.trained()
+        self.momentum = [torch.zeros_like(p) for p in self.parameters]
         self.generator = Generator(device).manual_seed(settings.seed)
         self.step, self.seconds = 0, 0.0
+        # What a captured step reads and writes.
+        self.lr = torch.zeros((), device=device)
+        self.pixels = torch.zeros(settings.batch, 3, POOL_SIDE, POOL_SIDE, dtype=torch.uint8, device=device)
+        self.draws = torch.zeros(2 * settings.batch, DRAWS, device=device)
+        self.parts = torch.zeros(2, device=device)
         self.loss: Callable[[Tensor, Tensor], Tensor] = self._loss
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
-            self.loss = self._try_compiled
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.prepared = device.type != "cuda"
 
     def _loss(self, pixels: Tensor, draws: Tensor) -> Tensor:
         """[alignment, uniformity]."""
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
             z = self.model(views(torch.cat([pixels, pixels]), draws))
         a, b = z.chunk(2)
         return torch.stack([alignment(a, b), (uniformity(a) + uniformity(b)) / 2])
 
-    def _try_compiled(self, pixels: Tensor, draws: Tensor) -> Tensor:
-        """The first call compiles; where that fails, minutes on a GPU are better spent in eager mode than lost."""
-        compiled = torch.compile(self._loss, dynamic=False)
+    def _make(self) -> None:
+        """One step of SGD with momentum 0.9 and decay 1e-4, on the batch and at the rate in the buffers."""
+        parts = self.loss(self.pixels, self.draws)
+        gradients = torch.autograd.grad(parts.sum(), self.parameters)
+        with torch.no_grad():
+            torch._foreach_mul_(self.momentum, 0.9)
+            torch._foreach_add_(self.momentum, gradients)
+            torch._foreach_add_(self.momentum, self.parameters, alpha=1e-4)
+            torch._foreach_sub_(self.parameters, torch._foreach_mul(self.momentum, self.lr))
+            self.parts.copy_(parts.detach())
+
+    def _prepare(self) -> None:
+        """Compile and capture; where either fails, minutes on a GPU are better spent without it than lost."""
+        self.prepared = True
+        torch.set_float32_matmul_precision("high")
+        self.lr.zero_()  # these steps move nothing, and what they leave in the momentum is set back
+        kept = [m.clone() for m in self.momentum]
         try:
-            parts = compiled(pixels, draws)
-            parts.sum().backward()
-            self.optimizer.zero_grad()
-            self.loss = compiled
+            self.loss = torch.compile(self._loss, dynamic=False)
+            self._make()
         except Exception as error:
-            print(f"{self.settings.process}: not compiled ({type(error).__name__}: {str(error)[:200]})", flush=True)
+            self._tell("not compiled", error)
             self.loss = self._loss
-        return self.loss(pixels, draws)
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._make()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._make()
+            graph.replay()
+            torch.cuda.synchronize()
+            self.graph = graph
+        except Exception as error:
+            self._tell("not captured", error)
+            torch.cuda.synchronize()
+        torch._foreach_copy_(self.momentum, kept)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        print(f"{self.settings.process}: {what} ({type(error).__name__}: {str(error)[:200]})", flush=True)
 
     def fill(self) -> None:
         """Make the pool, a few thousand images at a time."""
         began, s = time.monotonic(), self.settings
-        parts = [images(s.process, min(4096, s.pool - i), self.generator) for i in range(0, s.pool, 4096)]
+        parts = [images(s.process, min(4096, s.pool - i), self.generator, POOL_SIDE) for i in range(0, s.pool, 4096)]
         self.pool = torch.cat(parts)
         int(self.pool[-1].sum())  # waits for the device
         took = time.monotonic() - began
@@ -161,17 +208,16 @@ class Learning:
         s, g = self.settings, self.generator
         if self.step % s.every == s.every - 1:
             at = torch.randint(s.pool - s.fresh + 1, (1,), generator=g, device=self.device)
-            self.pool[int(at) : int(at) + s.fresh] = images(s.process, s.fresh, g)
+            self.pool[int(at) : int(at) + s.fresh] = images(s.process, s.fresh, g, POOL_SIDE)
         index = torch.randint(s.pool, (s.batch,), generator=g, device=self.device)
-        draws = torch.rand(2 * s.batch, DRAWS, generator=g, device=self.device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
-        parts = self.loss(self.pool[index], draws)
-        parts.sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        torch.index_select(self.pool, 0, index, out=self.pixels)
+        self.draws.uniform_(generator=g)
+        if not self.prepared:
+            self._prepare()
+        self.lr.fill_(self.rate())
+        self._make() if self.graph is None else self.graph.replay()
         self.step += 1
-        return parts.detach()
+        return self.parts
 
     def learn(self, out: Path, limit: float) -> bool:
         """Go on for up to ``limit`` seconds, saving every half minute; True when the schedule is at its end."""
@@ -205,14 +251,12 @@ class Learning:
         metadata |= {"steps": str(self.step), "seconds": f"{self.seconds:.1f}"}
         network = {name: p.detach() for name, p in self.model.network.state_dict().items()}
         network |= {name: torch.zeros_like(p) for name, p in network.items() if name.startswith("head.logits")}
+        if self.settings.wide:
+            hidden = spread_hidden(self.model.network, self.settings.process)
+            network |= {"head.hidden.weight": hidden[0], "head.hidden.bias": hidden[1]}
         write_tensors(out, network, metadata)
-        named = dict(self.model.named_parameters())
-        momentum = {
-            f"momentum.{name}": self.optimizer.state[p]["momentum_buffer"]
-            for name, p in named.items()
-            if self.optimizer.state.get(p, {}).get("momentum_buffer") is not None
-        }
-        write_tensors(state, {f"model.{name}": p.detach() for name, p in named.items()} | momentum, metadata)
+        both = {"model": [p.detach() for p in self.parameters], "momentum": self.momentum}
+        write_tensors(state, {f"{kind}.{i}": t for kind, each in both.items() for i, t in enumerate(each)}, metadata)
 
     def restore(self, state: Path) -> None:
         if not state.is_file():
@@ -222,10 +266,9 @@ class Learning:
             raise SystemExit(f"{state}: is of {metadata['settings']}. Delete it, or give the same settings.")
         self.step, self.seconds = int(metadata["steps"]), float(metadata["seconds"])
         with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(tensors[f"model.{name}"])
-                if f"momentum.{name}" in tensors:
-                    self.optimizer.state[p]["momentum_buffer"] = tensors[f"momentum.{name}"].to(p.device)
+            for i, (p, m) in enumerate(zip(self.parameters, self.momentum, strict=True)):
+                p.copy_(tensors[f"model.{i}"])
+                m.copy_(tensors[f"momentum.{i}"])
         self.generator.manual_seed(self.settings.seed + self.step)  # other images than the first time
         print(f"{self.settings.process}: goes on at {self.step:,} steps, {self.seconds:.0f} s", flush=True)
 
@@ -250,11 +293,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=500.0, help="seconds that this call may learn for, from now")
     parser.add_argument("--until", type=float, default=math.inf, help="or the time (of date +%%s) by which it ends")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--wide", action="store_true", help="the loss of the feature maps, not of the hidden units")
     parser.add_argument("--toy", action="store_true", help="few images and steps, for a CPU")
     a = parser.parse_args()
-    settings = Settings(a.process, a.seconds, seed=a.seed)
+    settings = Settings(a.process, a.seconds, seed=a.seed, wide=a.wide)
     if a.toy:
-        settings = Settings(a.process, a.seconds, 8, batch=32, pool=128, fresh=32, every=4, warmup=4, seed=a.seed)
+        settings = replace(settings, steps=8, batch=32, pool=128, fresh=32, every=4, warmup=4)
     a.out.parent.mkdir(parents=True, exist_ok=True)
     learning = Learning(settings, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     learning.fill()

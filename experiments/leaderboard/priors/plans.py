@@ -99,10 +99,11 @@ def best_default(rows: Sequence[Row], start: str, *, views: bool = False) -> Cel
     return cell_of(max(whole, key=score)[0])
 
 
-def best_rate(rows: Sequence[Row], start: str, method: str, epsilon: float) -> float:
-    """The rate with the best validation accuracy at this ε, in the plain setting."""
-    plain = {name: str(getattr(Cell("", 1.0), name)) for name in SETTING if name not in ("start", "method", "lr")}
-    found = validated(rows, start=start, method=method, epsilon=str(epsilon), **plain)
+def best_rate(rows: Sequence[Row], start: str, method: str, epsilon: float, like: Cell | None = None) -> float:
+    """The rate with the best validation accuracy at this ε, in the plain setting or in that of another cell."""
+    like = like or Cell("", 1.0)
+    fixed = {name: str(getattr(like, name)) for name in SETTING if name not in ("start", "method", "lr")}
+    found = validated(rows, start=start, method=method, epsilon=str(epsilon), **fixed)
     return float(max(found, key=lambda row: float(row["accuracy"]))["lr"])
 
 
@@ -188,6 +189,62 @@ def judge(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
     return list(dict.fromkeys(cells))
 
 
+#: The first phase of the plans below, and the rates around the recipe's own.
+HEAD_STEPS, RATES = 100, (1.25, 1.75, 2.5, 3.5)
+#: A factor of about three for DP-SGD, of two for DP-Adam; 'widen' goes on where the best is an end.
+RIVALS = {"dp-sgd": (0.03, 0.1, 0.3, 1.0, 3.0), "dp-adam": (0.0005, 0.001, 0.002, 0.004, 0.008)}
+
+
+def starts(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
+    """Which prior, with head first."""
+    return [Cell(p, e, head_steps=HEAD_STEPS, features=0.5) for p in priors for e in EPSILONS]
+
+
+def tune(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
+    """The best prior with head first: the size of its hidden units, and the rate."""
+    base = Cell(best_prior(rows), 1.0, head_steps=HEAD_STEPS)
+    return [replace(base, epsilon=e, features=f, lr=r) for f in (1.0, 0.5, 0.25) for r in RATES for e in EPSILONS]
+
+
+def rivals(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
+    """The other methods in the recipe's setting, first phase included, at rates over two decades and more than one."""
+    base = best_default(rows, best_prior(rows))
+    return [
+        replace(base, method=m, lr=lr, epsilon=e, seed=0) for m, each in RIVALS.items() for lr in each for e in EPSILONS
+    ]
+
+
+def widen(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
+    """One more rate for every method whose best rate at some ε is an end of its grid."""
+    base = best_default(rows, best_prior(rows))
+    fixed = {name: str(getattr(base, name)) for name in SETTING if name not in ("method", "lr")}
+    cells = []
+    for method, factor in (("dp-sgd", 3.0), ("dp-adam", 2.0), ("dp-steady", 1.4)):
+        for e in EPSILONS:
+            tried = sorted(float(r["lr"]) for r in validated(rows, method=method, epsilon=str(e), **fixed))
+            best = best_rate(rows, base.start, method, e, base)
+            if best in (tried[0], tried[-1]):
+                lr = float(f"{best * factor if best == tried[-1] else best / factor:.3g}")
+                cells.append(replace(base, method=method, lr=lr, epsilon=e, seed=0))
+    return cells
+
+
+def settle(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
+    """The chosen default with another seed, predicted from in every way: what is chosen at prediction time is chosen here."""
+    return [replace(best_default(rows, best_prior(rows)), epsilon=e, seed=4) for e in EPSILONS]
+
+
+def final(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
+    """Three seeds of the chosen default, and of the other methods in the same setting at their best rates."""
+    base, cells = best_default(rows, best_prior(rows)), []
+    for e in EPSILONS:
+        tuned = [("dp-steady", base.lr)] + [(m, best_rate(rows, base.start, m, e, base)) for m in RIVALS]
+        cells += [replace(base, method=m, lr=lr, epsilon=e, seed=s) for m, lr in tuned for s in (1, 2, 3)]
+    return cells
+
+
+#: Plans that are scored on the test set.
+JUDGED = ("judge", "final")
 PLANS: dict[str, Callable[[Sequence[Row], Sequence[str]], list[Cell]]] = {
-    plan.__name__: plan for plan in (compare, rates, phases, geometry, longer, views, joint, judge)
+    plan.__name__: plan for plan in (compare, rates, phases, geometry, longer, views, joint, judge, starts, tune, rivals, widen, settle, final)
 }

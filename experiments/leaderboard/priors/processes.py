@@ -210,6 +210,8 @@ PROCESSES: dict[str, Process] = {
 MIXTURES: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in PROCESSES},
     "mixture": ("leaves", "filters", "collage", "gabor"),
+    # Mostly the process that was best alone, and its images as objects that hide one another.
+    "varied": ("filters", "filters", "filters", "collage"),
 }
 
 

@@ -19,6 +19,9 @@ COLUMNS = (
     *("scale", "accuracy", "nll", "ece", "temperature", "tempered_nll", "tempered_ece"),
     *("tta_accuracy", "tta_nll", "tta_ece", "seconds", "stack_size", "precision", "device", "torch", "commit"),
 )
+#: What a row of predictions.csv has of its run's row, and what it adds.
+SHARED = ("plan", "split", *NAMES, "noise_multiplier", "epsilon_spent", "device", "torch", "commit")
+PREDICTIONS = (*SHARED, "predictor", "fitted", "map", "charged", "accuracy", "nll", "ece")
 
 
 def read(path: Path) -> list[Row]:
@@ -28,12 +31,12 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def append(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> None:
     """Write rows at the end, whole, while no other process does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         if file.seek(0, os.SEEK_END) == 0:
             writer.writeheader()
         writer.writerows(rows)
