@@ -246,5 +246,9 @@ def final(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
 #: Plans that are scored on the test set.
 JUDGED = ("judge", "final")
 PLANS: dict[str, Callable[[Sequence[Row], Sequence[str]], list[Cell]]] = {
-    plan.__name__: plan for plan in (compare, rates, phases, geometry, longer, views, joint, judge, starts, tune, rivals, widen, settle, final)
+    plan.__name__: plan
+    for plan in (
+        *(compare, rates, phases, geometry, longer, views, joint, judge),
+        *(starts, tune, rivals, widen, settle, final),
+    )
 }

@@ -2,8 +2,8 @@
 
 All rows of one run are of the same weights, so they are compared within the run. Three predictors: ``mean``, ``tta`` (the mean
 log-probability over ten shifted and mirrored views), and draws (16 of a Gaussian around the mean). Two maps, with parameters
-fitted on training images: ``temperature``, and ``vector`` (a factor and an offset per class, Guo et al., 2017; DP-Platt in Zhang
-et al., 2023). A network without augmentations has seen its training images but not their mirror images, on which its
+fitted on training images: ``temperature``, and ``vector`` (a factor and an offset per class, Guo et al., 2017; DP-Platt in
+Zhang et al., 2023). A network without augmentations has seen its training images but not their mirror images, on which its
 confidence is that on new ones: ``mirrored`` fits on these. A *charged* map is fitted by noisy gradients, paid for by
 :data:`RESERVE`, which is part of every run's σ; the others are not private, and say what the noise costs.
 """
@@ -19,7 +19,7 @@ from dpivon.temperature import surprise_less_entropy
 from experiments.leaderboard.priors.data import Split
 from experiments.leaderboard.priors.scores import SHIFTS
 
-#: σ of each release of a charged map (of clipped sums of norm 1 over all training images), 1 since no sample is drawn, releases.
+#: σ of each release of a charged map (clipped sums of norm 1 over all training images), q (no sample is drawn), releases.
 RESERVE = (300.0, 1.0, 100)
 #: Gradients that one map takes: two predictors have two maps each.
 GRADIENTS = 25

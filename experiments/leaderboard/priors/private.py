@@ -8,7 +8,7 @@ appended when a stack is evaluated, and runs that have their row are left out. A
 
 Head first: the first phase is a stack of its own, a linear layer on the prior's hidden units. Its gradients are clipped and
 noised in 1,290 coordinates, with the σ of the second phase. σ is calibrated to the steps of both together, and to the charged
-maps of :mod:`predictions`. A baseline has the same first phase, by the recipe's rule, as the recipe has: only the second differs.
+maps of :mod:`predictions`. A baseline has the recipe's first phase: only the second differs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,6 @@ class Group:
             found.append(shared | own)
         return found
 
-
     def predictions(self, stack: Stack, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """What else the trained runs can predict; draws for the recipe alone, which has a spread of its own."""
         found, split = [], self.pieces.split
@@ -195,6 +194,7 @@ class Group:
 
     def keep(self, stack: Stack, folder: Path) -> None:
         """The weights that were scored, so that no training is needed to predict again; of public data, so they may be kept."""
+        folder.mkdir(exist_ok=True)
         for i, cell in enumerate(self.cells):
             name = f"{self.pieces.split.name}-{cell.method}-{cell.epsilon:g}-{cell.seed}.safetensors"
             tensors = {n: p.detach() for n, p in stack.model(i, averaged=True).named_parameters()}
@@ -256,7 +256,9 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
     if (a.plan in JUDGED) != a.judge:
-        raise SystemExit(f"plan={a.plan}, --judge={a.judge}: {' and '.join(JUDGED)} need --judge, and no other takes it.")
+        raise SystemExit(
+            f"plan={a.plan}, --judge={a.judge}: {' and '.join(JUDGED)} need --judge, and no other takes it."
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, priors = tables.read(a.table), {path.stem: path for path in a.priors}
     split = load_split(a.data, device, judge=a.judge, toy=a.toy)
@@ -276,11 +278,12 @@ def main() -> None:
             print(f"{a.plan}: out of time in stack {i}; it is kept, and the same command goes on", flush=True)
             return
         made = group.rows(stack, a.plan)
-        if a.plan in PREDICTED:  # before the rows that say that these runs are done
+        if a.plan in PREDICTED:
             group.keep(stack, a.table.parent / "means")
+        tables.append(a.table, made)
+        if a.plan in PREDICTED:
             predictions = group.predictions(stack, made)
             tables.append(a.table.with_name("predictions.csv"), predictions, tables.PREDICTIONS)
-        tables.append(a.table, made)
         for row in made:
             named = " ".join(str(row[n]) for n in ("start", "epsilon", "method", "lr", "batch", "epochs", "views"))
             extra = " ".join(f"{n}={row[n]}" for n in ("head_steps", "body", "features", "keep", "seed"))
