@@ -25,6 +25,8 @@ RESERVE = (300.0, 1.0, 100)
 GRADIENTS = 25
 #: A public scale for centred log-probabilities, which brings an example's gradient to about 1.
 UNIT = 8.0
+#: At which an example's surprise less entropy is clipped: lower ones make the temperature too low.
+BOUND = 4.0
 DRAWS = 16
 #: Widths: multiples of the averaged iterates' own spread, of the root mean square of all weights, of that of each tensor.
 WIDTHS = {"trace": (1.0, 2.0, 4.0), "one": (0.1, 0.2, 0.4), "layer": (0.1, 0.2, 0.4)}
@@ -72,7 +74,7 @@ def fit_temperature(logs: Tensor, labels: Tensor, sigma: float, g: Generator) ->
     at, found = torch.tensor(0.7, device=logs.device), []
     for step in range(GRADIENTS):
         one = surprise_less_entropy(logs, labels, at.exp()).unsqueeze(1)  # of the NLL in log(1/T)
-        at = (at + 1.5 * noisy_mean(one, sigma, g)[0]).clamp(-2.0, 3.0)
+        at = (at + 1.5 * BOUND * noisy_mean(one / BOUND, sigma, g)[0]).clamp(-2.0, 3.0)
         found += [at] if 2 * step >= GRADIENTS else []
     factor = (-torch.stack(found).mean()).exp()
     return Map(factor.expand(logs.shape[1]), torch.zeros(logs.shape[1], device=logs.device))
