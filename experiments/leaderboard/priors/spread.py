@@ -62,7 +62,7 @@ def main() -> None:
     tensors, metadata = read_tensors(a.prior, key=FORMAT, version=VERSION, what="prior", fix="Give what learn.py wrote")
     weight, bias = spread_hidden(load_prior(a.prior).to(device), a.process, IMAGES)
     tensors |= {"head.hidden.weight": weight.cpu(), "head.hidden.bias": bias.cpu()}
-    write_tensors(a.out, tensors, metadata | {"hidden": f"principal components on {a.process}"})
+    write_tensors(a.out, tensors, metadata | {FORMAT: VERSION, "hidden": f"principal components on {a.process}"})
 
 
 if __name__ == "__main__":
