@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from worst_inputs import FEATURES, INPUTS, NETWORKS, POSITIONS, own_loop
 
 from dpivon import PerExampleLoss
+from dpivon.errors import PrivacyWarning
 from dpivon.privacy.gradients import means
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
@@ -119,6 +121,19 @@ def test_multiplied_afterwards_it_is_not(monkeypatch):
 def test_a_mean_in_another_form_is_multiplied_by_the_rows(loss):
     z, _, _ = some(49)
     torch.testing.assert_close(at_the_output(loss, z, 49), 49 * at_the_output(loss, z, None))
+
+
+def test_a_mean_that_is_rounded_is_warned_of_once_and_no_other_is():
+    x, y, t = some(9)
+    means._say_that_it_is_rounded.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        at_the_output(lambda z: LOSSES["cross entropy"][1](z, y, t, "mean"), x, 9)
+    with pytest.warns(PrivacyWarning, match="undone in single precision"):
+        at_the_output(lambda z: (z.square().sum(1) * torch.full((9,), 1 / 9)).sum(), x, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        at_the_output(lambda z: (z.square().sum(1) * torch.full((9,), 1 / 9)).sum(), x, 9)
 
 
 def test_what_is_not_private_keeps_the_gradient_of_the_mean():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from dpivon.errors import PrivacyWarning
 from dpivon.privacy.precision import without_autocast
 
 Node = Any
@@ -50,7 +52,23 @@ class UndoneMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return (g if ctx.undone else g * ctx.rows), None
+        if ctx.undone:
+            return g, None
+        if ctx.rows > 1 and not torch.compiler.is_compiling():
+            _say_that_it_is_rounded()
+        return g * ctx.rows, None
+
+
+@functools.cache
+def _say_that_it_is_rounded() -> None:
+    """Warn, once per process, of a mean that is undone by multiplication."""
+    warnings.warn(
+        "A mean loss was undone in single precision: the size of the batch then rounds every example's gradient, and where "
+        "an example's terms nearly cancel, one example may move the sum by more than C (docs/threat-model.md). Use "
+        "dpivon.PerExampleLoss, a mean loss of torch's, .mean(), or loss_reduction='sum'.",
+        PrivacyWarning,
+        stacklevel=3,
+    )
 
 
 def undo_mean(z: Tensor, rows: int) -> Tensor:
