@@ -101,6 +101,7 @@ def test_what_the_caller_says_comes_before_the_recipe_and_stays_the_callers() ->
         assert torch.equal(v, fit.posterior.variance[name])
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_room_for_what_comes_besides() -> None:
     plan: dict[str, Any] = {"dataset_size": 1000, "batch_size": 100, "epochs": 5, "delta": 1e-5}
     extra = [temperature_cost(5.0)]

@@ -25,7 +25,7 @@ class Case:
 
     Attributes:
         name: says what a person wrote.
-        row: the row of issue 19's table that it belongs to, or "—".
+        row: the kind of attack that it belongs to, by its number, or "—".
         make: makes (model, (inputs, targets), loss); called with equal seeds it makes equal ones.
         each: the same loss as ``fit`` wants it, one per example; None where it cannot be written so.
         whole: the loss takes (model, batch) instead of (outputs, targets).

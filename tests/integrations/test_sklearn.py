@@ -46,6 +46,7 @@ def failures(estimator: Any) -> dict[str, str]:
     return {r["check_name"]: repr(r["exception"]) for r in results if r["status"] == "failed"}
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "estimator",
     [DPIVONClassifier(classes="public", **QUICK), DPIVONRegressor(target_bounds=(-10, 10), **QUICK)],

@@ -164,6 +164,7 @@ def check_same_updates(stack: Stack, update: Callable[..., Any]) -> None:
                 torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_rule_reads_a_value_and_its_record_of_operations_is_the_rule(of_every_rule: Stack) -> None:
     """Recorded on tensors that have no values."""
 

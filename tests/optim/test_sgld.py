@@ -29,7 +29,7 @@ def stationary(temperature: float, lr: float) -> tuple[torch.Tensor, torch.Tenso
     return mean, torch.linalg.inv(a @ (eye - lr * a / 2)) * temperature / N
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("lr", [0.05, 0.4])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 4.0], ids=lambda s: f"privacy noise makes {s}·T")
 def test_it_recovers_a_gaussian_posterior_at_the_right_temperature(share, lr):

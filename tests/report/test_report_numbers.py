@@ -137,6 +137,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
         assert (point.x, point.y) == pytest.approx((float(coverage[k]), float(error[k])))
 
 
+@pytest.mark.slow
 def test_reliability_is_what_numpy_counts(run: Path) -> None:
     t = read_run(run).test
     chart = testset.reliability(testset._both(t), t.labels)

@@ -247,6 +247,7 @@ def test_the_command_writes_tells_and_refuses(run: Path, tmp_path: Path) -> None
     assert "holds neither summary.json nor runs.csv" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_studys_figures_are_its_own(tmp_path: Path) -> None:
     figures = write(QUICK, tmp_path / "study.html", tmp_path / "figures").figures
     assert {path.name for path in figures} >= {"curves-1.png", "curves-2.pdf", "widths.pdf"}

@@ -388,6 +388,7 @@ def test_results_of_the_papers_experiment_keep_their_noise(folder, seed):
     assert noise_seed(plan, plan.runs[0]) == seed
 
 
+@pytest.mark.slow
 def test_a_repetition_begins_and_predicts_alike_in_every_plan_of_one_seed():
     """It is the unit of a comparison, also over several studies."""
     paper = resolve(STUDIES["paper.yaml"])

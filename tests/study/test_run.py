@@ -435,6 +435,7 @@ def test_missing_data_and_bad_settings_are_named(tmp_path):
         status_lines(tmp_path)
 
 
+@pytest.mark.slow
 def test_temperatures_are_chosen_last_charged_and_in_the_table(tmp_path):
     """Two runs in one stack are those two alone; the raw scores cost what training cost, the tempered ones the whole."""
     torch.set_num_threads(1)

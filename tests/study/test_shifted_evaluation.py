@@ -100,6 +100,7 @@ def test_conditions_are_the_same_images_in_other_states(tmp_path):
     assert make_conditions(replace(PLAN, evaluate=None), data, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_rows_hold_the_metrics_of_what_the_final_posterior_says(whole, tmp_path, monkeypatch):
     """The very stack that the study trained, evaluated here by the library's functions."""
     kept = []

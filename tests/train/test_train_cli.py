@@ -110,6 +110,7 @@ def test_the_same_from_a_file_and_overridden(made: Any, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_flags_stand_for_a_schema(tmp_path: Path) -> None:
     options = clinic(tmp_path) | {"epochs": 1}
     flags = as_flags(options)

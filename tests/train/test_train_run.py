@@ -424,6 +424,7 @@ def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
 # ---- the other kinds of data
 
 
+@pytest.mark.slow
 def test_images_end_to_end(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     for part, n in (("train", 30), ("test", 20)):

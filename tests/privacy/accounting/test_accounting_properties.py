@@ -33,6 +33,7 @@ def check_monotone(sigma: float, q: float, steps: int, delta: float, factor: flo
     assert at_most(epsilon([(sigma, q, steps)], delta * factor, accountant), base, accountant)
 
 
+@pytest.mark.slow
 @given(sigmas, rates, lengths, deltas, factors)
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_rdp_is_monotone(sigma: float, q: float, steps: int, delta: float, factor: float) -> None:
