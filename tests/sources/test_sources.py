@@ -60,6 +60,20 @@ def test_a_byte_order_mark_and_another_delimiter_are_read(tmp_path: Path) -> Non
     assert table.read(str(tmp_path / "a.csv"), CLASSES).inputs.tolist() == [[0.0, 0.0]]
 
 
+def test_an_id_is_carried_and_never_an_input(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("who,age,ill\n007,3,yes\n,0,no\n")
+    declared = {"columns": {"age": Numeric(min=0, max=6)}, "target": "ill"}
+    source = source_for(str(tmp_path / "a.csv"), id="who", **declared)
+    read = source.read(str(tmp_path / "a.csv"), CLASSES)
+    assert read.inputs.tolist() == [[0.0, 0.0], [-1.0, 0.0]]
+    assert read.ids == ["007", ""]
+    assert read.names == ["1", "2"]
+    with pytest.raises(ArgumentError, match=r"columns='who'.*--id who"):
+        source_for(str(tmp_path / "a.csv"), **declared)
+    with pytest.raises(ArgumentError, match="id='age': is the target or a declared column"):
+        source_for(str(tmp_path / "a.csv"), id="age", **declared, ignore=("who",))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

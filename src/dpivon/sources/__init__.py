@@ -53,6 +53,7 @@ class Declaration(Strict):
     Attributes:
         columns: of a table: what is declared of each column.
         target: of a table: the column to predict.
+        id: of a table: the column that names a row or its person. Never learned from; predictions carry it.
         ignore: columns of a table that are not used.
         value_bounds: the range of an array's values, or of all columns that are not declared.
         delimiter: of a CSV file.
@@ -63,6 +64,7 @@ class Declaration(Strict):
 
     columns: dict[str, Column] = Field(default_factory=dict)
     target: str | None = None
+    id: str | None = None
     ignore: tuple[str, ...] = ()
     value_bounds: Numeric | None = None
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
@@ -74,10 +76,10 @@ class Declaration(Strict):
         """How to read and encode the data at ``where``."""
         kind = kind_of(where)
         if kind == "image":
-            self._refuse("images", "columns", "value_bounds", "target")
+            self._refuse("images", "columns", "value_bounds", "target", "id")
             return Images(size=self.image_size, channels=self.channels)
         if kind == "array":
-            self._refuse("arrays", "columns", "target", "ignore")
+            self._refuse("arrays", "columns", "target", "ignore", "id")
             if self.value_bounds is None:
                 problem = "the range of the values is private unless you state it, and nothing is read off the data"
                 raise bad("bounds", None, problem, "State it, such as --bounds 0:255")
@@ -86,7 +88,7 @@ class Declaration(Strict):
         if self.target is None:
             raise bad("target", None, "is needed", f"Name the column to predict, one of {', '.join(names)}")
         check_column("target", self.target, names)
-        return Table(columns=self._used(names), target=self.target, delimiter=self.delimiter)
+        return Table(columns=self._used(names), target=self.target, id=self.id, delimiter=self.delimiter)
 
     def _refuse(self, kind: str, *fields: str) -> None:
         for name in fields:
@@ -97,11 +99,17 @@ class Declaration(Strict):
         """The declared columns in their order; then, if a range was stated for all others, those in the header's."""
         for name in [*self.columns, *self.ignore]:
             check_column("columns", name, names)
-        unused = (self.target, *self.ignore)
+        if self.id is not None:
+            check_column("id", self.id, names)
+            if self.id == self.target or self.id in self.columns:
+                problem = "is the target or a declared column, and an identifier is neither predicted nor learned from"
+                raise bad("id", self.id, problem, "Name another column, or take it out of the declared ones")
+        unused = (self.target, self.id, *self.ignore)
         columns = {name: column for name, column in self.columns.items() if name not in unused}
         others = [name for name in names if name not in (*unused, *columns)]
         if others and self.value_bounds is None:
-            fix = f"State --bounds {others[0]}:LOW:HIGH or --categories {others[0]}:A,B, use --schema, or --ignore {others[0]}"
+            one = others[0]
+            fix = f"State --bounds {one}:LOW:HIGH or --categories {one}:A,B, use --schema, --ignore {one} or --id {one}"
             problem = "neither range nor categories are declared, and nothing is read off the data"
             raise bad("columns", ", ".join(others), problem, fix)
         if self.value_bounds is not None:

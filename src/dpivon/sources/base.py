@@ -19,12 +19,16 @@ _KINDS = {".csv": "table", ".parquet": "table", ".npz": "array", ".npy": "array"
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Encoded examples in the order of their file: float32 inputs, int64 targets if labels were asked for, and names."""
+    """Encoded examples in the order of their file: float32 inputs, int64 targets if labels were asked for, and names.
+
+    A table's ``ids`` are the texts of its declared id column, as they are in the file: "" where one is missing.
+    """
 
     inputs: Tensor
     targets: Tensor | None
     names: list[str]
     images: Array | None = None  # uint8 [n, height, width, 3], of images
+    ids: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -95,7 +99,13 @@ def class_of(found: int | None, cell: object, place: str, classes: tuple[str, ..
     return found
 
 
-def rows(where: str, encoded: Array, labels: Sequence[object] | None, classes: tuple[str, ...] | None) -> Examples:
+def rows(
+    where: str,
+    encoded: Array,
+    labels: Sequence[object] | None,
+    classes: tuple[str, ...] | None,
+    ids: list[str] | None = None,
+) -> Examples:
     """Examples that are rows of a file, numbered from 1."""
     if not len(encoded):
         raise no_examples(where)
@@ -104,4 +114,4 @@ def rows(where: str, encoded: Array, labels: Sequence[object] | None, classes: t
         found = (class_of(find(cell, classes), cell, f"row {i}", classes) for i, cell in enumerate(labels, start=1))
         targets = torch.from_numpy(np.fromiter(found, dtype=np.int64))
     inputs = torch.from_numpy(encoded.astype(np.float32))
-    return Examples(inputs, targets, [str(i + 1) for i in range(len(encoded))])
+    return Examples(inputs, targets, [str(i + 1) for i in range(len(encoded))], ids=ids)

@@ -23,6 +23,7 @@ class Schema(Strict):
     columns: dict[str, Column] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     target: str | None = None
+    id: str | None = None
     classes: Labels | None = None
     source: str = ""
 
@@ -42,7 +43,7 @@ def with_schema(given: dict[str, Any], base: Path | None = None) -> dict[str, An
     columns = {name: column.model_dump() for name, column in schema.columns.items()}
     merged["columns"] = {**columns, **(given.get("columns") or {})}
     merged["ignore"] = [*schema.ignore, *(given.get("ignore") or [])]
-    for name in ("target", "classes", "source"):
+    for name in ("target", "id", "classes", "source"):
         if merged.get(name) is None and getattr(schema, name):
             merged[name] = getattr(schema, name)
     return merged
@@ -74,6 +75,7 @@ def _written(head: list[str], target: str | None, classes: list[str], columns: d
         *head,
         f"target: {_quoted(target) if target is not None else ' # the column to predict'}",
         f"classes: [{', '.join(map(_quoted, classes))}]  # every value the target may have",
+        "id:  # the column that names a row or its person, if there is one: it is never learned from",
         "ignore: []  # columns that are not used",
         "columns:",
         *(f"  {_quoted(name)}: {declared}" for name, declared in columns.items() if name != target),

@@ -12,7 +12,7 @@ import numpy as np
 
 from dpivon.errors import bad, need
 from dpivon.sources.base import Examples, Source, rows
-from dpivon.sources.columns import Categorical, Column, is_missing, number
+from dpivon.sources.columns import Categorical, Column, is_missing, label, number
 
 
 class Table(Source):
@@ -21,6 +21,7 @@ class Table(Source):
     kind: Literal["table"] = "table"
     columns: dict[str, Column]
     target: str
+    id: str | None = None
     delimiter: str = ","
 
     @property
@@ -32,9 +33,12 @@ class Table(Source):
 
     def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
         wanted = [*self.columns, *([self.target] if classes is not None else [])]
+        if self.id is not None:
+            wanted.append(self.id)
         cells = read_columns(Path(where), wanted, self.delimiter)
         encoded = np.concatenate([column.encode(cells[name]) for name, column in self.columns.items()], axis=1)
-        return rows(where, encoded, cells.get(self.target), classes)
+        ids = None if self.id is None else [label(cell) if cell is not None else "" for cell in cells[self.id]]
+        return rows(where, encoded, cells.get(self.target), classes, ids)
 
     def public(self) -> str:
         columns = "; ".join(f"{name}: {column.told()}" for name, column in self.columns.items())

@@ -48,6 +48,7 @@ _FLAGS = {
     "dataset_size": _Flag(int, _PUBLIC, "The public number of examples N. Rows are never counted."),
     "classes": _Flag(str, _PUBLIC, "Every class, separated by commas. Of images: the names of the folders."),
     "target": _Flag(str, _PUBLIC, "The column of a table to predict."),
+    "id": _Flag(str, _PUBLIC, "The column that names a row or its person: never learned from, carried to predictions."),
     "bounds": _Flag(
         list[str],
         _PUBLIC,

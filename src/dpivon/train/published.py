@@ -26,6 +26,7 @@ from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
 from dpivon.sources import AnySource, kind_of
 from dpivon.sources.columns import Labels
+from dpivon.sources.table import Table
 from dpivon.train.networks import Network
 from dpivon.yaml_files import validated
 
@@ -137,12 +138,18 @@ def predict_file(
     classes = published.description.classes
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    first = "file" if kind == "image" else "row"
-    writer.writerow([first, "predicted", *(f"p({name})" for name in classes), "entropy", "mutual_information"])
+    first = ["file" if kind == "image" else "row"]
+    names = [[name] for name in examples.names]
+    if examples.ids is not None and isinstance(source, Table):
+        first = [*first, str(source.id)]
+        names = [[*name, own] for name, own in zip(names, examples.ids, strict=True)]
+    writer.writerow(
+        [*map(cell, first), "predicted", *(f"p({name})" for name in classes), "entropy", "mutual_information"]
+    )
     columns = (found.label, found.probs, found.entropy, found.mutual_information)
-    rows = zip(examples.names, *(column.tolist() for column in columns), strict=True)
+    rows = zip(names, *(column.tolist() for column in columns), strict=True)
     for name, label, probs, entropy, information in rows:
         numbers = (f"{value:.9g}" for value in (*probs, entropy, information))
-        writer.writerow([cell(str(name)), cell(classes[label]), *numbers])
+        writer.writerow([*map(cell, name), cell(classes[label]), *numbers])
     replace(out, text.getvalue().encode())
     return found

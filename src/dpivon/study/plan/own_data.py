@@ -109,7 +109,7 @@ def _found(data: Data, root: Path) -> dict[str, Any]:
     assert path is not None
     if not function and kind_of(path, "dataset") != "array":
         return _declared(data, path, test)
-    for name in ("columns", "target", "ignore", "classes", "test"):
+    for name in ("columns", "target", "ignore", "id", "classes", "test"):
         if getattr(data, name):
             problem = "has no meaning for arrays: they are x, y, x_test and y_test, and y counts classes from 0"
             raise bad(name, getattr(data, name), problem, "Leave it out")
