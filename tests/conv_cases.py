@@ -63,7 +63,7 @@ def use_of(layer, x, g):
 
 
 def check_against_the_loop(case, kind, tolerance, **options):
-    """Norms, and a weighted sum in which one example is struck that holds NaN."""
+    """Norms, and a weighted sum in which one example is dropped that holds NaN."""
     layer, x, g = make(case, kind, **options)
     exact = gradients(layer, x, g)
     use = use_of(layer, x, g)

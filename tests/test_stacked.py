@@ -248,18 +248,18 @@ def test_the_traced_program_of_any_network_gives_the_sums_of_the_loop(data, name
     images[7] = float("nan")
     stack = Stack(RUNS, AnyNetwork(NETWORKS[name]), images, labels)
     traced = PaddedGradients(stack.network, stack.device, torch.float32)
-    empty = struck = 0
+    empty = dropped = 0
     for step in range(6):
         for part in stack.sampler.parts(step):
             batch = stack._batch(*part)
             empty += int((batch.start.diff() == 0).sum())
-            struck += int(torch.isnan(batch.inputs[: int(batch.start[-1])]).flatten(1).any(1).sum())
+            dropped += int(torch.isnan(batch.inputs[: int(batch.start[-1])]).flatten(1).any(1).sum())
             theta = stack._theta() + 0.01 * step  # the program must read it, not what it was traced with
             expected = stack.gradients.clipped_sums(theta, batch, stack.mechanism.bound)
             got = traced.clipped_sums(theta, batch, stack.mechanism.bound)
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert empty > 0
-    assert struck > 0
+    assert dropped > 0
 
 
 def test_the_traced_program_hears_of_another_bound(data):
@@ -308,7 +308,7 @@ def test_layout_is_a_rearrangement_and_nothing_else():
     assert PaperNetwork().size == 357_258
 
 
-def test_struck_examples_count_for_nothing(data):
+def test_dropped_examples_count_for_nothing(data):
     images, labels = data[0].clone(), data[1]
     network = PaperNetwork(LAYOUT)
     theta = network.initial(0).unsqueeze(0)

@@ -283,7 +283,7 @@ def test_a_missing_or_unreadable_ledger_is_never_taken_for_an_empty_one(tmp_path
         disk.restore()
     disk.close()
     path.write_text("{")
-    with pytest.raises(PrivacyError, match="nobody knows what was released"):
+    with pytest.raises(PrivacyError, match="what was released is unknown"):
         kept(tmp_path)
 
 

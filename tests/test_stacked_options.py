@@ -36,7 +36,7 @@ def run(method="dp-sgd", seed=1, lr=0.1, **options):
 
 @pytest.mark.parametrize("options", [{"scale": 1e39}, {"trace": 1e39}])
 def test_what_fp32_does_not_hold_is_refused(options):
-    """It became an infinite width: every gradient was struck, and the budget went on noise alone."""
+    """It became an infinite width: every gradient was dropped, and the budget went on noise alone."""
     name = list(options)[-1]
     with pytest.raises(DpivonError, match=rf"^{name}=1e\+39: is more than fp32 holds\. Use "):
         run("dp-steady", **options)

@@ -1,6 +1,7 @@
 """Strong privacy: the recipe against tuned baselines, every bar with a verdict.
 
 python -m experiments.strong_privacy                                       # rebuild everything in results/
+python -m experiments.strong_privacy report OUT                            # `dpivon report`, with its own estimators
 python -m experiments.strong_privacy compare OUT --tuning OUT-tuning --to FOLDER    # hold any method against others
 """
 
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from dpivon.report.writer import report
 from dpivon.study.commands import study
 from dpivon.terminal import say
 from experiments.commands import ROOT, command_line, study_folders
@@ -33,6 +35,7 @@ TUNED = (
     RESULTS / "strong-fashion-tuning",
 )
 app = command_line(__doc__)
+app.command()(report)
 app.add_typer(study, name="study", help="`dpivon study`, with the estimators of this experiment registered.")
 
 

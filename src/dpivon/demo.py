@@ -264,7 +264,7 @@ def _introduce(
         f"training digit: {epochs} epochs of Poisson batches of {BATCH_SIZE} on average, C = {MAX_GRAD_NORM:g}, RDP "
         "accountant. It covers neither the choice of the learning rates nor the methods together.",
         "Seed": f"{seed}, for the privacy noise too, so that you get the same table again. Real secrets need noise "
-        "whose seed nobody knows.",
+        "whose seed is secret.",
     }
     if (epsilon, delta, epochs) != (EPSILON, DELTA, EPOCHS):
         chosen_at = f"ε = {EPSILON:g}, δ = {DELTA:g} and {EPOCHS} epochs"

@@ -57,8 +57,10 @@ def show(
         for account in one["runs"]:
             say(f"  {account['run']}:")
             for row in account["rows"]:
-                told = "ε = inf, not private" if row["noise_multiplier"] == 0 else f"σ = {row['noise_multiplier']:.6g}"
-                say(f"    {row['steps']} × {told}, q = {row['sample_rate']:.6g}")
+                stated = (
+                    "ε = inf, not private" if row["noise_multiplier"] == 0 else f"σ = {row['noise_multiplier']:.6g}"
+                )
+                say(f"    {row['steps']} × {stated}, q = {row['sample_rate']:.6g}")
             for text, releases in account["drawn_by"].items():
                 say(f"    {releases} × {text}")
             spent = ", ".join(f"{name} {value:.6g}" for name, value in account["epsilon"].items() if value != "inf")
@@ -107,8 +109,8 @@ def export(
 
     delta, why = _delta(run / LEDGER, delta)
     spent = write(run, out, delta)
-    told = ", ".join(f"{name} {value:.6g}" for name, value in spent.items())
-    say(f"model in {out}; ε at δ = {delta:g}{why}: {told}")
+    stated = ", ".join(f"{name} {value:.6g}" for name, value in spent.items())
+    say(f"model in {out}; ε at δ = {delta:g}{why}: {stated}")
     if removable := seeded(read(run / LEDGER), 0):
         say(
             f"warning: {removable} releases have noise of a seeded generator: publish this only if the data is public or "
@@ -125,7 +127,7 @@ def _ledgers(run: Path) -> list[Path]:
 
 
 def _delta(path: Path, given: float | None) -> tuple[float, str]:
-    """δ, and a word about it where nobody chose it."""
+    """δ, and a word about it where it was not chosen."""
     if given is not None:
         return given, ""
     own = own_delta(path)
@@ -141,8 +143,8 @@ def _described(path: Path, delta: float, delta_from: str) -> dict[str, Any]:
         key = repr(rows)
         if key not in known:
             known[key] = {k: v if math.isfinite(v) else "inf" for k, v in epsilons(rows, delta).items()}
-        told = {"drawn_by": drawn(record, i), "epsilon": known[key]}
-        runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), **told})
+        stated = {"drawn_by": drawn(record, i), "epsilon": known[key]}
+        runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), **stated})
     about = {"ledger": str(path), "releases": record.releases, "torn": record.torn}
     return {**about, "delta": delta, "delta_from": delta_from, "runs": runs}
 

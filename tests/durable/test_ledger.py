@@ -250,7 +250,7 @@ def test_an_edited_sigma_is_found_and_the_line_named(path):
     with pytest.raises(PrivacyError, match="line 4"):
         read(path)
     path.write_bytes(b"")
-    with pytest.raises(PrivacyError, match="nobody knows what was released"):
+    with pytest.raises(PrivacyError, match="what was released is unknown"):
         Ledger(path)
     path.unlink()
     with pytest.raises(PrivacyError, match="cannot be read"):

@@ -40,7 +40,7 @@ def switched_on():
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_and_sums_are_those_of_the_loop(case, kind, dtype):
-    """Of the very operands, so that bf16 is no excuse: only accumulators are rounded. An example that holds NaN is struck."""
+    """Of the very operands, so that bf16 is no excuse: only accumulators are rounded. An example that holds NaN is dropped."""
     assert isinstance(check_against_the_loop(case, kind, 2e-5, dtype=dtype, device=DEVICE), Convolved)
 
 
@@ -138,7 +138,7 @@ def test_sums_over_positions_are_those_of_the_definition():
 @pytest.mark.parametrize(("positions", "d", "p"), [(64, 128, 512), (65, 512, 128), (65, 128, 384), (17, 16, 48)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_linear_layers_over_positions_have_the_norms_and_sums_of_the_definition(transposed, positions, d, p, dtype):
-    """Of the very operands; an example that holds NaN is struck; and twice the same to the bit."""
+    """Of the very operands; an example that holds NaN is dropped; and twice the same to the bit."""
     a, g = (torch.randn(70, positions, n, device=DEVICE).to(dtype) for n in (d, p))
     each = g.double().mT @ a.double()
     each = each.mT if transposed else each

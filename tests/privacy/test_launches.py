@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::_unique2"}
-LOOKS_FOR_STRUCK_EXAMPLES = "dpivon.privacy.clipping.struck_examples"
+LOOKS_FOR_STRUCK_EXAMPLES = "dpivon.privacy.clipping.dropped_examples"
 
 
 class Counting(overhead.Counting):
@@ -195,7 +195,7 @@ def test_a_tray_takes_the_smallest_first_and_nothing_that_does_not_fit():
 
 
 @pytest.mark.parametrize("kind", ["ivon", "sgd"])
-def test_a_value_is_read_back_once_to_look_for_struck_examples_and_never_where_nobody_looks(monkeypatch, kind):
+def test_a_value_is_read_back_once_to_look_for_dropped_examples_and_never_where_nobody_looks(monkeypatch, kind):
     small = {"build": SmallCNN, "shape": (1, 8, 8)}
     step, _ = a_step(kind, **small)
     assert counted(step).readers == {LOOKS_FOR_STRUCK_EXAMPLES: 1}

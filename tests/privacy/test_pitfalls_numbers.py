@@ -76,7 +76,7 @@ def test_a_step_inside_autocast_does_not_round_the_sum(mode):
 
 
 class Normalised(nn.Module):
-    """Divides by what a struck-out example has as 0 or NaN."""
+    """Divides by what a dropped example has as 0 or NaN."""
 
     def __init__(self) -> None:
         super().__init__()

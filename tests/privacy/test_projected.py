@@ -44,7 +44,7 @@ def exact(a, g, transposed=False):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_norms_and_sums_are_those_of_the_definition_and_a_struck_example_counts_for_nothing(transposed, dtype):
+def test_norms_and_sums_are_those_of_the_definition_and_a_dropped_example_counts_for_nothing(transposed, dtype):
     a, g = operands(dtype=dtype)
     each = exact(a, g, transposed)
     a[2, 3, 1], g[2, 5, 7] = float("nan"), float("inf")
@@ -97,7 +97,7 @@ def test_kernels_are_taken_where_they_read_less(monkeypatch):
 
 
 def test_a_bias_waits_for_the_others_while_a_program_is_recorded():
-    """One matrix of all of them, whoever is struck; a layer without kernels, and a step that is not recorded, make theirs."""
+    """One matrix of all of them, whoever is dropped; a layer without kernels, and a step that is not recorded, make theirs."""
     layers = [nn.Linear(16, 48), nn.Linear(16, 32), nn.Linear(16, 40)]
     operands_of = [operands(p=layer.out_features) for layer in layers]
     for _, g in operands_of:
@@ -136,8 +136,8 @@ def test_a_bias_that_waits_is_an_ordinary_use():
         c = torch.rand(len(expected.g))
         torch.testing.assert_close(got.squared_norm(), expected.squared_norm(), rtol=1e-5, atol=0.0)
         torch.testing.assert_close(got.weighted_sum(c), expected.weighted_sum(c), rtol=1e-5, atol=1e-5)
-    struck = torch.arange(6) == 1
-    torch.testing.assert_close(use.without(struck).materialise(), made.without(struck).materialise())
+    dropped = torch.arange(6) == 1
+    torch.testing.assert_close(use.without(dropped).materialise(), made.without(dropped).materialise())
 
 
 def test_the_operator_says_beforehand_what_it_returns():

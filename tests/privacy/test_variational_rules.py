@@ -114,8 +114,8 @@ def test_scaled_uses_are_their_materialised_gradients():
     assert torch.allclose(use.squared_norm(), rows.square().sum((1, 2)))
     assert torch.allclose(use.weighted_sum(c), torch.einsum("b,bpd->pd", c, rows))
     assert torch.allclose(use.grouped(2).materialise(), rows.unflatten(0, (3, 2)).sum(1))
-    struck = torch.tensor([True] + [False] * 5)
-    assert torch.equal(use.without(struck).materialise()[0], torch.zeros(5, 4).double())
+    dropped = torch.tensor([True] + [False] * 5)
+    assert torch.equal(use.without(dropped).materialise()[0], torch.zeros(5, 4).double())
     one = Scaled(Outer(a[:, :1], g[:, :1], torch.Size((5, 4))), f.mul, 2, f)
     assert torch.allclose(one.squared_norm(), one.materialise().square().sum((1, 2)))
 

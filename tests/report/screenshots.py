@@ -59,8 +59,8 @@ def take(page: Any, path: Path) -> None:
     """In 256 colours: text and lines need no more, and the repository stays small."""
     page.wait_for_timeout(600)
     page.screenshot(path=path)
-    with Image.open(path) as picture:
-        small = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
 
 

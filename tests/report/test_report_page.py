@@ -165,7 +165,7 @@ def test_a_point_estimate_has_one_reliability_diagram(run: Path, tmp_path: Path)
     data = json.loads(Elements(built.report.read_text()).scripts[0])
     assert [p["title"].split(":")[0] for p in data["reliability"]["views"][0]["panels"]] == ["prediction"]
     assert "Posterior width by layer" in built.left_out
-    assert "number " in built.report.read_text()  # examples without pictures, in a table
+    assert "number " in built.report.read_text()  # examples without images, in a table
 
 
 DAMAGE = {
@@ -199,8 +199,8 @@ def test_predictions_that_are_none_and_pickles_are_refused(run: Path, tmp_path: 
     np.savez(folder / "test.npz", probabilities=p + 1, mean_probabilities=p, targets=labels)
     with pytest.raises(ArgumentError, match="probability"):
         build(folder, tmp_path / "out.html")
-    pictures = {"images": np.zeros((1, 4, 4, 3), np.uint8), "image_index": np.array([3])}
-    np.savez(folder / "test.npz", probabilities=p, mean_probabilities=p, targets=labels, **pictures)
+    shown = {"images": np.zeros((1, 4, 4, 3), np.uint8), "image_index": np.array([3])}
+    np.savez(folder / "test.npz", probabilities=p, mean_probabilities=p, targets=labels, **shown)
     with pytest.raises(ArgumentError, match="image_index"):
         build(folder, tmp_path / "out.html")
 
@@ -238,8 +238,8 @@ def test_the_command_writes_tells_and_refuses(run: Path, tmp_path: Path) -> None
     assert names >= {"epsilon.png", "reliability.pdf", "risk-coverage.png", "width.pdf", "confusion.png"}
     for path in told["figures"]:
         if path.endswith(".png"):
-            with Image.open(path) as picture:
-                assert min(picture.size) > 250
+            with Image.open(path) as image:
+                assert min(image.size) > 250
         else:
             assert Path(path).read_bytes().startswith(b"%PDF")
     refused = CliRunner().invoke(app, ["report", str(tmp_path)])
@@ -255,5 +255,5 @@ def test_a_studys_figures_are_its_own(tmp_path: Path) -> None:
 
 def test_hostile_class_names_can_be_drawn(tmp_path: Path) -> None:
     counts = [[i + j for i in range(10)] for j in range(10)]
-    picture, _ = draw([], (tuple(HOSTILE), counts), tmp_path, ("png", "pdf"))
-    assert picture.stat().st_size > 10_000
+    figure, _ = draw([], (tuple(HOSTILE), counts), tmp_path, ("png", "pdf"))
+    assert figure.stat().st_size > 10_000

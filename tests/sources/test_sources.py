@@ -106,15 +106,15 @@ def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
 # ---- images
 
 
-def picture(path: Path, value: object, mode: str = "L", size: tuple[int, int] = (8, 8)) -> None:
+def write_image(path: Path, value: object, mode: str = "L", size: tuple[int, int] = (8, 8)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value).save(path)
 
 
 def test_images_are_brought_to_the_declared_size_and_scaled_by_constants(tmp_path: Path) -> None:
-    picture(tmp_path / "cat" / "1.png", 255, size=(30, 50))
-    picture(tmp_path / "cat" / "2.JPG", 0)
-    picture(tmp_path / "dog" / "1.png", (255, 0, 51), "RGB")
+    write_image(tmp_path / "cat" / "1.png", 255, size=(30, 50))
+    write_image(tmp_path / "cat" / "2.JPG", 0)
+    write_image(tmp_path / "dog" / "1.png", (255, 0, 51), "RGB")
     (tmp_path / "cat" / ".hidden").touch()
     source = Images(size=6, channels=3)
     read = source.read(str(tmp_path), ("dog", "cat", "bird"))
@@ -132,9 +132,9 @@ def test_images_are_brought_to_the_declared_size_and_scaled_by_constants(tmp_pat
 def test_an_image_is_read_the_same_whatever_else_is_in_the_folder(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     for folder in ("a", "b"):
-        picture(tmp_path / folder / "cat" / "1.png", 0)
+        write_image(tmp_path / folder / "cat" / "1.png", 0)
         Image.fromarray(noise).save(tmp_path / folder / "cat" / "2.png")
-    picture(tmp_path / "b" / "cat" / "0.png", 255, size=(200, 3))
+    write_image(tmp_path / "b" / "cat" / "0.png", 255, size=(200, 3))
     one, other = (Images(size=8).read(str(tmp_path / folder), ("cat", "dog")) for folder in "ab")
     assert torch.equal(one.inputs, other.inputs[1:])
 
@@ -147,7 +147,7 @@ def test_images_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             source.read(str(tmp_path), classes)
 
     refused("holds no examples")
-    picture(tmp_path / "bird" / "1.png", 0)
+    write_image(tmp_path / "bird" / "1.png", 0)
     refused("the label 'bird' of a folder")
     (tmp_path / "bird").rename(tmp_path / "cat")
     (tmp_path / "cat" / "2.png").write_bytes(b"GIF89a")
@@ -159,7 +159,7 @@ def test_images_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
     refused("more than 8 bits per channel")
     (tmp_path / "cat" / "deep.png").unlink()
-    picture(tmp_path / "3.png", 0)
+    write_image(tmp_path / "3.png", 0)
     refused("holds 3.png, which is in no class")
 
 

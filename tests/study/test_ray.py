@@ -64,11 +64,11 @@ def rows_of(out):
 
 
 @pytest.fixture
-def struck(monkeypatch, tmp_path):
+def signalled(monkeypatch, tmp_path):
     """Sends a signal to the worker that has made 20 releases; gives a function that says how many were charged by then."""
 
     def plant(number):
-        note = tmp_path / "struck"
+        note = tmp_path / "signalled"
         monkeypatch.setattr(engine, "attempt", at_step(20, strikes_the_first(number, note)))
         return lambda: int(note.read_text())
 
@@ -76,8 +76,8 @@ def struck(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local, tmp_path, struck):
-    out, charged = tmp_path / "out", struck(signal.SIGKILL)
+def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local, tmp_path, signalled):
+    out, charged = tmp_path / "out", signalled(signal.SIGKILL)
     outcome = run_with("ray", LONG, out, FAST, TWO)
     assert charged() >= 20
     assert (outcome.finished, outcome.exit_code) == (3, 0)
@@ -94,8 +94,8 @@ def test_a_killed_worker_changes_nothing_where_the_folder_is_seen(cluster, local
 
 
 @pytest.mark.slow
-def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, local, tmp_path, struck):
-    out, scratch, charged = tmp_path / "out", tmp_path / "scratch", struck(signal.SIGKILL)
+def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, local, tmp_path, signalled):
+    out, scratch, charged = tmp_path / "out", tmp_path / "scratch", signalled(signal.SIGKILL)
     outcome = run_with("ray", LONG, out, FAST, Cluster(workers=2, scratch=scratch))
     assert charged() >= 20
     assert outcome.finished == 3
@@ -120,8 +120,8 @@ def test_what_was_lost_with_a_worker_of_its_own_disk_stays_charged(cluster, loca
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, tmp_path, struck):
-    out, charged = tmp_path / "out", struck(signal.SIGSTOP)
+def test_a_worker_that_hangs_is_ended_and_its_stack_begun_again(cluster, local, tmp_path, signalled):
+    out, charged = tmp_path / "out", signalled(signal.SIGSTOP)
     outcome = run_with("ray", LONG, out, FAST, Cluster(workers=2, hung_after=6.0))
     assert charged() >= 20
     assert (outcome.finished, outcome.exit_code, outcome.failed) == (3, 0, {})

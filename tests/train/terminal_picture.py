@@ -59,8 +59,8 @@ def page_of(html: str, page: Path, to: Path) -> None:
         view.goto(page.as_uri())
         view.screenshot(path=to, full_page=True)
         browser.close()
-    with Image.open(to) as picture:
-        small = picture.convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    with Image.open(to) as image:
+        small = image.convert("RGB").quantize(64, dither=Image.Dither.NONE)
     small.save(to, optimize=True)
 
 

@@ -18,7 +18,7 @@ from dpivon.audit.run import CHECKS, Audit
 from dpivon.audit.tier_c import Audited
 from dpivon.errors import bad
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#F0E442", "#D55E00"]
 MARKS = ["o", "s", "^", "D", "v", "P", "X", "*"]
 RED = "#D55E00"

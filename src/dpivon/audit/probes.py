@@ -106,7 +106,7 @@ def canary_probe(subject: Subject, canaries: int) -> Subject:
     """One linear unit, by the subject's path and method. Its loss is its output, so that the gradient of an example is the
     example itself, at every θ.
 
-    Example j is a multiple of the unit vector e_j, so that canaries are told apart and do not disturb each other.
+    Example j is a multiple of the unit vector e_j, so that canaries are distinct and do not disturb each other.
     """
     unit = nn.Linear(canaries, 1, bias=False)
     nn.init.zeros_(unit.weight)

@@ -39,7 +39,7 @@ class Observed:
     """One release of one run."""
 
     released: Tensor  # g_dp, flat, in double: what the optimizer got
-    variance: float  # of the noise in it, as the optimizer was told
+    variance: float  # of the noise in it, as stated to the optimizer
     theta: list[Tensor]  # where gradients were taken
     draws: int  # of θ, in this step
 

@@ -128,14 +128,16 @@ class StackSession(Session):
     def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
         mask = torch.zeros(self.setting.runs, len(self.subject.inputs))
         mask[:, list(rows)] = 1
-        told = float(self.stack.parts[0].hyper["noise_variance"][0])  # to the first run's rule, of the release to come
+        stated = float(
+            self.stack.parts[0].hyper["noise_variance"][0]
+        )  # to the first run's rule, of the release to come
         self.all_runs(mask)
         shapes = [p.shape for p in self.subject.trained()]
         seen = []
         for g in self._released:
             pieces = self._thetas[-1][0].split([s.numel() for s in shapes])
             theta = [t.view(s) for t, s in zip(pieces, shapes, strict=True)]
-            seen.append(Observed(g[0], told, theta, len(self._thetas)))
+            seen.append(Observed(g[0], stated, theta, len(self._thetas)))
         return seen
 
     def train(self, steps: int) -> None:

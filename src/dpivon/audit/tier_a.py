@@ -119,16 +119,16 @@ def a_large_coherent_batch_rounds_by_less_than_an_example(subject: Subject) -> V
     return worst <= 1 + TOLERANCE, f"one of {n} moves the sum by {worst:.6f} C"
 
 
-@TIER_A.asks("Is the noise scaled to σC/b, and is the optimizer told so?", _POWER)
+@TIER_A.asks("Is the noise scaled to σC/b, and is it stated to the optimizer?", _POWER)
 def the_noise_is_sigma_c_over_b(subject: Subject) -> Verdict:
-    """Noise of one standard deviation moves the release by σC/b in every coordinate; the optimizer is told its square."""
+    """Noise of one standard deviation moves the release by σC/b in every coordinate; stated to the optimizer is its square."""
     setting = _setting(subject)
     rows = list(range(_members(subject) // 2))
     quiet, loud = (start(subject, setting, answer).step(rows) for answer in (silence, one_std))
     std = setting.sigma * setting.bound / setting.batch
     off = float(((loud.released - quiet.released) / std - 1).abs().max())
-    told = loud.variance / std**2
-    return off < 1e-5 and abs(told - 1) < 1e-5, f"σC/b off by {off:.1e}; told a variance of {told:.6f} (σC/b)²"
+    stated = loud.variance / std**2
+    return off < 1e-5 and abs(stated - 1) < 1e-5, f"σC/b off by {off:.1e}; stated variance {stated:.6f} (σC/b)²"
 
 
 @TIER_A.asks("Do NoiseSpec, shapes and charges ignore the data?", _POWER)
@@ -292,8 +292,8 @@ def a_changed_bound_changes_clipping_and_noise_together(subject: Subject) -> Ver
         facts.append(session.step([0]))
     moved = _size(facts[0].released * setting.batch) / 1e-3
     std = float((facts[1].released - facts[0].released).mean()) * setting.batch / (setting.sigma * 1e-3)
-    told = facts[0].variance / (setting.sigma * 1e-3 / setting.batch) ** 2
-    ok = moved <= 1 + TOLERANCE and abs(std - 1) < 1e-4 and abs(told - 1) < 1e-5
+    stated = facts[0].variance / (setting.sigma * 1e-3 / setting.batch) ** 2
+    ok = moved <= 1 + TOLERANCE and abs(std - 1) < 1e-4 and abs(stated - 1) < 1e-5
     return ok, f"after C → C/700 an example moves {moved:.6f} C, the noise is {std:.6f} σC"
 
 

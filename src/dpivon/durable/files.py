@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from dpivon.errors import DpivonError, StorageError
+from dpivon.errors import DpivonError, StorageError, bad
 
 SECRET = 0o600
 
@@ -20,7 +22,7 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[Path]:
 
     The old file or the new one is at ``path`` at every moment. A disk that is full, or any other failure, leaves the old.
     """
-    # Not tempfile: its files are private to the user, and os.replace would keep them so even where nobody asked for it.
+    # Not tempfile: its files are private to the user, and os.replace would keep them so even where that was not asked for.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         if mode is not None:  # made with its mode, not changed to it later: it is never readable by others
@@ -52,6 +54,24 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_json(name: str, path: Path, fix: str, missing: str = "") -> Any:
+    """What a JSON file holds. ``name`` is the argument it was given as, ``missing`` the fix if it is not there."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise bad(name, str(path), "does not exist", missing or fix) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise bad(name, str(path), f"cannot be read ({error})", fix) from None
+    except (ValueError, RecursionError) as error:
+        raise bad(name, str(path), f"is not valid JSON ({error})", fix) from None
+
+
+def check_parent(name: str, path: Path) -> None:
+    """Refuse a file to be written into a folder that does not exist."""
+    if not path.parent.is_dir():
+        raise bad(name, str(path), "is in a folder that does not exist", "Create the folder first")
 
 
 class Lock:

@@ -8,7 +8,7 @@ A file of JSON lines, chained: ``sum`` is a digest of the line itself and of the
     {"to": 33, "n": 1, "evidence": "…", "sum": "…"}             one, and a keyed digest of what it was made of
     {"to": 30, "n": -3, "sum": "…"}                             three that were reserved were never launched
 
-A line is written and synced, then come its releases: a crash in between has paid for something that nobody saw. Equal
+A line is written and synced, then come its releases: a crash in between has paid for something that was never seen. Equal
 lines are merged when there are thousands of them, so a ledger stays small however long the run. A last line that the
 crash tore is charged as if it had been the largest line of its kind. Anything else that does not fit is an error.
 
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Whose releases they are, in the order of the terms; empty where nobody wrote it down."""
+        """Whose releases they are, in the order of the terms; empty where not recorded."""
         return next((found for terms, _ in reversed(self.rows) if (found := names(terms))), ())
 
     def counts(self) -> dict[str, int]:
@@ -256,7 +256,7 @@ def _parse(path: Path) -> _Parsed:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise PrivacyError(f"{path}: cannot be read ({error}), so nobody knows what was released. {_FIX}") from None
+        raise PrivacyError(f"{path}: cannot be read ({error}), so what was released is unknown. {_FIX}") from None
     torn = lines.pop() != b""
     parsed = _Parsed(Record("", torn=torn))
     for line in lines:
@@ -273,7 +273,7 @@ def _parse(path: Path) -> _Parsed:
             raise PrivacyError(f"{path}, line {parsed.lines}: was changed or damaged ({error}). {_FIX}") from None
     parsed.record.head = parsed.seal
     if not lines:
-        raise PrivacyError(f"{path}: has not one whole line, so nobody knows what was released. {_FIX}")
+        raise PrivacyError(f"{path}: has not one whole line, so what was released is unknown. {_FIX}")
     return parsed
 
 

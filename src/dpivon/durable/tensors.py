@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.durable.files import replacing
+from dpivon.durable.files import check_parent, replacing
 from dpivon.errors import bad
 
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
@@ -24,8 +24,7 @@ def write_tensors(
     from safetensors.torch import save_file
 
     target = Path(path)
-    if not target.parent.is_dir():
-        raise bad("path", str(target), "is in a folder that does not exist", "Create the folder first")
+    check_parent("path", target)
     if target.is_dir():
         raise bad("path", str(target), "is a folder", "Pass the name of a file")
     # Cloned: safetensors refuses tensors that share memory, such as views of one flat vector.

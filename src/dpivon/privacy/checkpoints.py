@@ -275,8 +275,8 @@ class Checkpoints:
             torch.set_rng_state(known[rank])
 
     def _tell_lost(self, lost: int, why: str) -> None:
-        told = f"{self.folder}: {lost} releases were made and lost. {why}: they stay charged, and noise and batches are new."
-        warnings.warn(told, PrivacyWarning, stacklevel=3)
+        stated = f"{self.folder}: {lost} releases were made and lost. {why}: they stay charged, and noise and batches are new."
+        warnings.warn(stated, PrivacyWarning, stacklevel=3)
 
     def _check(self, state: Mapping[str, Any], record: Record) -> None:
         fix = "Go on with what the run was begun with, or begin another in another folder"
@@ -390,5 +390,5 @@ def _described(inner: Optimizer) -> dict[str, Any]:
         return {"mc_samples": inner.mc_samples, "curvature": inner.curvature.name}
     if not isinstance(inner, RuleOptimizer):
         return {}
-    parts = {told: getattr(inner.rule, part, None) for part, told in _PARTS.items()}
-    return {"rule": inner.rule.name, **{told: part.name for told, part in parts.items() if part is not None}}
+    parts = {stated: getattr(inner.rule, part, None) for part, stated in _PARTS.items()}
+    return {"rule": inner.rule.name, **{stated: part.name for stated, part in parts.items() if part is not None}}

@@ -163,22 +163,22 @@ def clipped_sum(grad_samples: Sequence[Tensor], clipping: Clipping) -> list[Tens
     rows = [wide(g.flatten(1)) for g in grad_samples]
     norms = torch.stack([row_norms(g).to(rows[0].device) for g in rows])
     factors = clip_factors(clipping, norms)
-    struck = struck_examples(factors)
+    dropped = dropped_examples(factors)
     sums = []
     for factor, g, sample in zip(factors, rows, grad_samples, strict=True):
-        g = g if struck is None else g.masked_fill(struck.to(g.device).unsqueeze(1), 0.0)
+        g = g if dropped is None else g.masked_fill(dropped.to(g.device).unsqueeze(1), 0.0)
         sums.append(weighted_sum(factor, g).reshape(sample.shape[1:]))
     return sums
 
 
-def struck_examples(factors: Tensor) -> Tensor | None:
+def dropped_examples(factors: Tensor) -> Tensor | None:
     """Which examples are dropped, as not finite; None if values were read and there are none.
 
     0 · NaN is NaN: their gradients are to be taken out before anything multiplies them. Where values are not
     read it is done whether there are any or not.
     """
-    struck = (factors == 0.0).any(dim=0)
-    return None if readable(struck) and not bool(struck.any()) else struck
+    dropped = (factors == 0.0).any(dim=0)
+    return None if readable(dropped) and not bool(dropped.any()) else dropped
 
 
 def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:

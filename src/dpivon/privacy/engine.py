@@ -242,8 +242,8 @@ class PrivacyEngine(OpacusVerbs):
                 charged=len(self.accountant),
             )
             if spec.unaccounted:
-                told = f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf."
-                warnings.warn(told, PrivacyWarning, stacklevel=2)
+                text = f"{spec.unaccounted}: training runs but is not differentially private; get_epsilon will be inf."
+                warnings.warn(text, PrivacyWarning, stacklevel=2)
             if mode == "ghost":
                 return collector, dp_optimizer, criterion, loader
             return collector, dp_optimizer, loader
@@ -391,7 +391,7 @@ class PrivacyEngine(OpacusVerbs):
             self.accountant.step(noise_multiplier=sigma, sample_rate=rate)
 
     def _remember_dataset(self, dataset: Any, size: int) -> None:
-        told = "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. Use a new "
+        text = "data_loader: a second dataset under one PrivacyEngine; its ε adds up over both as if they were one. Use a new "
         if self._dataset is not None and self._dataset is not dataset:
-            warnings.warn(told + "engine for other data.", PrivacyWarning, stacklevel=3)
+            warnings.warn(text + "engine for other data.", PrivacyWarning, stacklevel=3)
         self._dataset, self._dataset_size = dataset, size

@@ -58,7 +58,7 @@ def export(
         posterior.save(
             out / ("samples.safetensors" if isinstance(posterior, SampledPosterior) else "posterior.safetensors")
         )
-    told = {
+    stated = {
         "delta": delta,
         "epsilon": {name: value if math.isfinite(value) else "inf" for name, value in spent.items()},
         "releases": [{"noise_multiplier": sigma, "sample_rate": q, "steps": n} for sigma, q, n in rows],
@@ -66,7 +66,7 @@ def export(
         "steps": state["steps"],
         "version": __version__,
     }
-    replace(out / "privacy.json", (json.dumps(told, indent=1) + "\n").encode())
+    replace(out / "privacy.json", (json.dumps(stated, indent=1) + "\n").encode())
     return spent
 
 

@@ -1,6 +1,6 @@
 """Losses of which every example has its own part, whatever the others are.
 
-The engine undoes a mean by multiplying with the rows of the batch, so the mean must divide by just these. torch's
+A mean is undone before gradients are clipped (``gradients/means.py``), so it must divide by just the rows. torch's
 ``weight=`` and ``ignore_index=`` divide by the weight of the labels that happen to be in the batch: then one example
 rescales the gradients of all others before they are clipped, and the sum may move by several C. Three lines of defence:
 

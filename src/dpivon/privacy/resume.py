@@ -8,7 +8,7 @@ under two noises is not a second Poisson sample.
 Two copies of a run's folder hold the same generators, and may go on apart: with another learning rate, another loss. So
 noise is not drawn from the generator's state alone but from that state and the digest of the sum that it is added to: the
 same sum gets the same noise, which is the same release, and another sum gets independent noise. Likewise a batch is drawn
-from its generator's state, the release before it and the weights that it is for. No copy can be told from the original
+from its generator's state, the release before it and the weights that it is for. No copy can be distinguished from the original
 before its first sum is known, so two copies that differ in code alone share one batch, under independent noise.
 """
 

@@ -233,7 +233,7 @@ def parallel_epsilon(parts: Sequence[tuple[Accountant, Tensor]], delta: float) -
 
     Each part is an account and the inputs, one record a row, that all its releases read. Two conditions:
     no record is in two parts, which is checked bit for bit (a PrivacyError names the parts; people with two records
-    are not seen); and which part a record goes to does not depend on the other records, which nobody can check: an id, a hash
+    are not seen); and which part a record goes to does not depend on the other records, which cannot be checked: an id, a hash
     of it or a coin of its own will do, a random permutation of everyone will not.
     """
     check_delta(delta)

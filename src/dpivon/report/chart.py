@@ -25,7 +25,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """A point, its spread (of y; of x in ranges), and what is told of it besides."""
+    """A point, its spread (of y; of x in ranges), and what its tip says."""
 
     x: float
     y: float

@@ -102,7 +102,7 @@ def width_chart(layers: tuple[Layer, ...]) -> Chart:
     return Chart(
         "width",
         "Posterior standard deviation of the weights",
-        "Dots are medians, bars hold 90 % of a layer’s weights. Narrow means that the releases told much about them.",
+        "Dots are medians, bars hold 90 % of a layer’s weights. Narrow: the releases determined them well.",
         Axis("posterior standard deviation σ", log=spread > 5),
         (
             View(
@@ -117,7 +117,7 @@ def width_chart(layers: tuple[Layer, ...]) -> Chart:
 def _ledger(run: RunFolder) -> Section:
     title = "The ledger, and how to check it"
     if run.ledger is None:
-        return Section("ledger", title, left_out="The folder holds no ledger, so nobody can check what was released.")
+        return Section("ledger", title, left_out="The folder holds no ledger, so what was released cannot be checked.")
     values = {
         "digest": run.ledger.digest,
         "same": run.ledger.digest == run.summary.ledger_digest,

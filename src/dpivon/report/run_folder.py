@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from dpivon.durable.files import read_json
 from dpivon.durable.ledger import Record
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
@@ -130,11 +131,13 @@ def read(folder: Path) -> RunFolder:
     """All files of the contract that are there, checked."""
     return RunFolder(
         folder,
-        _values(Summary, folder / SUMMARY, _json(folder / SUMMARY)),
+        _read(Summary, folder / SUMMARY),
         _config(folder / CONFIG),
         tuple(_progress(folder / PROGRESS)),
         _test_set(folder / TEST),
-        _values(_Layers, folder / POSTERIOR, _json(folder / POSTERIOR)).layers if (folder / POSTERIOR).exists() else (),
+        _values(_Layers, folder / POSTERIOR, read_json("folder", folder / POSTERIOR, _FIX)).layers
+        if (folder / POSTERIOR).exists()
+        else (),
         _ledger(folder / LEDGER),
     )
 
@@ -146,11 +149,8 @@ def _text(path: Path) -> str:
         raise bad("folder", str(path), f"cannot be read ({error})", _FIX) from None
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        raise bad("folder", str(path), f"is not valid JSON ({error})", _FIX) from None
+def _read(kind: type[_Kind], path: Path) -> _Kind:
+    return _values(kind, path, read_json("folder", path, _FIX))
 
 
 def _values(kind: type[_Kind], path: Path, raw: Any) -> _Kind:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from dpivon.durable.files import replace
+from dpivon.durable.files import check_parent, replace
 from dpivon.errors import bad
 from dpivon.sources.columns import Column, Labels, Strict, is_missing, label, number
 from dpivon.yaml_files import read_yaml, validated
@@ -101,6 +101,5 @@ def _quoted(text: str) -> str:
 def write_draft(path: Path, text: str) -> None:
     if path.exists():
         raise bad("write-schema", str(path), "exists, and may hold your work", "Give another name")
-    if not path.parent.is_dir():
-        raise bad("write-schema", str(path), "is in a folder that does not exist", "Create the folder first")
+    check_parent("write-schema", path)
     replace(path, text.encode())

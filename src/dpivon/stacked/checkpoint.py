@@ -179,7 +179,7 @@ def _hyper(stack: Stack) -> list[dict[str, torch.Tensor]]:
 
 
 def _program(stack: Stack) -> str:
-    """What computes the sums, as far as it can be told: libraries, layers, and the code of loss and forward passes."""
+    """What computes the sums, as far as it can be known: libraries, layers, and the code of loss and forward passes."""
     model = stack.network.model(stack.mean[0])
     own: list[Any] = [getattr(stack.network, "given_loss", None), *(type(m).forward for m in model.modules())]
     codes = {(f.__qualname__, f.__code__.co_code, f.__code__.co_names) for f in own if hasattr(f, "__code__")}

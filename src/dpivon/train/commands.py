@@ -186,7 +186,7 @@ def predict(
     if check_whole("seed", seed, "Use a small number such as 0") >= 2**63:
         raise bad("seed", seed, "is too large", "Use a small number such as 0")
     found = predict_file(load(model), data, out, samples=samples, seed=seed)
-    told = {
+    stated = {
         "out": str(out),
         "examples": len(found.probs),
         "samples": found.samples,
@@ -194,10 +194,10 @@ def predict(
         "mean_mutual_information": float(found.mutual_information.mean()),
     }
     if as_json:
-        say(json.dumps(told))
+        say(json.dumps(stated))
     elif not quiet:
         how = f"averaged over {found.samples} posterior draws" if found.samples else "at the posterior mean"
-        say(f"{told['examples']} predictions in {out}, {how}; mean entropy {told['mean_entropy']:.3f} nats")
+        say(f"{stated['examples']} predictions in {out}, {how}; mean entropy {stated['mean_entropy']:.3f} nats")
 
 
 def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, delimiter: str) -> None:

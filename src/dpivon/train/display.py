@@ -57,8 +57,8 @@ class Display(Watcher):
                 self._due = time.monotonic() + max(0.2, 20 * (time.monotonic() - now))
             bar.update(task, completed=step)
             return
-        told = "" if line.heldout_nll is None else f"  held-out loss {line.heldout_nll:.3f} ({NOT_PRIVATE})"
-        bar.update(task, completed=step, epsilon=line.epsilon, heldout=told)
+        held = "" if line.heldout_nll is None else f"  held-out loss {line.heldout_nll:.3f} ({NOT_PRIVATE})"
+        bar.update(task, completed=step, epsilon=line.epsilon, heldout=held)
 
     def end(self) -> None:
         if self._bar is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpivon._version import __version__
 from dpivon.csv_cells import cell
-from dpivon.durable.files import replace, sync_folder
+from dpivon.durable.files import check_parent, read_json, replace, sync_folder
 from dpivon.errors import bad
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
@@ -97,15 +97,12 @@ def load(where: Path) -> Published:
     """A published model, from its own folder or from that of a run."""
     folder = where / FOLDER if (where / FOLDER / NAME).exists() else where
     path = folder / NAME
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        unfinished = "is a run that is not finished" if (where / CONFIG).exists() else "holds no published model"
-        fix = "Start the same `dpivon train` again to finish it" if unfinished.startswith("is a run") else _FIX
-        raise bad("model", str(where), unfinished, fix) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise bad("model", str(path), f"cannot be read ({error})", _FIX) from None
-    description = validated(Description, raw, "model", fix=_FIX, place=str(path))
+    if not path.exists():
+        if (where / CONFIG).exists():
+            fix = "Start the same `dpivon train` again to finish it"
+            raise bad("model", str(where), "is a run that is not finished", fix)
+        raise bad("model", str(where), "holds no published model", _FIX)
+    description = validated(Description, read_json("model", path, _FIX), "model", fix=_FIX, place=str(path))
     sampled = folder / "samples.safetensors"
     kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
     posterior = kind.load(sampled if sampled.exists() else folder / "posterior.safetensors")
@@ -131,8 +128,7 @@ def predict_file(
     source = published.description.inputs
     if (kind := kind_of(where)) != source.kind:
         raise bad("data", where, f"is of the kind {kind}, and the model takes {source.told()}", "Give data like it")
-    if not out.parent.is_dir():
-        raise bad("out", str(out), "is in a folder that does not exist", "Create the folder first")
+    check_parent("out", out)
     examples = source.read(where, None)
     found = published.predict(examples.inputs, samples, seed)
     classes = published.description.classes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Callable
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from dpivon._version import __version__
+from dpivon.durable.files import read_json
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
@@ -121,11 +121,7 @@ def _read(name: str, where: str | None, config: Config, description: Description
 
 def _again(config: Config, folder: Path, watcher: Watcher) -> dict[str, Any]:
     """A finished run: its summary, with the scores on test data that was not given before."""
-    try:
-        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        fix = "Remove it; the same command then writes it again"
-        raise bad("out", str(folder / SUMMARY), f"cannot be read ({error})", fix) from None
+    summary: dict[str, Any] = read_json("out", folder / SUMMARY, "Remove it; the same command then writes it again")
     watcher.say(f"The run in {folder} is finished; nothing was trained.")
     if config.test is not None and config.test != configs.read(folder).test:
         published = load(folder)
@@ -148,7 +144,7 @@ def _finish(
     metrics = None if test is None else write_test(published, test, folder)
     write_widths(published, folder)
     record = read_ledger(folder / LEDGER)
-    spent: dict[str, float] = json.loads((folder / FOLDER / "privacy.json").read_text(encoding="utf-8"))["epsilon"]
+    spent: dict[str, float] = read_json("out", folder / FOLDER / "privacy.json", "Restore it")["epsilon"]
     lines = read_progress(folder / PROGRESS)
     summary: dict[str, Any] = {
         "format": 1,

@@ -39,7 +39,8 @@ def resolve(curvature: str | CurvatureEstimator) -> CurvatureEstimator:
         name = _UPSTREAM_NAMES.get(curvature, curvature)
         if name not in ESTIMATORS:
             known = ", ".join(map(repr, ESTIMATORS))
-            raise bad("curvature", curvature, "is not a known estimator", f"Use one of {known}, or an object")
+            fix = f"Use one of {known}, or an object; for its studies `python -m experiments.strong_privacy`"
+            raise bad("curvature", curvature, "is not a known estimator", fix)
         return ESTIMATORS[name]
     if isinstance(curvature, type) or not isinstance(curvature, CurvatureEstimator):
         raise bad(

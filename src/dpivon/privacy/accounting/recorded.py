@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from dpivon.durable.files import read_json
 from dpivon.durable.ledger import Record
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.privacy.accounting.accountant import Accountant
@@ -79,7 +79,7 @@ def own_delta(ledger: Path) -> float | None:
     if not path.exists() or (path == study and folder.parent.name not in STACKS):
         return None
     try:
-        raw = json.loads(path.read_text("utf-8")) if path == study else read_yaml("run", path, missing=fix, fix=fix)
+        raw = read_json("run", path, fix) if path == study else read_yaml("run", path, missing=fix, fix=fix)
         return check_delta(raw["delta"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise bad("run", str(path), f"holds no δ ({error})", fix) from None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.clipping import Clipping, clip_factors, struck_examples
+from dpivon.privacy.clipping import Clipping, clip_factors, dropped_examples
 from dpivon.privacy.gradients.means import intercept_backward, undo_mean
 from dpivon.privacy.gradients.model_io import map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
@@ -317,16 +317,16 @@ class BookKeeper(LayerWatch):
         factors = clip_factors(clipping, table.clamp_(min=0.0).sqrt_() * self._share)
         if self.doubt is not None:
             factors = factors.masked_fill(self.doubt, 0.0)
-        struck, recording = struck_examples(factors), capturing()
+        dropped, recording = dropped_examples(factors), capturing()
         weights = (factors * self._share).to(dtype_of_sums(blocks))
         for (members, use), c in zip(blocks, weights.unbind(), strict=True):
             if use is None:
                 (i,) = members
                 yield members, torch.zeros(params[i].shape, dtype=torch.float64, device=params[i].device)
                 continue
-            # While recording, sums over materialised gradients pass over struck rows by themselves.
-            if struck is not None and not (recording and isinstance(use, Dense)):
-                use = use.without(struck)
+            # While recording, sums over materialised gradients pass over dropped rows by themselves.
+            if dropped is not None and not (recording and isinstance(use, Dense)):
+                use = use.without(dropped)
             yield members, use.weighted_sum(c)
 
     def _check(self, params: Sequence[Tensor]) -> None:

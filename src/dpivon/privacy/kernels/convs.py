@@ -41,7 +41,7 @@ def _gradient(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows d and columns o of the gradient of example n, which is ROWS rows of the batch: [BD, BO]. Of every row ``positions``
-    are read: all T, or none of an example that was struck and may hold NaN."""
+    are read: all T, or none of an example that was dropped and may hold NaN."""
     tap = d // CIN
     kh = (tap // KW) * DH - PH
     kw = (tap % KW) * DW - PW

@@ -77,7 +77,7 @@ def _worth(a: Tensor, g: Tensor) -> bool:
 class Convolved:
     """g_i = Σ_t G_it ⊗ patch_it, of x [B · rows, in, H, W] and g [B · rows, out, H', W'].
 
-    It is pulled back if ``weight`` is there, a copy of the weights that were standardised. Struck examples contribute zero,
+    It is pulled back if ``weight`` is there, a copy of the weights that were standardised. Dropped examples contribute zero,
     whatever they hold.
     """
 
@@ -88,7 +88,7 @@ class Convolved:
     ordinary: Callable[[], Use]
     weight: Tensor | None = None
     rows: int = 1
-    struck: Tensor | None = None
+    dropped: Tensor | None = None
 
     @cached_property
     def _statistics(self) -> Tensor:
@@ -108,7 +108,7 @@ class Convolved:
         return (rest * directions(self.weight.double())[1].square().T).sum(1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        c = c if self.struck is None else c.masked_fill(self.struck, 0.0)
+        c = c if self.dropped is None else c.masked_fill(self.dropped, 0.0)
         found = None if self.weight is None else self._statistics
         chunks = torch.ops.dpivon.conv_sums(self.x, self.g, c.float(), found, self.geometry.flat(), self.rows)
         (kh, kw), into, out = self.geometry.kernel, self.x.shape[1], self.g.shape[1]
@@ -123,10 +123,10 @@ class Convolved:
         plain = self.ordinary()
         plain = plain.grouped(self.rows) if self.rows > 1 else plain
         plain = plain if self.weight is None else pulled_back(plain, self.weight)
-        return plain if self.struck is None else plain.without(self.struck)
+        return plain if self.dropped is None else plain.without(self.dropped)
 
-    def without(self, struck: Tensor) -> Convolved:
-        without = replace(self, struck=struck if self.struck is None else struck | self.struck)
+    def without(self, dropped: Tensor) -> Convolved:
+        without = replace(self, dropped=dropped if self.dropped is None else dropped | self.dropped)
         if "_statistics" in vars(self):  # they are the same, and cost as much as the sum
             vars(without)["_statistics"] = self._statistics
         return without
@@ -185,8 +185,8 @@ class Summed:
     def unfolded(self) -> Dense:
         return self._made
 
-    def without(self, struck: Tensor) -> Dense:
-        return self._made.without(struck)
+    def without(self, dropped: Tensor) -> Dense:
+        return self._made.without(dropped)
 
     def grouped(self, rows: int) -> Summed:
         return Summed(self.g.unflatten(0, (-1, rows)).flatten(1, 2))

@@ -48,8 +48,8 @@ class Use(Protocol):
         """g_i for every example, [B, *shape]."""
         ...
 
-    def without(self, struck: Tensor) -> Use:
-        """The same use with the struck examples' gradients zero, whatever they were."""
+    def without(self, dropped: Tensor) -> Use:
+        """The same use with the dropped examples' gradients zero, whatever they were."""
         ...
 
     def grouped(self, rows: int) -> Use:
@@ -90,8 +90,8 @@ class Dense:
     def materialise(self) -> Tensor:
         return self.g if self.order is None else self.order.restore(self.g.flatten(1))
 
-    def without(self, struck: Tensor) -> Dense:
-        return Dense(_strike(self.g, struck), self.order)
+    def without(self, dropped: Tensor) -> Dense:
+        return Dense(_drop(self.g, dropped), self.order)
 
     def grouped(self, rows: int) -> Dense:
         return Dense(self.g.unflatten(0, (-1, rows)).sum(1), self.order)
@@ -193,8 +193,8 @@ class Outer:
         g = self.made()
         return g.reshape(len(g), *self.shape) if self.order is None else self.order.restore(g.flatten(1))
 
-    def without(self, struck: Tensor) -> Outer:
-        without = replace(self, a=_strike(self.a, struck), g=_strike(self.g, struck))
+    def without(self, dropped: Tensor) -> Outer:
+        without = replace(self, a=_drop(self.a, dropped), g=_drop(self.g, dropped))
         if "_grams" in vars(self):  # who is made must not change
             vars(without)["_grams"] = self._grams
         return without
@@ -243,11 +243,11 @@ class Rows:
         out = self.g.new_zeros(len(self.g), *self.shape)
         return out.scatter_add_(1, self.index.unsqueeze(2).expand_as(self.g), self.g)
 
-    def without(self, struck: Tensor) -> Rows:
-        without = Rows(self.index, _strike(self.g, struck), self.shape)
+    def without(self, dropped: Tensor) -> Rows:
+        without = Rows(self.index, _drop(self.g, dropped), self.shape)
         if "_added" in vars(self):
             owners, places, rows = self._added
-            vars(without)["_added"] = owners, places, _strike(rows, struck[owners])
+            vars(without)["_added"] = owners, places, _drop(rows, dropped[owners])
         return without
 
     def grouped(self, rows: int) -> Rows:
@@ -281,8 +281,8 @@ class Mapped:
     def materialise(self) -> Tensor:
         return self.linear(self.outer.materialise())
 
-    def without(self, struck: Tensor) -> Mapped:
-        return replace(self, outer=self.outer.without(struck))
+    def without(self, dropped: Tensor) -> Mapped:
+        return replace(self, outer=self.outer.without(dropped))
 
     def grouped(self, rows: int) -> Mapped:
         return replace(self, outer=self.outer.grouped(rows))
@@ -391,5 +391,5 @@ def _squares(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64).square()
 
 
-def _strike(t: Tensor, struck: Tensor) -> Tensor:
-    return t.masked_fill(struck.view(-1, *[1] * (t.dim() - 1)), 0.0)
+def _drop(t: Tensor, dropped: Tensor) -> Tensor:
+    return t.masked_fill(dropped.view(-1, *[1] * (t.dim() - 1)), 0.0)

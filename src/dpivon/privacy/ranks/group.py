@@ -171,7 +171,7 @@ class Group:
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """An error as something that can be told."""
+    """An error as something that can be sent."""
     kind = type(error).__name__
     known = isinstance(getattr(errors, kind, None), type)
     return {"error": kind if known else "RankError", "text": str(error) if known else f"{kind}: {error}"}

@@ -39,7 +39,7 @@ def unwrap_parallel(module: nn.Module, wrap_model: bool) -> nn.Module:
         raise bad("module", type(module).__name__, "runs several devices in one process", fix)
     if type(module).__name__ == "FullyShardedDataParallel":
         fix = "Use torch.distributed.fsdp.fully_shard (FSDP2)"
-        raise bad("module", type(module).__name__, "flattens parameters, so that layers cannot be told apart", fix)
+        raise bad("module", type(module).__name__, "flattens parameters, so that layers cannot be distinguished", fix)
     return module
 
 

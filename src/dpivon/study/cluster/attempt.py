@@ -149,7 +149,7 @@ class _Keeper(_Fence):
 
 
 class _Line:
-    """A worker's line to the desk. It stands for the display of a study: what it is told, the driver shows."""
+    """A worker's line to the desk. It stands for the display of a study: the driver shows what it receives."""
 
     def __init__(self, task: Task, desk: Any, where: str) -> None:
         self.stack, self.attempt, self._desk, self._where = task.stack, task.attempt, desk, where
@@ -159,7 +159,7 @@ class _Line:
         self._stop = False
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Wait for the answer. Without a desk there is no driver, and nobody to train for."""
+        """Wait for the answer. Without a desk there is no driver to train for."""
         return _ray().get(getattr(self._desk, method).remote(self.stack, *arguments))
 
     def hear(self, go_on: bool) -> None:

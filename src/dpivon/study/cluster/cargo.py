@@ -54,5 +54,5 @@ def pack(data: StudyData, conditions: Sequence[Condition]) -> Cargo:
 
 def _tensor(array: Array) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # nobody writes to it
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # it is only read
         return torch.from_numpy(array)

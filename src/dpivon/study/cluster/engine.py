@@ -5,7 +5,7 @@ same machine, or a shared file system) keeps the stack there, exactly as the loc
 its checkpoint and ledger. One that does not see it charges every release with the desk, on the driver's disk, before it is
 made, and sends its checkpoints there. What was lost with a node is then gone for good, also the evidence of what it was: it
 stays charged, and batches and noise are new. A second run from the same seeds would be a replay only if every sum came out
-the same to the bit, which nobody can know of a machine that is no more.
+the same to the bit, which cannot be known of a machine that is no more.
 """
 
 from __future__ import annotations

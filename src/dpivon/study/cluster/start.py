@@ -18,7 +18,7 @@ _ROOM = 256 * 2**20  # of the object store, beside the data
 
 def ray_module(cluster: Cluster) -> Any:
     """Ray, or an error with the line that installs it. What it reads from the environment, it reads when it is imported."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it reports to nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no network request
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what it will do by itself, and warns about
     if _address(cluster) is None:  # a cluster of one machine listens on loopback alone: this is how Ray calls it
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES
+from dpivon.durable.files import read_json
 from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
 from dpivon.models import check_network
@@ -291,12 +292,7 @@ def steps_of(run: PlannedRun, epochs: int, examples: int) -> int:
 
 def read_plan(path: Path) -> Plan:
     """A plan from its file, checked."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise bad("study", str(path), "does not exist", _FIX) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise bad("study", str(path), f"is not a plan ({error})", _FIX) from None
+    raw = read_json("study", path, _FIX)
     if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
         raise bad("study", str(path), f"is not a plan of format {FORMAT}", _FIX)
     try:

@@ -30,7 +30,7 @@ from dpivon.durable.files import Lock, replace
 from dpivon.durable.ledger import Record, read
 from dpivon.errors import StorageError, bad
 from dpivon.methods import METHODS
-from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.accounting.recorded import LEDGER, STUDY
 from dpivon.study.plan.plan import Plan, PlannedRun, read_plan
 from dpivon.study.results import table
 from dpivon.study.run.robustness import ROBUSTNESS
@@ -71,7 +71,7 @@ def recorded(out: Path, plan: Plan) -> dict[str, int]:
 
 def claim(out: Path, plan: Plan) -> None:
     """Results of two plans never meet in one folder. A plan may grow: what is finished stays, and the new runs are added."""
-    path = out / "study.json"
+    path = out / STUDY
     if path.exists():
         known = read_plan(path)
         now = json.loads(json.dumps(defaults_of(known)))  # as the runs that are there would be made today
@@ -83,7 +83,7 @@ def claim(out: Path, plan: Plan) -> None:
             raise bad("out", str(out), plan.unlike(known), fix)
     if not path.exists() or (out / DEFAULTS).exists():
         text = json.dumps(defaults_of(plan), indent=1, sort_keys=True)
-        replace(out / DEFAULTS, f"{text}\n".encode())  # before the plan, without which they are nobody's
+        replace(out / DEFAULTS, f"{text}\n".encode())  # before the plan, without which they belong to none
     plan.write(path)
 
 
@@ -222,9 +222,9 @@ def noted(folder: Path) -> str:
 
 def status_lines(out: Path) -> list[str]:
     """In words, one line per method and one line per stack under way."""
-    if not (out / "study.json").exists():
+    if not (out / STUDY).exists():
         raise bad("out", str(out), "holds no study", "Give the folder that `dpivon study run` wrote")
-    plan = read_plan(out / "study.json")
+    plan = read_plan(out / STUDY)
     done = finished(out, plan)
     planned = Counter(run.method for run in plan.runs)
     ready = Counter(run.method for run in plan.runs if run.id in done)

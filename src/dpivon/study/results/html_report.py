@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.privacy.accounting import epsilon
+from dpivon.privacy.accounting.recorded import STUDY
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.privacy import Reading
 from dpivon.study.results.cells import Cells, describe, is_of, title_of, variants
@@ -19,7 +20,7 @@ from dpivon.study.results.summary import Tables, load
 from dpivon.study.results.table import Row
 from dpivon.study.results.tuning import history
 
-READ = ("runs.csv", "diagnostics.csv", "study.json")  # and nothing else of the folder
+READ = ("runs.csv", "diagnostics.csv", STUDY)  # and nothing else of the folder
 _COLUMNS = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "mc_accuracy": "accuracy, averaged"}
 _COLUMNS |= {"mc_nll": "NLL, averaged", "mc_ece": "ECE, averaged"}
 

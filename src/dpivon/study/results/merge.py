@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpivon.csv_cells import is_formula
 from dpivon.errors import bad
-from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.accounting.recorded import LEDGER, STUDY
 from dpivon.study.plan.plan import read_plan
 from dpivon.study.results import table
 from dpivon.study.results.folder import DEFAULTS, LEDGERS, RUNS, check_same, read_defaults
@@ -29,10 +29,10 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     """
     for folder in others:  # all before any: a wrong folder changes nothing
         _check_files(folder)
-        if not (folder / "study.json").exists():
+        if not (folder / STUDY).exists():
             raise bad("others", str(folder), "holds no study", "Give folders that `dpivon study run` wrote")
-        first = out if (out / "study.json").exists() else others[0]
-        here, there = (read_plan(at / "study.json") for at in (first, folder))
+        first = out if (out / STUDY).exists() else others[0]
+        here, there = (read_plan(at / STUDY) for at in (first, folder))
         if here.digest != there.digest:
             raise bad("others", str(folder), f"{here.unlike(there)} than {first}", "Merge runs of one plan")
         check_same(read_defaults(folder), read_defaults(first), "others", str(folder), f"in {first} are")
@@ -40,13 +40,13 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     out.mkdir(parents=True, exist_ok=True)
     added = {}
     for folder in others:
-        if not (out / "study.json").exists():
+        if not (out / STUDY).exists():
             if (folder / DEFAULTS).exists():
                 shutil.copy(folder / DEFAULTS, out / DEFAULTS)
-            shutil.copy(folder / "study.json", out / "study.json")
+            shutil.copy(folder / STUDY, out / STUDY)
         for ledger in sorted((folder / LEDGERS).glob("[!.]*/")):
             _copy_whole(ledger, out / LEDGERS)
-        plan = read_plan(out / "study.json")
+        plan = read_plan(out / STUDY)
         mine = {row["id"]: row for row in table.read(out / plan.table)}
         theirs = table.read(folder / plan.table)
         new = {row["id"] for row in theirs} - mine.keys()
@@ -63,7 +63,7 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
 
 def _check_files(folder: Path) -> None:
     """Whatever is read or copied below is a file in the folder itself: a link could name any file of whoever merges."""
-    names = ("study.json", DEFAULTS, "runs.csv", "tuning.csv", *BESIDE, LEDGERS)
+    names = (STUDY, DEFAULTS, "runs.csv", "tuning.csv", *BESIDE, LEDGERS)
     for path in [*(folder / name for name in names), *(folder / LEDGERS).glob("*"), *(folder / LEDGERS).glob("*/*")]:
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             fix = "Replace it by the file itself, or remove it"
@@ -71,7 +71,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_cells(folder: Path) -> None:
-    for name in (read_plan(folder / "study.json").table, *BESIDE):
+    for name in (read_plan(folder / STUDY).table, *BESIDE):
         for row in table.read(folder / name):
             for column, value in row.items():
                 if isinstance(value, str) and is_formula(value):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
+from dpivon.privacy.accounting.recorded import STUDY
 from dpivon.report.figures import draw
 from dpivon.study.plan.plan import Plan, read_plan
 from dpivon.study.results import table
@@ -32,7 +33,7 @@ def load(out: Path) -> Tables:
     rows = table.read(out / "runs.csv")
     if not rows:
         raise bad("out", str(out), "holds no runs.csv with a finished run", "Give what `dpivon study run` wrote")
-    plan = read_plan(out / "study.json") if (out / "study.json").exists() else None
+    plan = read_plan(out / STUDY) if (out / STUDY).exists() else None
     return Tables(rows, table.read(out / "diagnostics.csv"), plan)
 
 

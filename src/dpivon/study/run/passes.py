@@ -176,7 +176,7 @@ def apart(way: Passes, eager: Passes, rows: Sequence[Tensor], images: Tensor) ->
 
 
 def fast_ways(network: Network, row: Tensor) -> Iterator[Callable[[], Passes]]:
-    """Ways worth trying, the fastest first. The kernels know TF32 alone: who told torch to be exact gets what torch does.
+    """Ways worth trying, the fastest first. The kernels know TF32 alone: with exact torch they are torch's own.
 
     torch takes TF32 where this says "tf32", as it does by default: ``cudnn.allow_tf32 = False`` leaves "none" behind.
     """

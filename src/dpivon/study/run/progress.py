@@ -22,11 +22,11 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """So much a second; 0 where nobody knows yet."""
+        """So much a second; 0 while unknown."""
         return self.amount / max(self.seconds, 1e-9)
 
     def time(self, amount: float) -> float | None:
-        """Seconds that so much more will take; None where nobody knows yet."""
+        """Seconds that so much more will take; None while unknown."""
         if amount <= 0:
             return 0.0
         return amount / self.rate if self.rate > 0 else None
@@ -112,7 +112,7 @@ class Progress:
         self._show(words)
 
     def evaluating(self, left: Left, where: Callable[[], str]) -> None:
-        """Told when an evaluation begins and after each of its runs."""
+        """Called when an evaluation begins and after each of its runs."""
         now, done = time.monotonic(), max(0, self._in_stack - left.runs)
         self._evaluation.add(done, now - self._mark)
         self.runs -= done

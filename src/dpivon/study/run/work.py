@@ -46,7 +46,7 @@ class Shown(Protocol):
 
 
 class Custody:
-    """Who else keeps what a stack must not lose. Here nobody: its folder is enough."""
+    """Who else keeps what a stack must not lose. Here nothing: its folder is enough."""
 
     def ahead(self, terms: Terms, upto: int) -> None:
         """Called before the releases up to number ``upto`` are made; they may be made when it returns."""

@@ -174,7 +174,7 @@ def weight_norms(
 
 @triton.jit
 def _weighted(g, c):
-    return tl.where(c > 0.0, g * c, 0.0)  # a struck example may hold NaN
+    return tl.where(c > 0.0, g * c, 0.0)  # a dropped example may hold NaN
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def norm_pool_backward(
     """dz, and this example's gradients of γ, β and of the bias that was added to z, with their squared norm.
 
     BP, the pooled positions handled at a time, divides H·W/4. An example whose z is not finite has no finite loss either,
-    and is struck for that.
+    and is dropped for that.
     """
     POOLED: tl.constexpr = H * W // 4
     tl.static_assert(POOLED % BP == 0)
