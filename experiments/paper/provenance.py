@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpivon.study.plan.plan import Plan, PlannedRun
+from dpivon.study.results.provenance import check_code
 from dpivon.study.results.table import Row
 
 
@@ -16,7 +17,7 @@ def provenance(rows: Sequence[Row], plan: Plan | None) -> str:
     words = (
         f"{len(rows)} runs, {seeds} seed{'s' if seeds > 1 else ''} a cell (± is their standard deviation), trained in "
         f"{minutes:.1f} minutes by the clock on {hardware}. `study.json` is the plan, every run by its numbers: "
-        "`dpivon study run study.json --out NEW` repeats it."
+        f"`dpivon study run study.json --out NEW` repeats it. {check_code(rows, mixed=True)}"
     )
     return f"{words} {lacking}" if (lacking := _lacking(rows, plan)) else words
 

@@ -48,7 +48,7 @@ def rebuild(context: typer.Context) -> None:
         written = [
             path for folder in study_folders(Path(__file__).parent) for path in write_pages(folder, command=COMMAND)
         ]
-        written += judged(COMPARED, RESULTS / "comparison", tunings=TUNED, command=COMMAND)
+        written += judged(COMPARED, RESULTS / "comparison", tunings=TUNED, command=COMMAND, mixed_code=True)
         for part in (recipe.report, few_steps.report, simulation.report, spread.report, choosing.report):
             written += part(RESULTS)
         for path in written:
@@ -64,9 +64,11 @@ def compare(
     baseline: Annotated[
         list[str] | None, typer.Option(help="What it is held against.", show_default="dp-sgd, dp-adam")
     ] = None,
+    mixed_code: Annotated[bool, typer.Option("--mixed-code", help="Compare rows of different code too.")] = False,
 ) -> None:
     """Hold one method against others, in pairs: rates and the best baseline by validation data, every bar with a verdict."""
-    for path in judged(outs, to, tunings=tuning or [], ours=ours, baselines=baseline or ("dp-sgd", "dp-adam")):
+    baselines = baseline or ("dp-sgd", "dp-adam")
+    for path in judged(outs, to, tunings=tuning or [], ours=ours, baselines=baselines, mixed_code=mixed_code):
         say(path)
 
 

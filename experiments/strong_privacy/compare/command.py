@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.study.results import table
+from dpivon.study.results.provenance import check_code
 from experiments.strong_privacy.compare.bars import judge
 from experiments.strong_privacy.compare.cell import SETTING, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field
@@ -26,14 +27,17 @@ def compare(
     ours: str = "dp-steady",
     baselines: Sequence[str] = ("dp-sgd", "dp-adam"),
     command: str = "",
+    mixed_code: bool = False,
 ) -> list[Path]:
     """Judge ``ours`` against ``baselines`` over the results of one or several studies; what was written.
 
-    ``command`` is what the page says it was written by; by default all the arguments.
+    ``command`` is what the page says it was written by; by default all the arguments. Rows of different code are
+    compared only with ``mixed_code``, and the page says so.
     """
     if ours in baselines:
         raise bad("ours", ours, "is among the baselines", "Name another method, or other baselines")
     field = Field(outs, tunings, ours, baselines)
+    check_code(field.rows, mixed=mixed_code)
     found = [c for c in field.contenders if c.method == ours and not c.variant]
     if not found:
         raise bad("ours", ours, "has no run in these folders", "Name a method of theirs with --ours")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dpivon.study.results.cells import Value
+from dpivon.study.results.provenance import check_code
 from experiments.strong_privacy.compare import bars as rules
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field
@@ -64,7 +65,9 @@ def _made(field: Field) -> str:
     rows = field.rows
     hardware = " and ".join(sorted({f"{row['hardware']}, torch {row['torch']}" for row in rows}))
     folders = ", ".join(f"`{out.name}`" for out in field.outs)
-    return f"{len(rows)} runs of {folders} on {hardware}; every run by its numbers in their `study.json`."
+    return f"{len(rows)} runs of {folders} on {hardware}; every run by its numbers in their `study.json`. " + (
+        check_code(rows, mixed=True)
+    )
 
 
 def _short(field: Field, judged: dict[Contender, list[Bar]]) -> list[str]:

@@ -120,6 +120,7 @@ def report(
     tuning: Annotated[
         Path | None, typer.Option(help="Results of the tuning study.", show_default="OUT-tuning, if it is there")
     ] = None,
+    mixed_code: Annotated[bool, typer.Option("--mixed-code", help="Compare rows of different code too.")] = False,
 ) -> None:
     """Rebuild everything that follows from the tables: ε by PLD, the summary, the figures, the learning rates.
 
@@ -127,7 +128,7 @@ def report(
     """
     from dpivon.study.results.summary import write_report
 
-    for path in write_report(out, tuning):
+    for path in write_report(out, tuning, mixed_code=mixed_code):
         say(path)
 
 

@@ -16,6 +16,7 @@ from dpivon.report.page import Content, Section, versions
 from dpivon.report.privacy import Reading
 from dpivon.study.results.cells import Cells, describe, is_of, title_of, variants
 from dpivon.study.results.charts import in_order, privacy_curves, width_curves
+from dpivon.study.results.provenance import check_code
 from dpivon.study.results.summary import Tables, load
 from dpivon.study.results.table import Row
 from dpivon.study.results.tuning import history
@@ -96,6 +97,7 @@ def configuration(study: Tables) -> Section:
 def machine_facts(study: Tables) -> dict[str, str]:
     seconds = sum(row["seconds"] or 0.0 for row in study.rows)
     facts = {name: _listed(study.rows, name) for name in ("hardware", "precision", "torch")}
+    facts |= {"code of the runs": check_code(study.rows, mixed=True).replace("**", "")}
     return facts | {"dpivon of the runs": _listed(study.rows, "version"), "training took": f"{seconds:,.0f} s in all"}
 
 

@@ -14,6 +14,7 @@ from dpivon.study.plan.plan import Plan, read_plan
 from dpivon.study.results import table
 from dpivon.study.results.cells import CELL, Cells, is_of
 from dpivon.study.results.charts import privacy_curves, width_curves
+from dpivon.study.results.provenance import check_code
 from dpivon.study.results.table import SCORES, Row
 from dpivon.study.results.tuning import candidates, epsilon_with_tuning, history
 
@@ -53,9 +54,14 @@ def read_tables(out: Path, tuning: Path | None = None) -> Tables:
     return replace(tables, tuned=beside(out, tuning, "tuning", "tuning.csv"))
 
 
-def write_report(out: Path, tuning: Path | None = None) -> list[Path]:
-    """Write ``summary.csv``, the figures and, with tuning, ``tuning.md``; all that was written."""
+def write_report(out: Path, tuning: Path | None = None, *, mixed_code: bool = False) -> list[Path]:
+    """Write ``summary.csv``, the figures and, with tuning, ``tuning.md``; all that was written.
+
+    Raises:
+        ArgumentError: The rows were made by different code, and ``mixed_code`` does not allow it.
+    """
     tables = read_tables(out, tuning)
+    check_code(tables.rows, mixed=mixed_code)
     charts = [chart for chart in (privacy_curves(tables.rows), width_curves(tables.rows)) if chart is not None]
     drawn = draw(charts, None, out / "figures", ("png",))
     return [*drawn, write_summary(out, tables), *write_tuning(out, tables)]

@@ -19,7 +19,8 @@ COLUMNS = (
     "temperature", "epsilon_tempered", *(f"tempered_{s}" for s in SCORES),
     "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
     "steps", "releases", "train_size", "dataset", "network", "augment", "split",
-    "seconds", "stack_size", "stack_methods", "precision", "hardware", "torch", "version", "id",
+    "seconds", "stack_size", "stack_methods", "precision", "hardware", "torch", "version", "commit", "code",
+    "settings", "defaults", "id",
 )  # fmt: skip
 COST = ("epsilon", "epsilon_pld", "epsilon_tempered", "releases")  # what a run cost
 DIAGNOSTIC_COLUMNS = (
@@ -34,7 +35,7 @@ ROBUSTNESS_COLUMNS = (
 )  # fmt: skip
 _TEXT = {
     "method", "options", "dataset", "network", "augment", "split", "precision", "hardware", "torch", "version", "id",
-    "predicts", "kind", "condition",
+    "commit", "code", "settings", "defaults", "predicts", "kind", "condition",
     "variant", "chosen", "contender", "number", "scope", "text", "verdict", "numbers",  # of a comparison
 }  # fmt: skip
 _WHOLE = {

@@ -20,11 +20,13 @@ from dpivon.privacy.accounting.recorded import LEDGER, replay
 from dpivon.privacy.temperature import for_temperature, temperature_releases
 from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
+from dpivon.stacked.rules import defaults_of
 from dpivon.study.plan.data import StudyData, build_network
 from dpivon.study.plan.plan import Plan, PlannedRun, changed, first_seed, steps_of
 from dpivon.study.results import table
 from dpivon.study.results.cells import CELL
 from dpivon.study.results.folder import Note, open_stack
+from dpivon.study.results.provenance import code, commit
 from dpivon.study.run.evaluation import Keep, StackEvaluation
 from dpivon.study.run.passes import SWITCH
 from dpivon.study.run.progress import Left
@@ -188,6 +190,7 @@ class Work:
             "stack_size": len(self.runs),
             "stack_methods": len({r.method for r in self.runs}),
             "precision": self.precision,
+            "settings": self.stack.mechanism.specs[i].digest,
         }
 
     def last_diagnostics(self, run: str) -> dict[str, Any]:
@@ -221,12 +224,15 @@ def facts(plan: Plan, run: PlannedRun, examples: int, device: torch.device) -> d
     row |= {k: getattr(plan, k) for k in ("epochs", "delta", "dataset", "split")}
     return row | {
         "options": changed(run.options),
+        "defaults": changed({k: v for k, v in defaults_of(run.method).items() if k not in run.options}),
         "train_size": examples,
         "network": " ".join(filter(None, (plan.network, changed(plan.arguments)))),
         "augment": changed(asdict(plan.augment)) if plan.augment else "",
         "hardware": hardware(device),
         "torch": torch.__version__,
         "version": __version__,
+        "commit": commit(),
+        "code": code(),
     }
 
 

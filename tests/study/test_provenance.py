@@ -1,0 +1,75 @@
+"""Rows say which code made them, and rows of different code are not compared in silence."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dpivon.errors import ArgumentError
+from dpivon.study.results import provenance
+from dpivon.study.results.provenance import check_code
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rows_of_one_code_name_its_commit() -> None:
+    rows = [{"commit": "abc", "code": "1"}, {"commit": "abc", "code": "1"}]
+    assert check_code(rows) == "Commit abc."
+
+
+def test_equal_code_of_two_commits_may_be_compared() -> None:
+    assert check_code([{"commit": "abc", "code": "1"}, {"commit": "def", "code": "1"}])
+
+
+@pytest.mark.parametrize("rows", [
+    [{"commit": "abc", "code": "1"}, {"commit": "abc+changes", "code": "2"}],
+    [{"commit": "abc", "code": ""}, {"commit": "def", "code": ""}],
+    [{"commit": "abc", "code": "1"}, {}],
+])  # fmt: skip
+def test_rows_of_different_code_are_refused_unless_allowed_and_then_named(rows: list[dict[str, str]]) -> None:
+    with pytest.raises(ArgumentError, match=r"abc.*different code.*--mixed-code"):
+        check_code(rows)
+    said = check_code(rows, mixed=True)
+    assert said.startswith("**Rows of different code")
+    assert "abc (1)" in said
+
+
+def test_the_commit_is_gits_and_says_whether_sources_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    provenance.commit.cache_clear()
+    if not head:
+        monkeypatch.setenv(provenance.COMMIT, "1234567")
+        assert provenance.commit() == "1234567"
+    else:
+        assert head.startswith(provenance.commit().removesuffix("+changes"))
+    provenance.commit.cache_clear()
+    monkeypatch.setattr(provenance, "_git", lambda *_: "")
+    monkeypatch.setenv(provenance.COMMIT, "copied")
+    assert provenance.commit() == "copied"
+    monkeypatch.delenv(provenance.COMMIT)
+    provenance.commit.cache_clear()
+    assert provenance.commit() == provenance.UNKNOWN
+    provenance.commit.cache_clear()
+
+
+def test_the_digest_follows_a_source_that_makes_numbers_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*provenance._FILES, *(f"{folder}/a.py" for folder in provenance._NUMBERS), "report/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+        assert name.startswith("report") or (provenance._PACKAGE / name).parent.is_dir()
+    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path)
+
+    def digest() -> str:
+        provenance.code.cache_clear()
+        return provenance.code()
+
+    first = digest()
+    (tmp_path / "report" / "a.py").write_text("x = 2\n")
+    assert digest() == first
+    (tmp_path / "optim" / "a.py").write_text("x = 2\n")
+    assert digest() != first
+    provenance.code.cache_clear()
