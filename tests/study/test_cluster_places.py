@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_run import PLAN
+from tiny_study import PLAN
 
 from dpivon.errors import ArgumentError
 from dpivon.study.cluster.attempt import Task, attempt

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_run import PLAN
+from tiny_study import PLAN
 
 from dpivon import budget, temperature_cost
 from dpivon.durable.ledger import read

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from test_run import FAST
+from tiny_study import FAST
 
 from dpivon.errors import ArgumentError
 from dpivon.study.plan.config import resolve

@@ -13,7 +13,7 @@ import clusters
 import pytest
 import torch
 from clusters import LONG, at_step, killed_when_it_has_delivered, strikes_the_first, waits_for
-from test_run import PLAN, UNLIKE
+from tiny_study import PLAN, UNLIKE
 from typer.testing import CliRunner
 
 from dpivon.cli import app

@@ -11,10 +11,10 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_study import BARE, FAST, PLAN, STEPS, compare
 from typer.testing import CliRunner
 
 from dpivon import budget, temperature_cost
@@ -25,31 +25,9 @@ from dpivon.stacked import Stack
 from dpivon.study.plan.plan import Plan, PlannedRun, noise_seed
 from dpivon.study.results import table
 from dpivon.study.results.folder import group, status_lines
-from dpivon.study.run import evaluation, runner
-from dpivon.study.run.predict import predict_row
-from dpivon.study.run.progress import Progress
 from dpivon.study.run.runner import run_study
-from dpivon.study.run.settings import Outcome, Settings
+from dpivon.study.run.settings import Settings
 from dpivon.study.run.watch import points
-
-STEPS = 24  # an epoch of 1,497 digits at b = 64
-PLAN = Plan(
-    name="tiny",
-    dataset="digits",
-    network="small",
-    split="final",
-    epochs=1,
-    delta=1e-4,
-    mc_samples=2,
-    seed=0,
-    runs=(
-        PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5),
-        PlannedRun("dp-ivon-gradsq", 64, 1.0, 1.0, 0, 0.5),
-        PlannedRun("dp-adam", 128, 2.0, 1.0, 0, 0.01),
-    ),
-)
-FAST = Settings(quiet=True, block=4, device="cpu")
-UNLIKE = {"epsilon", "releases", "seconds"}  # what being killed may change
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +36,6 @@ def undisturbed(tmp_path_factory):
     torch.set_num_threads(1)
     assert run_study(PLAN, out, FAST).finished == 3
     return out
-
-
-def compare(out, whole, *, exact):
-    ours, theirs = (sorted(table.read(o / "runs.csv"), key=lambda r: r["id"]) for o in (out, whole))
-    assert [r["id"] for r in ours] == [r["id"] for r in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert {k: v for k, v in a.items() if k not in UNLIKE} == {k: v for k, v in b.items() if k not in UNLIKE}
-        assert a["epsilon"] == b["epsilon"] if exact else a["epsilon"] >= b["epsilon"]
-        assert a["releases"] >= a["steps"]
-    mine, other = (sorted(map(str, table.read(o / "diagnostics.csv"))) for o in (out, whole))
-    assert mine == other
 
 
 def test_a_row_a_run_with_its_own_epsilon(undisturbed):
@@ -159,108 +126,6 @@ def test_an_interrupt_stops_at_a_block_and_costs_nothing(undisturbed, tmp_path, 
     compare(tmp_path, undisturbed, exact=True)
 
 
-PAIR = replace(FAST, stack=2, only="-b64-")  # one stack of two runs
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    out = tmp_path_factory.mktemp("pair")
-    assert run_study(PLAN, out, PAIR).finished == 2
-    return out
-
-
-def ask_to_stop():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def interrupt():
-    ask_to_stop()
-    ask_to_stop()  # at once
-
-
-def crash():
-    raise RuntimeError("the machine died")
-
-
-@pytest.mark.campaign(keep=1)
-@pytest.mark.parametrize(
-    ("happens", "raised"), [(ask_to_stop, None), (interrupt, KeyboardInterrupt), (crash, RuntimeError)]
-)
-def test_an_evaluation_that_is_stopped_goes_on_and_the_training_is_not_repeated(
-    pair, tmp_path, monkeypatch, happens, raised
-):
-    calls = []
-
-    def disturbed(*args, **kwargs):
-        calls.append(1)
-        happens()
-        return predict_row(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "predict_row", disturbed)
-        if raised is None:
-            assert run_study(PLAN, tmp_path, PAIR) == Outcome(
-                1, 3, signal.SIGINT, left=1
-            )  # what was looked at has its row
-        else:
-            with pytest.raises(raised):
-                run_study(PLAN, tmp_path, PAIR)
-    assert len(calls) == 1  # the second run was not begun
-    assert "24 releases charged" in "\n".join(status_lines(tmp_path))
-    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
-    assert run_study(PLAN, tmp_path, PAIR).finished == 2
-    compare(tmp_path, pair, exact=True)
-
-
-def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "predict_row", full)
-        with pytest.raises(
-            DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"
-        ):
-            run_study(PLAN, tmp_path, PAIR)
-    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
-    assert run_study(PLAN, tmp_path, PAIR).finished == 2
-    compare(tmp_path, pair, exact=True)
-
-
-def test_every_run_that_is_evaluated_is_shown(pair, tmp_path, monkeypatch):
-    shown = []
-    monkeypatch.setattr(Progress, "evaluating", lambda self, left, where: shown.append((left.runs, where())))
-    monkeypatch.setattr(Progress, "say", lambda self, line: shown.append(line))
-    run_study(PLAN, tmp_path, PAIR)
-    title = "tiny 1/1: 2×b64"
-    assert shown == [
-        f"{title}: evaluating with torch's own operations",
-        (2, f"{title} · evaluating run 1 of 2"),
-        (1, f"{title} · evaluating run 2 of 2"),
-        (0, f"{title} · evaluating run 2 of 2"),
-    ]
-
-
-def test_time_may_run_out_in_an_evaluation_but_every_call_gets_on(pair, tmp_path, monkeypatch):
-    """An hour passes with every run that is evaluated, and half of one is allowed, or none."""
-    passed, calls = [0.0], []
-
-    def slow(*args, **kwargs):
-        calls.append(1)
-        passed[0] += 3600
-        return predict_row(*args, **kwargs)
-
-    monkeypatch.setattr(evaluation, "predict_row", slow)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
-    hasty = replace(PAIR, minutes=30)
-    assert run_study(PLAN, tmp_path, hasty).finished == 1
-    assert len(calls) == 1
-    monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
-    assert run_study(PLAN, tmp_path, replace(hasty, minutes=1e-9)).finished == 2
-    assert len(calls) == 2
-    compare(tmp_path, pair, exact=True)
-
-
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("at", [1, 3, 6, 9, 12])
 def test_a_crash_anywhere_changes_nothing(undisturbed, tmp_path, monkeypatch, at):
@@ -291,24 +156,6 @@ def test_killed_while_finishing_nothing_stands_twice(undisturbed, tmp_path, monk
     assert len(table.read(tmp_path / "runs.csv")) == 1
     assert run_study(PLAN, tmp_path, FAST).finished == 3
     compare(tmp_path, undisturbed, exact=True)
-
-
-BARE = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"yaml", "pydantic", "rich", "typer", "matplotlib", "torchmetrics", "dp_accounting"}:
-            raise ImportError(name + " is not on this machine")
-sys.meta_path.insert(0, Absent())
-from pathlib import Path
-from dpivon.study.plan.plan import read_plan
-from dpivon.study.run.runner import run_study
-from dpivon.study.run.settings import Settings
-plan, out, block = read_plan(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
-outcome = run_study(plan, out, Settings(device="cpu", block=block, checkpoint_seconds=float(sys.argv[4]), quiet=True))
-print(*outcome.lines(out / plan.table), sep="\\n")
-raise SystemExit(outcome.exit_code)
-"""
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_study import BARE
 from torch import nn
 
 from dpivon import metrics
@@ -262,24 +263,6 @@ def test_what_is_missing_is_missed_before_training(tmp_path, monkeypatch):
         plan = replace(PLAN, evaluate=Evaluation(("jpeg_compression",), (1,)))
         with pytest.raises(ArgumentError, match="needs Pillow"):
             run_study(plan, tmp_path / "out2", FAST)
-
-
-BARE = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"yaml", "pydantic", "rich", "typer", "matplotlib", "torchmetrics", "dp_accounting", "PIL"}:
-            raise ImportError(name + " is not on this machine")
-sys.meta_path.insert(0, Absent())
-from pathlib import Path
-from dpivon.study.plan.plan import read_plan
-from dpivon.study.run.runner import run_study
-from dpivon.study.run.settings import Settings
-plan, out, block = read_plan(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
-outcome = run_study(plan, out, Settings(device="cpu", block=block, checkpoint_seconds=float(sys.argv[4]), quiet=True))
-print(*outcome.lines(out / plan.table), sep="\\n")
-raise SystemExit(outcome.exit_code)
-"""
 
 
 @pytest.mark.slow

@@ -1,12 +1,8 @@
-"""Whole runs: they learn within the budget, go on to the bit after any death, and read nothing off the data."""
+"""Whole runs: they learn within the budget and read nothing off the data."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +10,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from whole_runs import slow
 
 import dpivon
 from clinic import HEADER, clinic, rows, write_csv
-from dpivon import DpivonError, PrivacyWarning, budget
-from dpivon.durable.ledger import read as read_ledger
+from dpivon import DpivonError, budget
 from dpivon.train import load, resolve, train
 from dpivon.train import run as running
 from dpivon.train.artefacts import read_progress
 from dpivon.train.loop import Loop
 from dpivon.train.run import Watcher, describe
 
-slow = pytest.mark.slow
-FILES = {"config.yaml", "ledger.jsonl", "model", "progress.jsonl", "summary.json", "posterior.json"}
-
 
 @pytest.fixture(autouse=True)
 def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report has tests of its own."""
     monkeypatch.setattr(running, "_report", lambda folder, watcher: None)
-
-
-class Dies(Watcher):
-    """A process that is killed after so many steps: nothing is saved."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def begin(self, config: Any, description: Any, loop: Any) -> Any:
-        def show(line: Any, step: int) -> None:
-            if line is None and step == self.after:
-                raise MemoryError("killed")
-
-        return show
-
-
-def posterior(folder: str | Path) -> dict[str, torch.Tensor]:
-    q = load(Path(folder)).posterior
-    return {**{f"m {k}": v for k, v in q.mean.items()}, **{f"v {k}": v for k, v in q.variance.items()}}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +36,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_report", lambda folder, watcher: None)
         return options, train(resolve(options))
+
+
+FILES = {"config.yaml", "ledger.jsonl", "model", "progress.jsonl", "summary.json", "posterior.json"}
 
 
 def test_it_learns_within_the_budget(tmp_path: Path) -> None:
@@ -157,9 +130,6 @@ def test_every_kind_of_posterior_is_published_whole(tmp_path: Path, method: str)
     assert (tmp_path / "first" / "posterior.json").exists() == (method in ("dp-sgld", "dp-bbp"))
 
 
-# ---- nothing is read off the data
-
-
 def test_the_model_description_does_not_need_a_single_row(tmp_path: Path) -> None:
     config = resolve(clinic(tmp_path))
     full = describe(config)
@@ -204,173 +174,6 @@ def test_the_number_of_rows_is_never_counted(whole: Any, tmp_path: Path) -> None
         found = train(resolve(options | {"data": str(data), "out": str(tmp_path / str(n)), "test": None, "epochs": 4}))
         for key in ("steps", "noise_multiplier", "sampling_rate", "dataset_size", "epsilon"):
             assert found[key] == summary[key]
-
-
-# ---- killed, stopped, gone on with
-
-
-@pytest.mark.campaign(keep=1)
-@pytest.mark.parametrize("after", [1, pytest.param(6, marks=slow), 7, pytest.param(15, marks=slow), 24])
-def test_killed_at_any_step_it_goes_on_to_the_bit_and_charges_nothing_twice(
-    whole: Any, tmp_path: Path, after: int
-) -> None:
-    options, summary = whole
-    options = options | {"out": str(tmp_path / "run")}
-    with pytest.raises(MemoryError):
-        train(resolve(options), Dies(after))
-    charged = read_ledger(tmp_path / "run" / "ledger.jsonl").releases
-    assert charged == after
-    found = train(resolve(options))
-    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
-    assert read_ledger(tmp_path / "run" / "ledger.jsonl").releases == 24
-    assert found["epsilon"] == summary["epsilon"]
-    assert found["metrics"] == summary["metrics"]
-    lines, others = (read_progress(Path(o["out"]) / "progress.jsonl") for o in (options, whole[0]))
-    assert [line.step for line in lines] == [line.step for line in others]
-    assert [line.heldout_nll for line in lines] == [line.heldout_nll for line in others]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param({"physical_batch_size": 16}, marks=slow),
-        pytest.param({"options": {"mc_samples": 2}}, marks=slow),
-        pytest.param({"method": "dp-adam", "ema": 0.9}, marks=slow),
-        {"method": "dp-mc-dropout", "physical_batch_size": 16},
-        pytest.param({"method": "dp-sgld"}, marks=slow),
-        pytest.param({"method": "dp-bbp"}, marks=slow),
-    ],
-    ids=str,
-)
-def test_so_do_micro_batches_averages_and_the_other_posteriors(tmp_path: Path, change: dict[str, Any]) -> None:
-    options = clinic(tmp_path) | {"seed": 5, "epochs": 2} | change
-    for name in ("a", "b"):
-        config = resolve(options | {"out": str(tmp_path / name)})
-        if name == "b":
-            with pytest.raises(MemoryError):
-                train(config, Dies(9))
-        assert train(config)["releases"] == 12
-    assert same(posterior(tmp_path / "a"), posterior(tmp_path / "b"))
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    class Again(Watcher):
-        def begin(self, config: Any, description: Any, loop: Any) -> Any:
-            with pytest.raises(DpivonError, match="another process is using it"):
-                train(config)
-            raise KeyboardInterrupt
-
-    config = resolve(clinic(tmp_path) | {"epochs": 1})
-    with pytest.raises(KeyboardInterrupt):
-        train(config, Again())
-    assert train(config)["releases"] == 6
-
-
-def test_killed_for_real(whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 of a process in the middle of the steps; then the same run to the end."""
-    monkeypatch.setattr(running, "_report", lambda folder, watcher: None)
-    options = whole[0] | {"out": str(tmp_path / "run"), "checkpoint_seconds": 1e-6}
-    process = multiprocessing.get_context("fork").Process(target=train, args=(resolve(options), KilledAtStep9()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
-        process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert _lines(tmp_path / "run" / "ledger.jsonl") >= 9
-    assert not (tmp_path / "run" / "summary.json").exists()
-    assert train(resolve(options))["releases"] == 24
-    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
-
-
-class KilledAtStep9(Watcher):
-    def begin(self, config: Any, description: Any, loop: Any) -> Any:
-        return lambda line, step: os.kill(os.getpid(), signal.SIGKILL) if step == 9 and line is None else None
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def test_a_signal_saves_and_the_same_run_goes_on(whole: Any, tmp_path: Path) -> None:
-    class Interrupts(Watcher):
-        def begin(self, config: Any, description: Any, loop: Any) -> Any:
-            return lambda line, step: signal.raise_signal(signal.SIGTERM) if step == 9 and line is None else None
-
-    options = whole[0] | {"out": str(tmp_path / "run")}
-    with pytest.raises(SystemExit) as caught:
-        train(resolve(options), Interrupts())
-    assert caught.value.code == 143
-    train(resolve(options))
-    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
-
-
-def test_killed_while_it_publishes_it_publishes_again(
-    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = whole[0] | {"out": str(tmp_path / "run")}
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "write_test", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(resolve(options))
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "load", lambda *args: 1 / 0)
-        (tmp_path / "run" / "model").rename(tmp_path / "run" / ".model.tmp")
-        with pytest.raises(ZeroDivisionError):
-            train(resolve(options))
-    assert train(resolve(options))["releases"] == 24
-    assert same(posterior(options["out"]), posterior(whole[0]["out"]))
-
-
-def test_what_was_lost_for_good_stays_charged_and_the_budget_stops_the_step_that_would_pass_it(tmp_path: Path) -> None:
-    """With noise from the operating system nothing can be repeated: 7 lost releases are 7 steps fewer, not more ε."""
-    options = clinic(tmp_path) | {"secure": True}
-    with pytest.raises(MemoryError):
-        train(resolve(options), Dies(7))
-    for checkpoint in (tmp_path / "run").glob("release-*"):
-        checkpoint.unlink()
-    with pytest.warns(PrivacyWarning, match="7 releases were made and lost"):
-        summary = train(resolve(options))
-    assert (summary["releases"], summary["steps"]) == (24, 17)
-    assert summary["epsilon"] <= 4.0
-    assert load(Path(options["out"])).posterior.num_parameters > 0
-
-
-def test_a_finished_run_says_so_again_without_the_data(whole: Any, tmp_path: Path) -> None:
-    options, summary = whole
-    before = (Path(options["out"]) / "ledger.jsonl").read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert train(resolve(options)) == summary
-    assert (Path(options["out"]) / "ledger.jsonl").read_bytes() == before
-
-
-def test_a_finished_run_scores_test_data_that_comes_later(tmp_path: Path) -> None:
-    options = clinic(tmp_path) | {"epochs": 1}
-    assert train(resolve(options))["metrics"] is None
-    (tmp_path / "train.csv").unlink()
-    later = train(resolve(options | {"test": str(tmp_path / "test.csv")}))
-    assert 0 < later["metrics"]["mc_accuracy"] <= 1
-    assert later["releases"] == 6
-
-
-@pytest.mark.parametrize("change", [{"epsilon": 8.0}, {"batch_size": 60}, {"seed": 6}, {"classes": ["no", "yes"]}, {"lr": 0.3},
-                                    {"columns": {"age": {"min": 0, "max": 90}}}])  # fmt: skip
-def test_a_run_does_not_go_on_as_another(whole: Any, change: dict[str, Any]) -> None:
-    options, _ = whole
-    with pytest.raises(DpivonError, match=f"^{next(iter(change))}=.* was begun with") as caught:
-        train(resolve(options | change))
-    assert "--out" in str(caught.value)
-
-
-def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
-    options = clinic(tmp_path)
-    with pytest.raises(MemoryError):
-        train(resolve(options), Dies(8))
-    table = rows(300)
-    table[17][0] += 1
-    write_csv(tmp_path / "train.csv", table)
-    with pytest.raises(DpivonError, match="was begun with other data"):
-        train(resolve(options))
 
 
 def test_mistakes_are_found_before_anything_is_written(tmp_path: Path) -> None:
@@ -419,9 +222,6 @@ def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
         train(resolve(options | {"out": str(tmp_path)}))
     with pytest.raises(DpivonError, match="is a file"):
         train(resolve(options | {"out": str(tmp_path / "test.csv")}))
-
-
-# ---- the other kinds of data
 
 
 @pytest.mark.slow
@@ -506,9 +306,6 @@ def test_a_damaged_description_is_refused(whole: Any, tmp_path: Path, damage: st
         load(tmp_path)
     with pytest.raises(DpivonError, match="holds no published model"):
         load(tmp_path / "nowhere")
-
-
-# ---- the report
 
 
 @pytest.mark.parametrize("state", ["there", "broken"])
