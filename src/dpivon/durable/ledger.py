@@ -65,6 +65,11 @@ class Record:
         """Whose releases they are, in the order of the terms; empty where not recorded."""
         return next((found for terms, _ in reversed(self.rows) if (found := names(terms))), ())
 
+    @property
+    def unit(self) -> str:
+        """Whose contribution its releases bound: a person's, by what says who that is, or empty for an example's."""
+        return unit(self.rows[-1][0]) if self.rows else ""
+
     def counts(self) -> dict[str, int]:
         """Releases by the digest of their terms."""
         found: dict[str, int] = {}
@@ -103,6 +108,14 @@ def names(terms: Terms) -> tuple[str, ...]:
     if found and len(set(found)) != len(terms):
         raise ValueError("it names some of its runs, or one of them twice")
     return found
+
+
+def unit(terms: Terms) -> str:
+    """Whose contribution is bounded; one for all runs."""
+    found = {str(own.get("unit", "")) for own in terms}
+    if len(found) > 1:
+        raise ValueError("its runs have different units of privacy")
+    return found.pop() if found else ""
 
 
 def digest(terms: Terms) -> str:
@@ -157,6 +170,11 @@ class Ledger:
         if (ours := names(terms)) and self.record.names not in ((), ours):
             raise PrivacyError(
                 f"{self.path}: is of other runs, or of these in another order. Give each its own ledger."
+            )
+        if self.record.rows and (own := unit(terms)) != self.record.unit:
+            theirs, own = (name or "the example" for name in (self.record.unit, own))
+            raise PrivacyError(
+                f"{self.path}: is of releases for the unit of privacy {theirs!r}, not {own!r}. Give each its own ledger."
             )
         at = self.record.releases
         lines: list[dict[str, Any]] = []
@@ -289,6 +307,8 @@ def _take(line: Mapping[str, Any], parsed: _Parsed) -> None:
             raise ValueError("its number of runs changes")
         if (found := names(parsed.terms)) and record.names not in ((), found):
             raise ValueError("its runs change")
+        if record.rows and unit(parsed.terms) != record.unit:
+            raise ValueError("its unit of privacy changes")
     elif "at" in line:
         record.evidence[int(line["at"])] = str(line["evidence"])
     else:

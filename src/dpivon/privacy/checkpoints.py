@@ -289,7 +289,7 @@ class Checkpoints:
                     f"{path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: it was cut "
                     "short or replaced by an older copy. Put back the newest."
                 )
-        ours, begun = self._fingerprint(), {"mechanism": Mechanism.name, **state["config"]}
+        ours, begun = self._fingerprint(), {"mechanism": Mechanism.name, "unit": "", **state["config"]}
         if "clipping" not in begun:  # from before it was written down: of a list of bounds there was their norm alone
             ours["max_grad_norm"] = self._optimizer.first_spec.max_grad_norm
         for name, value in begun.items():  # what was not written down when it was begun is not compared
@@ -317,6 +317,7 @@ class Checkpoints:
             "expected_batch_size": spec.expected_batch_size,
             "loss_reduction": spec.loss_reduction,
             "augmentations": optimizer.source.augmentations,
+            **({"unit": ""} if self._sampler.people is None else self._sampler.people.terms),
             "accountant": self._engine.accountant.mechanism(),
             "config": json.loads(json.dumps(self._config)),
         }
@@ -326,6 +327,8 @@ class Checkpoints:
         if self._digest_of_data is not None and self._digest_of_data[0] == key:
             return self._digest_of_data[1]
         total = hmac.new(key, f"{len(self._dataset)} {self._dataset_digest}".encode(), hashlib.sha256)
+        if self._sampler.people is not None:
+            total.update(bytes_of(self._sampler.people.of_row))
         for value in held_tensors(self._dataset):
             total.update(f"{value.dtype} {list(value.shape)}".encode())
             total.update(bytes_of(value))

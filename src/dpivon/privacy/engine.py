@@ -14,23 +14,23 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpivon.durable.ledger import Ledger
-from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_number, check_whole
+from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant, Limit
-from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import BookKeepingHooks, BookKeepingModule
 from dpivon.privacy.guards import check_model, check_optimizer
-from dpivon.privacy.handed_over import batch_structure, check_mode, try_criterion, try_loss
+from dpivon.privacy.handed_over import batch_structure, check_mode, planned, try_criterion, try_loss
 from dpivon.privacy.independence import check_model_rows
 from dpivon.privacy.losses import PerExampleLoss, check_criterion
 from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
 from dpivon.privacy.noise import SecureNoise, TorchNoise, check_noise_alone, own_generator
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.people import People
 from dpivon.privacy.ranks.group import Group, current
 from dpivon.privacy.ranks.sharded import Sharded
 from dpivon.privacy.ranks.start import choose_team, starting, unwrap_parallel
@@ -121,6 +121,9 @@ class PrivacyEngine(OpacusVerbs):
         dataset_size: int | None = None,
         expected_batch_size: float | None = None,
         augmentations: int = 1,
+        user_ids: Any = None,
+        rows_per_user: int | None = None,
+        user_gradient: str = "mean",
         unchecked: bool = False,
     ) -> Any:
         """The private counterparts ``(module, optimizer, data_loader)``.
@@ -146,9 +149,14 @@ class PrivacyEngine(OpacusVerbs):
                 result is ``(module, optimizer, criterion, data_loader)``.
             wrap_model: False attaches hooks to the model instead of wrapping it; go on using your own model then.
             rand_on_empty: accepted for compatibility; True would double the sensitivity and is refused.
-            dataset_size: the public N, if it is not simply ``len(dataset)``.
+            dataset_size: the public N, if it is not simply ``len(dataset)``, or the number of people.
             expected_batch_size: the public b, if it is not the loader's batch size. q = b/N.
             augmentations: M consecutive rows of a batch are one example; gradients are averaged over them before clipping.
+            user_ids: whose each row of the data set is, for privacy per person: people are drawn instead of rows, N and b
+                count people, and a person's gradient is clipped once. Rows must reach the model in the loader's order.
+            rows_per_user: at most so many rows of a person in a batch, drawn afresh every time; None for all of them.
+            user_gradient: a person's gradient is the ``"mean"`` over their rows, so that all people have one weight and C is on
+                the scale of one row's gradient; or the ``"sum"``. Your loss is the mean (or sum) over rows, as ever.
             unchecked: train although the model cannot be tried on made-up inputs. You answer for it that no row of a batch
                 depends on another; the ledger records it.
         """
@@ -166,7 +174,10 @@ class PrivacyEngine(OpacusVerbs):
             drawing["the data loader's generator"] = data_loader.generator
             drawing["the optimizer's generator"] = getattr(optimizer, "generator", None)
             check_noise_alone(noise_generator, drawing)
-            sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
+            people = People.given(user_ids, rows_per_user, user_gradient, poisson_sampling=poisson_sampling)
+            sampling = declare(
+                data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size, people=people
+            )
             trainable = sum(p.requires_grad for p in module.parameters())
             clip = make_clipping(clipping, max_grad_norm, trainable)
             spec = NoiseSpec(
@@ -179,7 +190,9 @@ class PrivacyEngine(OpacusVerbs):
                 unchecked=unchecked,
                 mechanism=check_mechanism(mechanism),
                 clipping=clip.name,
+                unit="" if people is None else people.unit,
             )
+            self.accountant.keep_unit(spec.unit)
             augmentations = check_whole("augmentations", augmentations, "Use 1 for none", at_least=1)
             if mode == "ghost":  # whose criterion takes the mean itself
                 criterion = PerExampleLoss(criterion or nn.CrossEntropyLoss(reduction=loss_reduction), loss_reduction)
@@ -197,12 +210,14 @@ class PrivacyEngine(OpacusVerbs):
                     parent=self._seeded_by,
                     secure=self.secure_mode,
                     part=(0, 1) if team is None else (team.rank, team.world),
+                    people=people,
                 )
             elif team is not None:
                 refuse_whole_batches(data_loader, team.world)
             keeper = BookKeeper(
                 module,
                 **layout,
+                people=None if people is None else people.groups(loader, augmentations),
                 samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
                 scatter=team.scatter if isinstance(team, Sharded) else None,
                 accumulates=not poisson_sampling,
@@ -237,6 +252,7 @@ class PrivacyEngine(OpacusVerbs):
                 dataset_size=sampling.dataset_size,
                 clipping=f"{clip.name} {clip.given}",
                 augmentations=augmentations,
+                user_ids="" if people is None else f"{people.terms} {people.digest}",
                 accountant=self.accountant.mechanism(),
                 secure_mode=self.secure_mode,
                 charged=len(self.accountant),
@@ -299,41 +315,23 @@ class PrivacyEngine(OpacusVerbs):
                 f"This engine has already charged {len(self.accountant)} releases, which target_epsilon={target_epsilon!r} "
                 "does not cover. Use a new PrivacyEngine, or make_private with a noise_multiplier."
             )
-        epochs = check_whole("epochs", epochs, "Use the number of passes you will train", at_least=1)
-        target_epsilon = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
-        fix = "Use a probability well below 1/N"
-        target_delta = check_number("target_delta", target_delta, fix, above=0.0, below=1.0)
-        sampling = declare(data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size)
-        steps = epochs * sampling.steps
-        sigma = calibrate(
-            target_epsilon=target_epsilon,
-            delta=target_delta,
-            sample_rate=sampling.sample_rate,
-            steps=steps,
-            accountant=self.accountant.mechanism(),
-            orders=self.accountant.orders,
+        people = People.given(**options)
+        sampling = declare(
+            data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size, people=people
         )
-        mechanism = check_mechanism(options.get("mechanism", "gaussian"))
-        planned = NoiseSpec(sigma, 1.0, sampling.expected_batch_size, sampling.sample_rate, mechanism=mechanism)
-        if planned.cost != (sigma, sampling.sample_rate):
-            fix = "Use make_private with a noise_multiplier, and get_epsilon"
-            raise bad("mechanism", mechanism.name, "is not charged as the Gaussian that σ is calibrated for", fix)
-        if any(row[:2] != (sigma, sampling.sample_rate) for row in self.accountant.history):
-            raise PrivacyError(
-                f"The ledger holds {len(self.accountant)} releases of another plan, which target_epsilon={target_epsilon!r} "
-                "does not cover. Give the arguments that the run was begun with, or begin another ledger."
-            )
+        mechanism = options.get("mechanism", "gaussian")
+        limit = planned(self.accountant, sampling, target_epsilon, target_delta, epochs=epochs, mechanism=mechanism)
         made = self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
-            noise_multiplier=sigma,
+            noise_multiplier=limit.noise_multiplier,
             max_grad_norm=max_grad_norm,
             dataset_size=dataset_size,
             expected_batch_size=expected_batch_size,
-            **options,
+            **{**options, "user_ids": people},
         )
-        self._limit = Limit(target_epsilon, target_delta, sigma, sampling.sample_rate, steps)
+        self._limit = limit
         return made
 
     # ---- the account
@@ -375,6 +373,8 @@ class PrivacyEngine(OpacusVerbs):
 
     def _charge(self, spec: NoiseSpec, evidence: str = "") -> None:
         """Charge one release, before it happens; refuse the one that would pass the budget. The disk first, then memory."""
+        if spec.unit != self.accountant.unit:
+            self.accountant.keep_unit(spec.unit)
         sigma, rate = spec.cost
         if self._limit is not None:
             if spec.unaccounted:

@@ -1,4 +1,4 @@
-"""What a caller hands over with a model: the name of a mode, and losses to be tried on made-up numbers."""
+"""What a caller hands over with a model: the name of a mode, losses to be tried on made-up numbers, a target ε."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpivon.errors import PrivacyError, bad
+from dpivon.errors import PrivacyError, bad, check_number, check_whole
+from dpivon.privacy.accounting import Accountant, Limit
+from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import map_tensors
 from dpivon.privacy.independence import check_loss_rows
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.made_up import NotTried
+from dpivon.privacy.mechanism import NoiseSpec, check_mechanism
+from dpivon.privacy.sampling import Sampling
 
 _MODES = ("bookkeeping", "hooks", "functorch", "ew", "ghost")
 
@@ -96,3 +100,38 @@ def _is_pair(batch: Any) -> bool:
 
 def _of_pairs(criterion: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
     return lambda model, batch: criterion(model(batch[0]), batch[1])
+
+
+def planned(
+    accountant: Accountant,
+    sampling: Sampling,
+    target_epsilon: float,
+    target_delta: float,
+    *,
+    epochs: int,
+    mechanism: Any,
+) -> Limit:
+    """The σ and the number of steps with which ``epochs`` epochs spend at most (ε, δ), as a limit on the account."""
+    epochs = check_whole("epochs", epochs, "Use the number of passes you will train", at_least=1)
+    target_epsilon = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
+    fix = "Use a probability well below 1/N"
+    target_delta = check_number("target_delta", target_delta, fix, above=0.0, below=1.0)
+    rate, steps = sampling.sample_rate, epochs * sampling.steps
+    sigma = calibrate(
+        target_epsilon=target_epsilon,
+        delta=target_delta,
+        sample_rate=rate,
+        steps=steps,
+        accountant=accountant.mechanism(),
+        orders=accountant.orders,
+    )
+    mechanism = check_mechanism(mechanism)
+    if NoiseSpec(sigma, 1.0, sampling.expected_batch_size, rate, mechanism=mechanism).cost != (sigma, rate):
+        fix = "Use make_private with a noise_multiplier, and get_epsilon"
+        raise bad("mechanism", mechanism.name, "is not charged as the Gaussian that σ is calibrated for", fix)
+    if any(row[:2] != (sigma, rate) for row in accountant.history):
+        raise PrivacyError(
+            f"The ledger holds {len(accountant)} releases of another plan, which target_epsilon={target_epsilon!r} "
+            "does not cover. Give the arguments that the run was begun with, or begin another ledger."
+        )
+    return Limit(target_epsilon, target_delta, sigma, rate, steps)

@@ -24,6 +24,7 @@ from dpivon.optim.tensors import TensorList
 from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.people import end_of_part
 from dpivon.release import Release
 from dpivon.shards import like_parameter, local
 
@@ -208,7 +209,7 @@ def _all_parameters(inner: Optimizer) -> Iterator[Any]:
 
 
 class BatchMemoryManager:
-    """Splits every logical batch into micro-batches of at most ``max_physical_batch_size`` examples.
+    """Splits every logical batch into micro-batches of at most ``max_physical_batch_size`` rows.
 
     >>> with BatchMemoryManager(data_loader=loader, max_physical_batch_size=64, optimizer=optimizer) as micro_batches:
     ...     for x, y in micro_batches:
@@ -224,9 +225,12 @@ class BatchMemoryManager:
     Use as Opacus's. Unlike it, each micro-batch carries its own flag, so that an error, a ``continue`` or a ``break``
     never lets the rest of one logical batch run into the next: leaving drops the partial sum.
 
+    With ``user_ids`` a person is never split: one who has more rows than that is a micro-batch alone (``rows_per_user``
+    bounds it).
+
     Args:
         data_loader: the loader that ``make_private`` returned.
-        max_physical_batch_size: how many examples fit in memory at once.
+        max_physical_batch_size: how many rows fit in memory at once.
         optimizer: the optimizer that ``make_private`` returned.
     """
 
@@ -295,8 +299,10 @@ class MicroBatches:
             persistent_workers=False,
         )
         for batch in loader:
-            first, last = split.flags.popleft()
+            first, last, sizes = split.flags.popleft()
             self.optimizer.begin_micro_batch(first=first, last=last)
+            if self.optimizer.draws is not None:
+                self.optimizer.draws.sizes = sizes
             yield batch
         self.optimizer.abandon_virtual_batch()
 
@@ -307,7 +313,7 @@ class MicroBatches:
 
 
 class _Split(Sampler[list[int]]):
-    """Chunks of each logical batch, with (first, last) noted in the order in which they will be yielded.
+    """Chunks of each logical batch, with (first, last, rows of each person) noted in the order in which they will be yielded.
 
     ``even``: as many on every rank, if need be empty ones. The layers of a sharded model are gathered in every forward, so
     all ranks must run as many.
@@ -315,20 +321,35 @@ class _Split(Sampler[list[int]]):
 
     def __init__(self, sampler: Sampler[list[int]], size: int, even: bool) -> None:
         self.sampler, self.size, self.even = sampler, size, even
-        self.flags: deque[tuple[bool, bool]] = deque()
+        self.flags: deque[tuple[bool, bool, tuple[int, ...] | None]] = deque()
         self.again = False
 
     def __iter__(self) -> Iterator[list[int]]:
         self.flags.clear()
+        by_person = getattr(self.sampler, "people", None) is not None
         for indices in self.sampler:
+            sizes: tuple[int, ...] | None = self.sampler.sizes.popleft() if by_person else None  # type: ignore[attr-defined]
             start, last = 0, False
             while not last:
-                last = start + self.size >= max(len(indices), self._largest())
-                self.flags.append((start == 0, last))
-                yield indices[start : start + self.size]
-                start += self.size
+                part, end, last = self._part(indices, sizes, start)
+                self.flags.append((start == 0, last, None if sizes is None else sizes[start:end]))
+                yield part
+                start = end
                 if self.again:
                     start, last, self.again = 0, False, False
+
+    def _part(self, indices: list[int], sizes: tuple[int, ...] | None, start: int) -> tuple[list[int], int, bool]:
+        """The rows of the part that begins with an example or person, where it ends, and whether it is the last."""
+        if sizes is None:
+            end = start + self.size
+            return indices[start:end], end, end >= max(len(indices), self._largest())
+        if self.even:
+            raise PrivacyError(
+                "BatchMemoryManager on a sharded model with user_ids: ranks do not know how many micro-batches the others "
+                "have. Use a batch that fits."
+            )
+        end, before = end_of_part(sizes, start, self.size), sum(sizes[:start])
+        return indices[before : before + sum(sizes[start:end])], end, end >= len(sizes)
 
     def _largest(self) -> int:
         """The examples of the rank that has most of this logical batch."""

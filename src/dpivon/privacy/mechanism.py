@@ -112,6 +112,7 @@ class NoiseSpec:
         unchecked: whether the caller answers for it that no row of a batch depends on another.
         mechanism: how noise is drawn and what is charged.
         clipping: the name of the rule that bounds every example (:mod:`dpivon.privacy.clipping`).
+        unit: whose contribution C bounds: an example's if it is empty, else a person's, by what says who that is.
     """
 
     noise_multiplier: float
@@ -125,6 +126,7 @@ class NoiseSpec:
     unchecked: bool = False
     mechanism: Mechanism = Mechanism()
     clipping: str = "flat"
+    unit: str = ""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -205,6 +207,7 @@ class NoiseSpec:
             "spec": self.digest,
             **({"unchecked": True} if self.unchecked else {}),
             **({"clipping": self.clipping} if self.clipping != "flat" else {}),
+            **({"unit": self.unit} if self.unit else {}),
         }
 
     @property
@@ -213,6 +216,7 @@ class NoiseSpec:
         left_out = {"drawn_by", "unchecked"}  # which change no number
         left_out |= {"mechanism"} if self.mechanism == Mechanism() else set()  # digests from before there was another
         left_out |= {"clipping"} if self.clipping in ("flat", "per_layer") else set()
+        left_out |= set() if self.unit else {"unit"}
         values = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in left_out}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 

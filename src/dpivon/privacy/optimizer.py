@@ -241,6 +241,11 @@ class DPOptimizer(OpacusNames):
         self._batch.announce(last=last)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
+        if self._spec.unit:
+            raise PrivacyError(
+                "Opacus's BatchMemoryManager with user_ids: it would split a person over two batches, and clip them twice. "
+                "Use dpivon.BatchMemoryManager."
+            )
         if self.draws is not None and self._prefetches:
             raise PrivacyError(
                 "Opacus's BatchMemoryManager with data-loader workers: its flags run ahead of the batches, and after an error "

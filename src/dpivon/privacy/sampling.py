@@ -1,4 +1,4 @@
-"""Poisson sampling: every example enters every batch independently with probability q = b/N.
+"""Poisson sampling: every example, or every person, enters every batch independently with probability q = b/N.
 
 Privacy amplification by subsampling is accounted for exactly this sampler, one fresh draw a release. Both halves are
 kept by construction: the loader draws so, and :class:`Draws` counts that no draw is released twice.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ from dpivon.privacy.noise import (
     secure_uniform,
     this_process,
 )
+from dpivon.privacy.people import People
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Draws:
     redeemable: bool = False
     redeemed: int = 0  # in this pass
     ignored: bool = False  # whether the batch last handed out has labels of -100
+    sizes: tuple[int, ...] | None = None  # and how many rows each of its people has; None if rows are examples
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
     sampler: Callable[[], PoissonSampler | None] = lambda: None  # who draws
     drawn_in: tuple[int, int] = field(default_factory=this_process)
@@ -66,8 +69,8 @@ class Draws:
         self.redeemable, self.drawn_in = True, this_process()
         self._tell("next_batch_drawn")
 
-    def deliver(self) -> None:
-        self.redeemable = True
+    def deliver(self, sizes: tuple[int, ...] | None = None) -> None:
+        self.redeemable, self.sizes = True, sizes
         self._tell("next_batch_delivered")
 
     def redeem(self) -> None:
@@ -82,7 +85,7 @@ class Draws:
                 "step() in a forked process on a batch that was drawn before the fork: the parent may release the same batch. "
                 "Take the next batch from the data loader in this process."
             )
-        self.redeemable = False
+        self.redeemable, self.sizes = False, None
         self.redeemed += 1
 
     def _tell(self, event: str) -> None:
@@ -99,6 +102,8 @@ class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: igno
     leaves r when divided by W. So an example is in a batch with probability q whatever the others do, on one rank only, and
     the same whatever their number: the union over ranks is what one process would draw. Its presence does not move
     another example to another rank, whose sum stays as it is to the bit. In secure mode each rank draws for its own.
+
+    With ``people`` it is people who are drawn, n of them: an index batch has the rows of each, one person's after another's.
     """
 
     def __init__(
@@ -111,11 +116,15 @@ class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: igno
         secure: bool = False,
         origin: str = SEEDED,
         part: tuple[int, int] = (0, 1),
+        people: People | None = None,
     ) -> None:
         self._process = this_process()
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
         self.secure, self.origin = secure, CRYPTOGRAPHIC if secure else origin
-        self.part = part
+        self.part, self.people = part, people
+        self.sizes: deque[tuple[int, ...]] = (
+            deque()
+        )  # rows of each person of the batches of the last pass, till handed out
         self.largest_part: int | None = None  # examples of the last draw on the rank that has most; None if unknown
         self.draws = Draws(sampler=weakref.ref(self))
 
@@ -133,23 +142,31 @@ class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: igno
         if self.position:  # the last pass was broken off
             self.passes, self.position = self.passes + 1, 0
         self.began_at, self.begin_at = self.begin_at, 0
+        sizes = self.sizes = deque()  # of this pass: two that overlap must not take each other's
         for position in range(self.began_at, self.steps):
             self.position = position
             uniform = self._uniform(self.before_draw())
+            drawn = (uniform(self.num_samples) < self.sample_rate).nonzero().flatten()
+            units = self._of_rank(drawn)
+            if self.people is not None:  # chosen on every rank for all, so that their generators stay in step
+                chosen = dict(zip(drawn.tolist(), self.people.rows_of(drawn, uniform), strict=True))
+                sizes.append(tuple(len(chosen[i]) for i in units))
+                units = [row for i in units for row in chosen[i]]
             self.position = position + 1
             self.draws.draw()
-            yield self._of_rank((uniform < self.sample_rate).nonzero().flatten())
+            yield units
         self.passes, self.position = self.passes + 1, 0
 
-    def _uniform(self, bound_to: bytes) -> Tensor:
+    def _uniform(self, bound_to: bytes) -> Callable[[int], Tensor]:
+        """Draws so many numbers in [0, 1) for one batch, and more if it is called again."""
         if self.secure:
-            return secure_uniform(self.num_samples)
+            return secure_uniform
         generator = self.generator
         if bound_to:
             state = bytes_of(generator.get_state())
             torch.rand(1, generator=generator)  # the next draw starts from another state
             generator = expanded(torch.Generator(), state + bound_to)
-        return torch.rand(self.num_samples, generator=generator, dtype=torch.float64)
+        return lambda n: torch.rand(n, generator=generator, dtype=torch.float64)
 
     def _of_rank(self, drawn: Tensor) -> list[int]:
         rank, world = self.part
@@ -187,7 +204,7 @@ class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[Any]:
-        begun_in = this_process()
+        begun_in, sampler, sizes = this_process(), self.batch_sampler, None
         for batch in super().__iter__():
             if self.num_workers and this_process() != begun_in:
                 raise PrivacyError(
@@ -195,7 +212,8 @@ class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
                     "parent releases too. Begin a new pass in this process."
                 )
             self.draws.ignored = has_ignored(batch)
-            self.draws.deliver()
+            sizes = sampler.sizes if sizes is None else sizes  # of this pass, also if another one has begun since
+            self.draws.deliver(None if sampler.people is None else sizes.popleft())
             yield batch
 
 
@@ -228,7 +246,7 @@ class CollateWithEmpty:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The public constants of a loader: N, b and q = b/N."""
+    """The public constants of a loader: N, b and q = b/N, of people where they are the unit."""
 
     dataset_size: int
     expected_batch_size: float
@@ -243,8 +261,14 @@ class Sampling:
         return math.ceil(self.dataset_size / self.expected_batch_size)
 
 
-def declare(data_loader: DataLoader[Any], *, dataset_size: int | None, expected_batch_size: float | None) -> Sampling:
-    """N and b as declared, or as the loader states them. Neither is ever read off a batch.
+def declare(
+    data_loader: DataLoader[Any],
+    *,
+    dataset_size: int | None,
+    expected_batch_size: float | None,
+    people: People | None = None,
+) -> Sampling:
+    """N and b as declared, or as the loader states them; of ``people`` if there are any. Neither is ever read off a batch.
 
     b is of all ranks together; a loader with a ``DistributedSampler`` states that of one.
     """
@@ -258,15 +282,16 @@ def declare(data_loader: DataLoader[Any], *, dataset_size: int | None, expected_
         )
     if len(dataset) == 0:
         raise bad("data_loader", "an empty dataset", "there is nothing to train on", "Check the path or the filter")
-    n = (
-        len(dataset)
-        if dataset_size is None
-        else check_whole("dataset_size", dataset_size, "Use the public number of training examples", at_least=1)
-    )
+    n, units = len(dataset), "examples"
+    if people is not None:
+        people.check(n)
+        n, units = len(people), "people"
+    if dataset_size is not None:
+        n = check_whole("dataset_size", dataset_size, f"Use the public number of training {units}", at_least=1)
     b = expected_batch_size if expected_batch_size is not None else _stated_batch_size(data_loader)
     b = check_number("expected_batch_size", b, "Use the public b = q·N", above=0.0)
     if b > n:
-        raise bad("expected_batch_size", b, f"is larger than the dataset ({n} examples)", "Use b ≤ N")
+        raise bad("expected_batch_size", b, f"is larger than the dataset ({n} {units})", "Use b ≤ N")
     return Sampling(n, b)
 
 
@@ -278,12 +303,13 @@ def poisson_loader(
     parent: torch.Generator | None,
     secure: bool,
     part: tuple[int, int] = (0, 1),
+    people: People | None = None,
 ) -> PoissonDataLoader:
     """The caller's loader with its batches drawn by Poisson sampling, from its own generator if it has one."""
     _refuse_other_samplers(data_loader, ranks=part[1])
     dataset = data_loader.dataset
     sampler = PoissonSampler(
-        num_samples=len(dataset),  # type: ignore[arg-type]
+        num_samples=len(dataset) if people is None else len(people),  # type: ignore[arg-type]
         sample_rate=sampling.sample_rate,
         steps=sampling.steps,
         # Never the global one: reseeding it in the loop would draw the same batches again.
@@ -291,6 +317,7 @@ def poisson_loader(
         secure=secure,
         origin=OS_ENTROPY if data_loader.generator is None and parent is None else SEEDED,
         part=part,
+        people=people,
     )
     return PoissonDataLoader(
         dataset,

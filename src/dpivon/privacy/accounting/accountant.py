@@ -38,6 +38,19 @@ class Accountant(IAccountant):  # type: ignore[misc]
         self._orders = check_orders(orders)
         self.history: History = []
         self.unaccounted: dict[str, int] = {}
+        self.unit: str | None = (
+            None  # of privacy: empty for an example, or by what people are known; None: not known yet
+        )
+
+    def keep_unit(self, unit: str) -> None:
+        """Refuse releases of another unit of privacy: what an example costs says nothing of a person."""
+        if self.unit not in (None, unit):
+            ours, theirs = (name or "the example" for name in (self.unit, unit))
+            raise PrivacyError(
+                f"The account is for the unit {ours!r}, and a release for {theirs!r} was to be charged to it, so ε would be "
+                "that of neither. Use a new PrivacyEngine, and a ledger of its own."
+            )
+        self.unit = unit
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Charge one release."""

@@ -20,6 +20,8 @@ STACKS = ("stacks", "ledgers")  # of those under way, and of those that are fini
 
 def replay(record: Record, run: int, accountant: Accountant) -> None:
     """Charge an account with all that a ledger holds of one of its runs."""
+    if record.rows:
+        accountant.keep_unit(record.unit)
     for sigma, rate, steps, reason in _releases(record, run):
         if reason is not None:
             accountant.record_unaccounted(reason, steps)

@@ -27,8 +27,9 @@ from dpivon.privacy.gradients.means import intercept_backward, undo_mean
 from dpivon.privacy.gradients.model_io import map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
+from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
+from dpivon.privacy.layers.uses import Dense, Use, merge, views_of_examples
 from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.precision import capturing, wide, without_autocast
 
@@ -61,7 +62,8 @@ class BookKeeper(LayerWatch):
         batch_first: whether the batch is dimension 0 or 1 of what the model takes and returns.
         loss_reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over the rows of a batch.
         samples: how many passes over the same examples are averaged.
-        augmentations: how many consecutive rows are one example.
+        augmentations: how many consecutive rows are one example, or one row of a person.
+        people: which of so many rows at hand are one person's, where an example is a person.
         scatter: keeps a part of each sum, where the model is sharded.
         accumulates: whether several batches may be summed in one step, which is not private under Poisson sampling.
         keeps_gradients: whether per-example gradients are left in ``p.grad_sample``, as Opacus does.
@@ -76,6 +78,7 @@ class BookKeeper(LayerWatch):
         loss_reduction: str,
         samples: int = 1,
         augmentations: int = 1,
+        people: Callable[[int], Groups] | None = None,
         scatter: Callable[[Tensor, Tensor], Tensor] | None = None,
         accumulates: bool = False,
         keeps_gradients: bool = False,
@@ -84,6 +87,8 @@ class BookKeeper(LayerWatch):
         super().__init__(module, batch_first=batch_first, scatter=scatter)
         self.loss_reduction = loss_reduction
         self.samples, self.augmentations = samples, augmentations
+        self._people = people
+        self._groups = self._alike = Groups(augmentations)  # the former of the batch at hand
         self.accumulates, self._keeps_gradients = accumulates, keeps_gradients
         self.on_first = on_first
         self._known: set[Any] = set()  # structures of inputs that were seen
@@ -110,6 +115,7 @@ class BookKeeper(LayerWatch):
             loss_reduction=self.loss_reduction,
             samples=self.samples,
             augmentations=self.augmentations,
+            people=self._people,
             scatter=self._scatter,
             accumulates=self.accumulates,
             keeps_gradients=self._keeps_gradients,
@@ -123,6 +129,7 @@ class BookKeeper(LayerWatch):
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._recording(module):
             self.rows = self._rows_of(args, kwargs)
+            self._groups = self._people(self.rows) if self._people and not self.rehearses else self._alike
             self._announce(args, kwargs)
             if self._passes.arrived and not self.accumulates:
                 self._passes.second = True
@@ -168,12 +175,12 @@ class BookKeeper(LayerWatch):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, passes are kept apart from those of the step under way, and forgotten at the end."""
-        before = self._passes, self.rows, self._running, self.on_first, self._generation
+        before = self._passes, self.rows, self._running, self.on_first, self._generation, self._groups
         self._passes, self.on_first, self.rehearses = _Passes(), None, True
         try:
             yield
         finally:
-            self._passes, self.rows, self._running, self.on_first, self._generation = before
+            self._passes, self.rows, self._running, self.on_first, self._generation, self._groups = before
             self.rehearses = False
 
     def _observe(
@@ -237,19 +244,20 @@ class BookKeeper(LayerWatch):
                 "[batch, tokens, features] instead of [batch · tokens, features]."
             )
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
-        with self._pool, views_of_examples(self.augmentations), without_autocast(g.device.type):
+        with self._pool, views_of_examples(self._groups.most), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
-            use = settled(use.grouped(self.augmentations)) if self.augmentations > 1 else use
+            use = self._groups.added_up(use) if self._groups.most > 1 else use
             passes.batches[-1][p].append(use)
             passes.kept += [(t, version_of(t)) for t in vars(use).values() if isinstance(t, Tensor)]
             if self._keeps_gradients:
-                each = [merge(batch[p]).materialise() * self._share for batch in passes.batches if p in batch]
+                made = [merge(batch[p]).materialise() for batch in passes.batches if p in batch]
+                each = [(g.movedim(0, -1) * self._groups.shares(self._share, g)).movedim(-1, 0) for g in made]
                 p.grad_sample = each[0] if len(each) == 1 else each  # type: ignore[attr-defined]
 
     @property
     def _share(self) -> float:
-        """Of each pass and augmentation in the average that is an example's gradient."""
+        """Of each pass and augmentation in the average that is the gradient of an example, or of a person's row."""
         return 1.0 / (self.samples * self.augmentations)
 
     # ---- the source of clipped sums
@@ -314,11 +322,12 @@ class BookKeeper(LayerWatch):
         norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
         known = next(n for n in norms if n is not None)
         table = torch.stack([torch.zeros_like(known) if n is None else n for n in norms])
-        factors = clip_factors(clipping, table.clamp_(min=0.0).sqrt_() * self._share)
+        share = self._groups.shares(self._share, table) if self._groups.divisors else self._share
+        factors = clip_factors(clipping, table.clamp_(min=0.0).sqrt_() * share)
         if self.doubt is not None:
             factors = factors.masked_fill(self.doubt, 0.0)
         dropped, recording = dropped_examples(factors), capturing()
-        weights = (factors * self._share).to(dtype_of_sums(blocks))
+        weights = (factors * share).to(dtype_of_sums(blocks))
         for (members, use), c in zip(blocks, weights.unbind(), strict=True):
             if use is None:
                 (i,) = members

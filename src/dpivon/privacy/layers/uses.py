@@ -303,6 +303,8 @@ def merge(uses: Sequence[Use]) -> Use:
     """One use whose per-example gradient is the sum of several."""
     if len(uses) == 1:
         return uses[0]
+    if hasattr(uses[0], "joined") and len({type(use) for use in uses}) == 1:
+        return cast(Use, uses[0].joined(uses[1:]))
     uses = [unfolded(u) for u in uses]
     outers = [u for u in uses if isinstance(u, Outer)]
     if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:

@@ -1,0 +1,144 @@
+"""Privacy per person: whose row each row of a data set is, which of a drawn person's rows are used, and how they are weighed.
+
+A person is drawn with probability q = b/N, N being the number of people. The gradient of a drawn person is the mean or the sum
+over their rows, and it is clipped once. So a person moves the sum by at most C, however many rows they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.durable.tensors import bytes_of
+from dpivon.errors import bad, check_choice, check_whole
+from dpivon.privacy.layers.groups import Groups
+
+GRADIENTS = ("mean", "sum")
+PERSON = "person"
+
+
+@dataclass(frozen=True, eq=False)
+class People:
+    """The people of a data set.
+
+    Attributes:
+        of_row: the number of the person of every row, from 0.
+        rows: at most so many rows of a person are used at a time, drawn afresh; None for all.
+        gradient: ``"mean"`` or ``"sum"`` over a person's rows. Under the mean every person has the same weight, and C is on
+            the scale of one row's gradient; under the sum people with many rows count for more, until they are clipped.
+        unit: what a person is called in the ledger, such as the name of a column.
+    """
+
+    of_row: Tensor
+    rows: int | None = None
+    gradient: str = "mean"
+    unit: str = PERSON
+    counts: Tensor = field(init=False, repr=False)  # rows of every person
+    _by_person: Tensor = field(init=False, repr=False)  # the rows, one person's after another's
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", torch.bincount(self.of_row))
+        object.__setattr__(self, "_by_person", torch.argsort(self.of_row, stable=True))
+
+    @classmethod
+    def of(cls, user_ids: Any, *, rows: int | None = None, gradient: str = "mean", unit: str = PERSON) -> People:
+        """Of one id per row: numbers, texts or anything else that can be hashed. Equal ids are one person."""
+        ids = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
+        if isinstance(ids, str) or not isinstance(ids, Iterable):
+            raise bad("user_ids", user_ids, "is not one id per row", "Give a list, an array or a tensor of ids")
+        if rows is not None:
+            rows = check_whole("rows_per_user", rows, "Use None for all rows of a person", at_least=1)
+        check_choice("user_gradient", gradient, GRADIENTS, "Say how the rows of a person are put together")
+        return cls(torch.tensor(_numbered(ids), dtype=torch.int64), rows, gradient, unit)
+
+    @classmethod
+    def given(
+        cls,
+        user_ids: Any = None,
+        rows_per_user: int | None = None,
+        user_gradient: str = "mean",
+        *,
+        poisson_sampling: bool = True,
+        **others: Any,
+    ) -> People | None:
+        """What ``make_private`` was given; None where rows are examples."""
+        if user_ids is None:
+            if rows_per_user is not None or user_gradient != "mean":
+                fix = "Give the id of every row's person, or leave rows_per_user and user_gradient out"
+                raise bad("user_ids", None, "but something is said about the rows of a person", fix)
+            return None
+        if not poisson_sampling:
+            fix = "Leave poisson_sampling=True, or train on rows without user_ids"
+            raise bad("poisson_sampling", False, "would draw rows, and with user_ids people are drawn", fix)
+        return (
+            user_ids if isinstance(user_ids, People) else cls.of(user_ids, rows=rows_per_user, gradient=user_gradient)
+        )
+
+    def __len__(self) -> int:
+        """N, the number of people."""
+        return len(self.counts)
+
+    def check(self, rows: int) -> None:
+        """Refuse ids of another data set."""
+        if len(self.of_row) != rows:
+            fix = "Give one id per row, in the order of the data set"
+            raise bad("user_ids", f"{len(self.of_row)} ids", f"but the data set has {rows} rows", fix)
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What a run must go on with, besides the ids."""
+        return {"unit": self.unit, "rows_per_user": self.rows, "user_gradient": self.gradient}
+
+    @property
+    def digest(self) -> str:
+        """Of who is whose, for ranks that must agree."""
+        return hashlib.sha256(bytes_of(self.of_row)).hexdigest()[:16]
+
+    def groups(self, loader: Any, augmentations: int) -> Callable[[int], Groups]:
+        """From a number of rows to which of them are one person's, in the batch that ``loader`` last handed out."""
+        draws, mean = loader.draws, self.gradient == "mean"
+        return lambda rows: Groups.of_people(draws.sizes, rows, augmentations, mean=mean)
+
+    def rows_of(self, drawn: Tensor, uniform: Callable[[int], Tensor]) -> list[list[int]]:
+        """The rows to use of each of the people ``drawn``. ``uniform(n)`` draws n numbers in [0, 1)."""
+        counts = self.counts[drawn]
+        ends = counts.cumsum(0)
+        begins = ends - counts
+        owner = torch.arange(len(drawn)).repeat_interleave(counts)
+        place = torch.arange(len(owner)) - begins[owner]
+        first = (self.counts.cumsum(0) - self.counts)[drawn]
+        rows = self._by_person[first[owner] + place]
+        if self.rows is not None and bool((counts > self.rows).any()):
+            shuffled = torch.argsort(owner + uniform(len(owner)))  # within each person
+            rows, counts = rows[shuffled][place < self.rows], counts.clamp(max=self.rows)
+        return [part.tolist() for part in rows.split(counts.tolist())] if len(drawn) else []
+
+
+def _numbered(ids: Iterable[Any]) -> list[int]:
+    known: dict[Any, int] = {}
+    numbers = []
+    for row, one in enumerate(ids):
+        try:
+            if one is None or one == "" or one != one:
+                raise TypeError
+            numbers.append(known.setdefault(one, len(known)))
+        except TypeError:  # as a missing value of pandas raises when it is compared, or a list when it is hashed
+            fix = "Give every row the id of its person, and leave out rows whose person is not known"
+            raise bad("user_ids", one, f"row {row} has no id", fix) from None
+    return numbers
+
+
+def end_of_part(sizes: Sequence[int], begin: int, most: int) -> int:
+    """Where a part of at most ``most`` rows ends that begins with person ``begin`` of people with so many rows each.
+
+    A person is never cut: one who has more rows than that is a part alone.
+    """
+    end, rows = begin + 1, sum(sizes[begin : begin + 1])
+    while end < len(sizes) and rows + sizes[end] <= most:
+        rows, end = rows + sizes[end], end + 1
+    return end
