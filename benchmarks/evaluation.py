@@ -20,8 +20,7 @@ import torch
 from dpivon.metrics import batch_scores
 from dpivon.models import CompactCNN, WideResNet
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.run.passes import EagerPasses, apart, fast_ways
-from dpivon.study.run.predict import draw_rows, predict_row
+from dpivon.study.run.predict import EagerPasses, apart, draw_rows, fast_ways, predict_row
 from dpivon.study.run.work import hardware
 
 NETWORKS = {

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from dpivon.study.cluster import engine
-from dpivon.study.cluster.start import connected
+from dpivon.study.cluster.engine import connected
 from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
 from dpivon.study.run import runner
 from dpivon.study.run.settings import Cluster, Settings

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpivon.report.figures import STYLE, legend
-from dpivon.study.results.cells import Cells, Variant
+from dpivon.study.results.table import Cells, Variant
 from experiments.paper.figures import new_figure
 
 MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE"}

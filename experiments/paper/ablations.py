@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpivon.study.plan.plan import Plan, shown
-from dpivon.study.results.cells import Cells, Value, Variant, describe, is_of, variants
-from dpivon.study.results.charts import IVON
-from dpivon.study.results.table import Row
+from dpivon.study.results.summary import IVON
+from dpivon.study.results.table import Cells, Row, Value, Variant, describe, is_of, variants
 from experiments.paper.ablation_figure import ablation_figure
 from experiments.paper.provenance import provenance
 

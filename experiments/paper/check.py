@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dpivon.study.results.cells import Cells, Value
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Cells, Row, Value
 
 MEASURES = ("accuracy", "nll", "ece", "mc_accuracy", "mc_nll", "mc_ece")
 

@@ -13,9 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dpivon.study.results.cells import Cells, Value
-from dpivon.study.results.charts import IVON, TITLES
-from dpivon.study.results.table import Row
+from dpivon.study.results.summary import IVON, TITLES
+from dpivon.study.results.table import Cells, Row, Value
 from experiments.paper.figures import NOISE_ONLY
 from experiments.paper.sentences import SENTENCES
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpivon.study.plan.plan import Plan
-from dpivon.study.results.cells import Cells
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Cells, Row
 from experiments.paper import claims
 from experiments.paper.claims import UNTESTED, Claim, Claims, regime
 from experiments.paper.provenance import provenance

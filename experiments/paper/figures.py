@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.report.figures import STYLE, legend, save
-from dpivon.study.results.cells import Cells, Value, title_of
-from dpivon.study.results.charts import DASHES, IVON, MARKERS, MEASURES, colour, in_order
-from dpivon.study.results.table import Row
+from dpivon.study.results.summary import DASHES, IVON, MARKERS, MEASURES, colour, in_order
+from dpivon.study.results.table import Cells, Row, Value, title_of
 
 NOISE_ONLY = math.erf(math.sqrt(0.5))  # P(z² < 1): the share that pure noise projects to zero
 

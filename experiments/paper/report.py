@@ -7,9 +7,8 @@ from pathlib import Path
 from dpivon.report.figures import save
 from dpivon.study.plan.plan import Plan
 from dpivon.study.results import table
-from dpivon.study.results.cells import is_ablation
 from dpivon.study.results.summary import beside, read_tables, write_summary, write_tuning
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Row, is_ablation
 from experiments.paper.ablations import ablations_page, draw_ablations
 from experiments.paper.check import check_page
 from experiments.paper.claims_page import claims_page

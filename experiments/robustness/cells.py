@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpivon.methods import METHODS
-from dpivon.study.results.cells import Value, value
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Row, Value, value
 
 MEAN, AVERAGE = "mean", "average"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from dpivon.study.results.cells import Value
-from dpivon.study.results.charts import IVON
+from dpivon.study.results.summary import IVON
+from dpivon.study.results.table import Value
 from experiments.paper.claims import BASELINES, Claim, Comparison
 from experiments.robustness.cells import AVERAGE, MEAN, Predictor, RobustnessCells, Setting
 

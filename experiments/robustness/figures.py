@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.report.figures import STYLE, save
-from dpivon.study.results.cells import Value
-from dpivon.study.results.table import COVERAGES, Row
+from dpivon.study.results.table import COVERAGES, Row, Value
 from experiments.paper.figures import log_numbers, new_figure
 from experiments.robustness.cells import AVERAGE, Predictor, RobustnessCells, Setting
 

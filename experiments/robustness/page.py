@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpivon.study.plan.plan import Plan
-from dpivon.study.results.cells import Value
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Row, Value
 from experiments.paper.claims_page import numbers_table, verdict
 from experiments.paper.provenance import provenance
 from experiments.robustness.cells import AVERAGE, Predictor, RobustnessCells, Setting

@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import dpivon
-from dpivon.audit.bounds import expected_bound, gaussian_epsilon, mu_lower_bound, one_run_epsilon
-from dpivon.audit.tier_c import ALPHA, DELTA, ONE_RUN_ALPHA
+from dpivon.audit.tier_c import (
+    ALPHA,
+    DELTA,
+    ONE_RUN_ALPHA,
+    expected_bound,
+    gaussian_epsilon,
+    mu_lower_bound,
+    one_run_epsilon,
+)
 from dpivon.privacy.accounting import epsilon
 
 CANARIES, RELEASES, SIGMA = 64, 160, 1.0

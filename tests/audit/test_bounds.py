@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpivon.audit.bounds import (
+from dpivon.audit.tier_c import (
+    ALPHA,
+    DELTA,
+    GUESSES,
+    NOTICED,
     expected_bound,
     gaussian_delta,
     gaussian_epsilon,
@@ -17,7 +21,6 @@ from dpivon.audit.bounds import (
     one_run_epsilon,
     upper,
 )
-from dpivon.audit.tier_c import ALPHA, DELTA, GUESSES, NOTICED
 from dpivon.privacy.accounting import epsilon
 
 

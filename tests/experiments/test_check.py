@@ -13,7 +13,7 @@ from experiments.paper.hooks import run_hooks
 from dpivon import IVON as Optimizer
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results import table
-from dpivon.study.results.cells import Value
+from dpivon.study.results.table import Value
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
 from study.tables import IVON, rows

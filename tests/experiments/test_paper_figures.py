@@ -7,7 +7,7 @@ import math
 import pytest
 from experiments.paper.figures import NOISE_ONLY, draw_figures, over_training, privacy_figure, width_figure
 
-from dpivon.study.results.cells import Cells
+from dpivon.study.results.table import Cells
 from study.tables import IVON, rows
 
 

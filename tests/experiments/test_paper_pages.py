@@ -12,7 +12,7 @@ from experiments.paper.report import write_pages
 from dpivon.errors import ArgumentError
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results import table
-from dpivon.study.results.cells import is_ablation, variants
+from dpivon.study.results.table import is_ablation, variants
 from study.tables import IVON, rows, tuned, two_cells
 
 pages = partial(write_pages, command="test")

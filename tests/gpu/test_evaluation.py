@@ -18,8 +18,7 @@ from dpivon.privacy.kernels.paper.forward import MEMORY, Blocks, Forward
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
 from dpivon.study.results.table import COVERAGES
-from dpivon.study.run.passes import CompiledPasses, EagerPasses, KernelPasses, chosen
-from dpivon.study.run.predict import draw_rows, predict_row
+from dpivon.study.run.predict import CompiledPasses, EagerPasses, KernelPasses, chosen, draw_rows, predict_row
 
 DEVICE = torch.device("cuda")
 MEAN, MOST = 1e-3, 2e-2

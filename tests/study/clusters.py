@@ -14,8 +14,7 @@ from unittest import mock
 from dpivon.durable.ledger import read
 from dpivon.errors import PrivacyError
 from dpivon.study.cluster import attempt
-from dpivon.study.cluster.attempt import Ended, Task
-from dpivon.study.cluster.cargo import Cargo
+from dpivon.study.cluster.attempt import Cargo, Ended, Task
 from dpivon.study.plan.plan import Plan, PlannedRun
 
 LONG = Plan(

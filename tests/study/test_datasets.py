@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dpivon.data import MEAN, STD, DataSet, Images
+from dpivon.stacked import PaperNetwork
 from dpivon.study.plan import data as datasets
 from dpivon.study.plan.plan import Plan, PlannedRun
 
@@ -81,6 +82,11 @@ def test_the_papers_network_for_fewer_classes():
     network = datasets.build_network(some, datasets.StudyData(images, images, images, images))
     assert network.size == 357_258 - 2 * 129
     assert network.model(network.initial(0))(images).shape == (2, 8)
+    grey = torch.zeros(2, 1, 16, 16)  # without its kernels, which are for 3 × 32 × 32
+    other = datasets.build_network(some, datasets.StudyData(grey, grey, grey, grey))
+    assert isinstance(network, PaperNetwork)
+    assert not isinstance(other, PaperNetwork)
+    assert other.model(other.initial(0))(grey).shape == (2, 8)
 
 
 def test_digits_of_some_classes():

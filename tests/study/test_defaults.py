@@ -10,8 +10,7 @@ import pytest
 from dpivon.errors import ArgumentError
 from dpivon.methods import METHODS
 from dpivon.study.plan.plan import Plan, PlannedRun
-from dpivon.study.results.folder import claim
-from dpivon.study.results.merge import merge
+from dpivon.study.results.folder import claim, merge
 
 PLAN = Plan("p", "digits", "small", "final", 1, 1e-4, 2, 0, (PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5),))
 

@@ -12,8 +12,7 @@ from dpivon.durable.ledger import _sealed, read
 from dpivon.errors import ArgumentError
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results import table
-from dpivon.study.results.folder import Results, record, retire
-from dpivon.study.results.merge import merge
+from dpivon.study.results.folder import Results, merge, record, retire
 
 
 def plan(epochs=1):

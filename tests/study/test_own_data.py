@@ -14,12 +14,11 @@ import yaml
 from tiny_study import FAST
 
 from dpivon.errors import ArgumentError
-from dpivon.study.plan.config import resolve
+from dpivon.study.plan.config import load_own, resolve
 from dpivon.study.plan.data import load_data, train_size
-from dpivon.study.plan.own_data import load_own
 from dpivon.study.plan.plan import noise_seed, read_plan
 from dpivon.study.results import table
-from dpivon.study.results.merge import merge
+from dpivon.study.results.folder import merge
 from dpivon.study.run.runner import run_study
 
 CPU = torch.device("cpu")

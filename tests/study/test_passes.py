@@ -11,18 +11,20 @@ from dpivon.models import MLP, CompactCNN
 from dpivon.predict import entropy
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.run import passes
-from dpivon.study.run.passes import (
+from dpivon.study.run import predict as passes
+from dpivon.study.run.predict import (
     SWITCH,
     CompiledPasses,
     EagerPasses,
     KernelPasses,
     apart,
+    draw_rows,
     eager_will_do,
     fast_ways,
     first_that_agrees,
+    normalised,
+    predict_row,
 )
-from dpivon.study.run.predict import draw_rows, normalised, predict_row
 
 CPU = torch.device("cpu")
 SMALL = Layout(image=16, widths=(16, 32), hidden=32, classes=8)

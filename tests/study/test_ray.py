@@ -37,7 +37,7 @@ TWO = Cluster(workers=2)
 def cluster():
     """Two places for stacks, a small object store, no dashboard; the engine uses what is connected."""
     pytest.importorskip("ray")
-    from dpivon.study.cluster.start import connected
+    from dpivon.study.cluster.engine import connected
 
     with connected(Cluster(workers=2), 0) as ray:
         ray.cloudpickle.register_pickle_by_value(clusters)  # workers do not find the tests

@@ -23,11 +23,10 @@ from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Evaluation, Plan, PlannedRun
 from dpivon.study.results import table
-from dpivon.study.results.merge import merge
+from dpivon.study.results.folder import merge
 from dpivon.study.run import evaluation, runner
 from dpivon.study.run import robustness as beyond
-from dpivon.study.run.passes import CompiledPasses, EagerPasses, first_that_agrees
-from dpivon.study.run.predict import predict_row
+from dpivon.study.run.predict import CompiledPasses, EagerPasses, first_that_agrees, predict_row
 from dpivon.study.run.robustness import Condition, make_conditions, ood_scores, robustness_rows
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings

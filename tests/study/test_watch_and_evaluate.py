@@ -12,9 +12,9 @@ from dpivon import metrics, predict
 from dpivon.models import CompactCNN
 from dpivon.posterior import Posterior
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
-from dpivon.study.run import passes
+from dpivon.study.run import predict as passes
 from dpivon.study.run.predict import normalised, posterior_row, predict_row, scores
-from dpivon.study.run.watch import Watch, points
+from dpivon.study.run.work import Watch, points
 
 RUNS = [
     Run("dp-ivon-gradsq", 11, 1.0, 2.0, 0.5, 8),

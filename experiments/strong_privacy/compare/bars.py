@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dpivon.study.results.charts import IVON
+from dpivon.study.results.summary import IVON
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field
 from experiments.strong_privacy.compare.pooled import (

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpivon.study.results.cells import value
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Row, value
 from dpivon.study.results.tuning import Candidate, candidates, nearest
 from experiments.strong_privacy.compare.cell import Cell
 

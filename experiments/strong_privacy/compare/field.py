@@ -19,9 +19,8 @@ from dpivon.recipe import WIDTH
 from dpivon.stacked.rules import FILLED
 from dpivon.study.plan.plan import CLASSES, Plan, changed, read_plan
 from dpivon.study.results import table
-from dpivon.study.results.cells import Value, value
 from dpivon.study.results.summary import load
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Row, Value, value
 from dpivon.study.results.tuning import Candidate
 from experiments.strong_privacy.compare.cell import SETTING, Cell, Contender, cell_of
 from experiments.strong_privacy.compare.choice import Tuning, Validation

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.report.figures import STYLE, legend, save
-from dpivon.study.results.charts import MARKERS, MEASURES, colour
+from dpivon.study.results.summary import MARKERS, MEASURES, colour
 from experiments.paper.figures import log_numbers, new_figure
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import RAW, TEMPERED, Entry, Field, short

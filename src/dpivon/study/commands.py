@@ -108,7 +108,7 @@ def merge(
 
     Example: dpivon study merge study-output/quick from-machine-1 from-machine-2
     """
-    from dpivon.study.results.merge import merge as together
+    from dpivon.study.results.folder import merge as together
 
     for folder, new in together(out, others).items():
         say(f"{new} new runs from {folder}")

@@ -10,25 +10,72 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from dpivon._version import __version__
 from dpivon.durable.files import SECRET, replace
 from dpivon.durable.ledger import Terms
 from dpivon.errors import ArgumentError, PrivacyError, bad
-from dpivon.study.cluster.cargo import Cargo
 from dpivon.study.cluster.desk import Report
+from dpivon.study.plan.data import StudyData
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results.folder import Results
 from dpivon.study.run.progress import Left
+from dpivon.study.run.robustness import Condition
 from dpivon.study.run.settings import Settings
 from dpivon.study.run.work import Custody, Work, clear, fitting
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Cargo:
+    """The data, and the conditions that runs are evaluated under: made by the driver, so that no worker needs its files."""
+
+    data: tuple[Array, ...]
+    conditions: tuple[tuple[str, str, int, Array, Array | None], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(a.nbytes for a in (*self.data, *(c[3] for c in self.conditions)))
+
+    @property
+    def examples(self) -> int:
+        return len(self.data[0])
+
+    def unpack(self, device: torch.device) -> tuple[StudyData, list[Condition]]:
+        """What was packed, on a device."""
+        data = StudyData(*(_tensor(a).to(device) for a in self.data))
+        conditions = [
+            Condition(kind, name, severity, _tensor(images).to(device), None if y is None else _tensor(y).to(device))
+            for kind, name, severity, images, y in self.conditions
+        ]
+        return data, conditions
+
+
+def pack(data: StudyData, conditions: Sequence[Condition]) -> Cargo:
+    return Cargo(
+        tuple(t.numpy() for t in (data.images, data.labels, data.eval_images, data.eval_labels)),
+        tuple(
+            (c.kind, c.name, c.severity, c.images.numpy(), None if c.labels is None else c.labels.numpy())
+            for c in conditions
+        ),
+    )
+
+
+def _tensor(array: Array) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # it is only read
+        return torch.from_numpy(array)
+
 
 TOKEN = ".cluster"  # a file in OUT: who can read what the driver wrote there sees the same folder
 _EVERY = 0.5  # seconds between reports

@@ -10,9 +10,13 @@ the same to the bit, which cannot be known of a machine that is no more.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +28,9 @@ from typing import Any
 import torch
 
 from dpivon.durable.files import replace
-from dpivon.errors import DpivonError, bad
-from dpivon.study.cluster.attempt import TOKEN, Ended, Task, attempt
-from dpivon.study.cluster.cargo import Cargo, pack
+from dpivon.errors import DpivonError, bad, need
+from dpivon.study.cluster.attempt import TOKEN, Cargo, Ended, Task, attempt, pack
 from dpivon.study.cluster.desk import Desk, Report
-from dpivon.study.cluster.start import connected, ray_module
 from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results.folder import finished, group, open_stack, record, recorded, retire
@@ -36,6 +38,70 @@ from dpivon.study.run.progress import Progress
 from dpivon.study.run.robustness import make_conditions
 from dpivon.study.run.runner import Engine, examples_of, progress_of
 from dpivon.study.run.settings import MOST, Cluster, Settings
+
+_ROOM = 256 * 2**20  # of the object store, beside the data
+
+
+def ray_module(cluster: Cluster) -> Any:
+    """Ray, or an error with the line that installs it. What it reads from the environment, it reads when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no network request
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what it will do by itself, and warns about
+    if _address(cluster) is None:  # a cluster of one machine listens on loopback alone: this is how Ray calls it
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: a busy machine would starve it
+    return need("ray", "ray")
+
+
+def _address(cluster: Cluster) -> str | None:
+    return cluster.address or os.environ.get("RAY_ADDRESS")
+
+
+@contextmanager
+def connected(cluster: Cluster, data_bytes: int) -> Iterator[Any]:
+    """Ray, connected. What was connected before stays so; what is started here is stopped."""
+    address = _address(cluster)
+    if address is not None and address.startswith("ray://"):
+        fix = "Run the command on a node of the cluster (`ray job submit`, or a shell there) with --address auto"
+        raise bad("address", address, "is Ray Client's, from outside the cluster", fix)
+    ray = ray_module(cluster)
+    if ray.is_initialized():
+        yield ray
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "dpivon"}
+    if address is None:
+        options |= {"num_cpus": cluster.workers, "object_store_memory": _ROOM + 2 * data_bytes}
+        options |= {"include_dashboard": False}
+    else:
+        options["address"] = address
+    with _own_signals():
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if address is None:
+                raise DpivonError(f"Ray cannot be started on this machine ({error}). Use the local engine.") from error
+            fix = "Give the address that `ray start --head` printed, or auto on a node of the cluster"
+            raise bad("address", address, f"no Ray cluster answers there ({error})", fix) from error
+    try:
+        yield ray
+    finally:
+        with _own_signals():
+            ray.shutdown()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray replaces the process's handlers; put back those that were there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with contextlib.suppress(TypeError):  # a handler that was not installed from Python
+                signal.signal(number, handler)
+
 
 _WAIT = 0.5  # seconds between looks at the desk
 _REUSE = 1_000_000  # stacks that a process may train: Ray would begin a new one for every stack on a GPU

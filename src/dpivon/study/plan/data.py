@@ -76,7 +76,7 @@ def train_size(dataset: str, split: str, classes: Sequence[int], own: OwnData | 
 def _examples(plan: Plan, root: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All training examples, and the test set: inputs and labels each."""
     if plan.data is not None:
-        from dpivon.study.plan.own_data import load_own  # needs pydantic
+        from dpivon.study.plan.config import load_own  # needs pydantic
 
         return load_own(plan.data, root)
     if plan.dataset == "digits":

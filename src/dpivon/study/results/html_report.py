@@ -14,11 +14,9 @@ from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.recorded import STUDY
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.privacy import Reading
-from dpivon.study.results.cells import Cells, describe, is_of, title_of, variants
-from dpivon.study.results.charts import in_order, privacy_curves, width_curves
 from dpivon.study.results.provenance import check_code
-from dpivon.study.results.summary import Tables, load
-from dpivon.study.results.table import Row
+from dpivon.study.results.summary import Tables, in_order, load, privacy_curves, width_curves
+from dpivon.study.results.table import Cells, Row, describe, is_of, title_of, variants
 from dpivon.study.results.tuning import history
 
 READ = ("runs.csv", "diagnostics.csv", STUDY)  # and nothing else of the folder

@@ -13,8 +13,7 @@ from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
 from dpivon.study.results import table
-from dpivon.study.results.cells import CELL, value
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import CELL, Row, value
 
 SHORT = ("b", "σ", "C")
 SAME_SIGMA = 0.1

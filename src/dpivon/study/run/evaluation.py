@@ -15,8 +15,16 @@ import torch
 from dpivon.study.plan.plan import sample_seed
 from dpivon.study.results import table
 from dpivon.study.results.folder import Results
-from dpivon.study.run.passes import EagerPasses, Passes, chosen, eager_will_do
-from dpivon.study.run.predict import draw_rows, posterior_row, predict_row, scores
+from dpivon.study.run.predict import (
+    EagerPasses,
+    Passes,
+    chosen,
+    draw_rows,
+    eager_will_do,
+    posterior_row,
+    predict_row,
+    scores,
+)
 from dpivon.study.run.progress import Left, Pace
 from dpivon.study.run.robustness import robustness_rows
 from dpivon.study.run.temperature_queries import RunPredictions, TemperatureQueries, tempered_scores

@@ -22,8 +22,7 @@ from dpivon.stacked import Stack
 from dpivon.study.plan.data import StudyData
 from dpivon.study.plan.plan import HELD_OUT, Evaluation, Plan
 from dpivon.study.results.table import COVERAGES, OOD_SCORES, Row
-from dpivon.study.run.passes import Passes
-from dpivon.study.run.predict import posterior_row, predict_row
+from dpivon.study.run.predict import Passes, posterior_row, predict_row
 
 ROBUSTNESS = "robustness.csv"
 CLEAN, SHIFT, OOD = "clean", "shift", "ood"
