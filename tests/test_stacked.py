@@ -291,13 +291,13 @@ def test_a_captured_step_refuses_another_bound(data):
             self.replayed += 1
 
     stack = Stack(RUNS, AnyNetwork(NETWORKS["images"]), *data)
-    stack._graph, stack.device = Graph(), torch.device("cuda")
+    stack._replay.graph = Graph()
     stack._captured_bound = id(stack.mechanism.bound), stack.mechanism.bound._version
     stack._launch()
     stack.mechanism.bound *= 2
     with pytest.raises(PrivacyError, match=r"max_grad_norm=.*changed after the step was captured.*new Stack"):
         stack._launch()
-    assert stack._graph.replayed == 1
+    assert stack._replay.graph.replayed == 1
 
 
 def test_layout_is_a_rearrangement_and_nothing_else():

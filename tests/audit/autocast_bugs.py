@@ -64,6 +64,6 @@ def mean_undone_in_bf16() -> dict[str, Patch | str]:
 
         return init
 
-    patch = attr(bookkeeping, "_loss_of_each", rounded)
+    patch = attr(bookkeeping, "loss_of_each", rounded)
     stack = "a stack adds up its losses: nothing is divided by the rows of the batch"
     return everywhere(patch, stack, alone=both(patch, attr(fallback.Alone, "__init__", looped)))

@@ -254,7 +254,7 @@ def test_a_captured_wide_residual_network_equals_the_loop(data):
     with conv_ops.kernels(on=False):
         for _ in looped.train(16):
             pass
-    assert captured._graph is not None
+    assert captured._replay.graph is not None
     start = captured.network.initial(1).to(DEVICE)
     assert float((captured.mean[0] - looped.mean[0]).norm() / (looped.mean[0] - start).norm()) < 1e-3
 

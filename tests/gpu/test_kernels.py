@@ -141,7 +141,7 @@ def test_a_captured_step_draws_new_batches_and_new_noise_every_time(data):
     seen = []
     for _ in stack.train(40):
         seen.append((stack.mechanism._noise.clone(), stack.parts[0].state["velocity"].clone(), int(stack._t)))
-    assert stack._graph is not None
+    assert stack._replay.graph is not None
     assert [t for *_, t in seen] == [8, 16, 24, 32, 40]
     for (a, *_), (b, *_) in itertools.pairwise(seen):
         correlation = float((a * b).mean())
@@ -190,7 +190,7 @@ def test_any_network_captured_equals_the_loop(data, dtype, tolerance):
     for stack in (captured, looped):
         for _ in stack.train(16):
             pass
-    assert captured._graph is not None
+    assert captured._replay.graph is not None
     start = torch.stack([captured.network.initial(r.seed) for r in captured.runs]).to(DEVICE)
     for a, b, s in zip(captured.mean, looped.mean, start, strict=True):
         assert float((a - b).norm() / (b - s).norm()) < tolerance
@@ -254,8 +254,8 @@ def test_captured_views_equal_the_loop_in_parts_and_at_once(data, dtype, toleran
     for stack in stacks:
         for _ in stack.train(16):
             pass
-    assert whole._graph is not None
-    assert parts._graph is not None
+    assert whole._replay.graph is not None
+    assert parts._replay.graph is not None
     assert len(parts.gradients._parts(parts._batch(*parts.sampler.parts(0)[0]))) > 1
     start = torch.stack([whole.network.initial(r.seed) for r in whole.runs]).to(DEVICE)
     for captured in (whole, parts):
@@ -281,7 +281,7 @@ def test_a_captured_step_makes_new_views_every_time():
     stack._apply = keeping
     for _ in stack.train(10):
         seen.append(kept.clone())
-    assert stack._graph is not None
+    assert stack._replay.graph is not None
     for a, b in itertools.pairwise(seen[3:]):
         assert float((a - b).norm()) > 0.01 * float(a.norm())
 

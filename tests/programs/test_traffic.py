@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpivon.privacy.stack import _room
+from dpivon.privacy.stack import room as _room
 from programs.traffic import FP32_PRODUCTS, PRODUCTS, _traced, kernels_of, plain_trace, private_trace
 
 X, W = torch.randn(8, 16), torch.randn(16, 4)

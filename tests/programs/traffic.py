@@ -123,7 +123,7 @@ def private_program(model, batch, kernels=False):
     from dpivon.privacy.kernels.padded import PaddedGradients
     from dpivon.privacy.layers import uses
     from dpivon.privacy.layers.memory import Pool
-    from dpivon.privacy.stack import _room
+    from dpivon.privacy.stack import room as _room
     from dpivon.stacked import AnyNetwork
 
     room = _room(batch)

@@ -19,6 +19,7 @@ from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import Clipping, make_clipping
+from dpivon.privacy.compiled import Compiles
 from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import BookKeepingHooks, BookKeepingModule
@@ -39,7 +40,7 @@ from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 
 
-class PrivacyEngine(OpacusVerbs):
+class PrivacyEngine(OpacusVerbs, Compiles):
     """Makes training private and keeps its account.
 
     >>> engine = PrivacyEngine()
@@ -242,7 +243,7 @@ class PrivacyEngine(OpacusVerbs):
             )
             dp_optimizer.loss_checked, dp_optimizer.breaks_with_ignored = checked is not None, checked is False
             self._remember_dataset(data_loader.dataset, sampling.dataset_size)
-            self._loader = loader
+            self._loader, self._last = loader, (collector if wrap_model else module, dp_optimizer)
             self._made.append(weakref.ref(dp_optimizer))
             self._noise.append(dp_optimizer.generator)
             start.note(

@@ -238,8 +238,8 @@ class StackedSampler:
         # Rounded down: a rate above the one that is charged would make ε too small.
         self.rates = torch.tensor([int(s.sample_rate * 2**32) for s in specs], dtype=torch.int64, device=device)
         expected = [s.sample_rate * examples for s in specs]
-        self.capacity = min(_room(sum(expected)), self.runs * examples)
-        self.most = min(max(_room(e, among=self.runs) for e in expected), examples)
+        self.capacity = min(room(sum(expected)), self.runs * examples)
+        self.most = min(max(room(e, among=self.runs) for e in expected), examples)
 
     def draw(self, first_step: int, steps: int) -> BatchBlock:
         mask = self.streams.poisson(self.examples, self.rates, first_step, steps)
@@ -317,6 +317,6 @@ def _down(c: float) -> float:
     return float(nearest if float(nearest) <= c else np.nextafter(nearest, np.float32(0)))
 
 
-def _room(expected: float, among: int = 1) -> int:
+def room(expected: float, among: int = 1) -> int:
     """A size that one of so many Poisson batches passes with probability of about a thousandth."""
     return int(expected + NormalDist().inv_cdf(1 - 1e-3 / among) * expected**0.5 + 2)

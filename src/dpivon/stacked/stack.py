@@ -24,6 +24,7 @@ from dpivon.posterior import Posterior
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.kernels.reference import Batch
+from dpivon.privacy.kernels.replay import Replay
 from dpivon.privacy.mechanism import Mechanism, NoiseSpec, check_mechanism
 from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
@@ -117,9 +118,8 @@ class Stack:
         self._eps = torch.zeros_like(mean)
         self.parts = [self._part(kind, mean, n) for kind in dict.fromkeys(r.kind for r in self.runs)]
         self._buffers: BatchBlock | None = None
-        self._graph: Any = None
-        self._captured_bound = (0, 0)  # which C the graph clips to: it may be a constant in it
-        self._warm_steps = 0
+        self._replay = Replay(self._step, self.device)
+        self._captured_bound: tuple[int, int] | None = None  # which C the graph clips to: it may be a constant in it
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
     def _part(self, kind: Kind, mean: Tensor, n: int) -> _Part:
@@ -201,28 +201,15 @@ class Stack:
         self._position.zero_()
 
     def _launch(self) -> None:
-        if self.device.type != "cuda":
-            self._step()
-        elif self._graph is None:
-            self._step()  # compiles and warms up; a real step, drawn and charged like any other
-            self._warm_steps += 1
-            if self._warm_steps == 3:
-                self._capture()
-        elif self._captured_bound != (id(self.mechanism.bound), self.mechanism.bound._version):
+        bound = id(self.mechanism.bound), self.mechanism.bound._version
+        if self._captured_bound not in (None, bound):
             raise PrivacyError(
                 f"max_grad_norm={self.mechanism.bound.tolist()!r}: changed after the step was captured, which clips to what "
                 "it was, so nothing was released. Make a new Stack."
             )
-        else:
-            self._graph.replay()
-
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            self._step()
-        self._graph = graph
-        self._captured_bound = id(self.mechanism.bound), self.mechanism.bound._version
+        self._replay()  # the first are run one by one: real steps, drawn and charged like any other
+        if self._replay.graph is not None:
+            self._captured_bound = bound
 
     def _step(self) -> None:
         block, at = self._buffers, self._position.view(1)

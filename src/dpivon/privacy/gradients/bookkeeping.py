@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping, clip_factors, dropped_examples
-from dpivon.privacy.gradients.means import intercept_backward, undo_mean
+from dpivon.privacy.gradients.means import intercept_backward, loss_of_each
 from dpivon.privacy.gradients.model_io import map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
-from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
+from dpivon.privacy.gradients.watching import LayerWatch, Seed, Uses, check_unchanged, has_rules, stored, version_of
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.uses import Dense, Use, merge, views_of_examples
 from dpivon.privacy.made_up import NotTried
-from dpivon.privacy.precision import capturing, wide, without_autocast
+from dpivon.privacy.precision import capturing, without_autocast
 
 __all__ = ["BookKeeper", "has_rules"]
 
@@ -52,6 +52,7 @@ class _Passes:
     arrived: bool = False
     second: bool = False  # whether a second pass came where one is allowed
     taken: bool = False  # whether they were summed, and nothing was cleared since
+    sums: list[Tensor] | None = None  # of a program that computed them in place of passes here
 
 
 class BookKeeper(LayerWatch):
@@ -87,9 +88,9 @@ class BookKeeper(LayerWatch):
         super().__init__(module, batch_first=batch_first, scatter=scatter)
         self.loss_reduction = loss_reduction
         self.samples, self.augmentations = samples, augmentations
-        self._people = people
+        self.people = people
         self._groups = self._alike = Groups(augmentations)  # the former of the batch at hand
-        self.accumulates, self._keeps_gradients = accumulates, keeps_gradients
+        self.accumulates, self.keeps_gradients = accumulates, keeps_gradients
         self.on_first = on_first
         self._known: set[Any] = set()  # structures of inputs that were seen
         self._untried: NotTried | None = None
@@ -97,7 +98,7 @@ class BookKeeper(LayerWatch):
         self.rehearses = False  # whether passes are on made-up inputs
         self.doubt: Tensor | None = None  # on a GPU: whether a forward wrote to the model, so that no gradient counts
         self._passes = _Passes()
-        self._pool = Pool()
+        self.pool = Pool()
         settle_allocator()
         intercept_backward()
         self._generation = 0
@@ -115,10 +116,10 @@ class BookKeeper(LayerWatch):
             loss_reduction=self.loss_reduction,
             samples=self.samples,
             augmentations=self.augmentations,
-            people=self._people,
+            people=self.people,
             scatter=self._scatter,
             accumulates=self.accumulates,
-            keeps_gradients=self._keeps_gradients,
+            keeps_gradients=self.keeps_gradients,
             on_first=self.on_first,
         )
         memo[id(self)] = new
@@ -129,7 +130,7 @@ class BookKeeper(LayerWatch):
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._recording(module):
             self.rows = self._rows_of(args, kwargs)
-            self._groups = self._people(self.rows) if self._people and not self.rehearses else self._alike
+            self._groups = self.people(self.rows) if self.people and not self.rehearses else self._alike
             self._announce(args, kwargs)
             if self._passes.arrived and not self.accumulates:
                 self._passes.second = True
@@ -170,7 +171,7 @@ class BookKeeper(LayerWatch):
         if self._untried is not None:
             raise self._untried
         rows = self.rows if self.loss_reduction == "mean" else None
-        return map_tensors(lambda z: _loss_of_each(z, rows), output)
+        return map_tensors(lambda z: loss_of_each(z, rows), output)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -193,7 +194,7 @@ class BookKeeper(LayerWatch):
         first = not z.requires_grad  # no product of the backward pass will read its gradient
         if first:
             seed = torch.zeros((), device=z.device, requires_grad=True)
-            z = _Seed.apply(z, seed)  # type: ignore[no-untyped-call]
+            z = Seed.apply(z, seed)  # type: ignore[no-untyped-call]
         generation, origin, seen = self._generation, self._pass, [False]
         alone = not self._running and torch._C._current_graph_task_id() == -1  # and not recomputed by a checkpoint
         kept = [(t, version_of(t)) for t in saved if isinstance(t, Tensor)]
@@ -225,7 +226,7 @@ class BookKeeper(LayerWatch):
         """Rows of two forwards are different examples: clipped as one, each could move the sum by 2C."""
         passes = self._passes
         if passes.recorded not in (None, origin):
-            if self._keeps_gradients and not self.accumulates:  # where Opacus raises, too
+            if self.keeps_gradients and not self.accumulates:  # where Opacus raises, too
                 raise PrivacyError(_SECOND_PASS)
             if not self.accumulates:
                 passes.second = True
@@ -244,13 +245,13 @@ class BookKeeper(LayerWatch):
                 "[batch, tokens, features] instead of [batch · tokens, features]."
             )
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
-        with self._pool, views_of_examples(self._groups.most), without_autocast(g.device.type):
+        with self.pool, views_of_examples(self._groups.most), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
             use = self._groups.added_up(use) if self._groups.most > 1 else use
             passes.batches[-1][p].append(use)
             passes.kept += [(t, version_of(t)) for t in vars(use).values() if isinstance(t, Tensor)]
-            if self._keeps_gradients:
+            if self.keeps_gradients:
                 made = [merge(batch[p]).materialise() for batch in passes.batches if p in batch]
                 each = [(g.movedim(0, -1) * self._groups.shares(self._share, g)).movedim(-1, 0) for g in made]
                 p.grad_sample = each[0] if len(each) == 1 else each  # type: ignore[attr-defined]
@@ -265,13 +266,16 @@ class BookKeeper(LayerWatch):
     @torch.no_grad()
     def clipped_sums(self, params: Sequence[Tensor], clipping: Clipping) -> list[Tensor]:
         """Σ_i ḡ_i of the passes just made, by parameter, in double. A second call without a new pass is an error."""
+        if self._passes.sums is not None:
+            made, self._passes.sums, self._passes.taken = self._passes.sums, None, True
+            return [total.view(p.shape) for total, p in zip(made, params, strict=True)]
         sums: list[Any] = [None] * len(params)
         for batch in self._take(params):
             for members, total in self._sums_of_blocks(batch, params, clipping):
                 for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
                     part = part if self._scatter is None else self._scatter(params[i], part)
                     sums[i] = part if sums[i] is None else sums[i] + part
-        self._pool.take_back()
+        self.pool.take_back()
         return sums
 
     @torch.no_grad()
@@ -284,8 +288,18 @@ class BookKeeper(LayerWatch):
             runs = neighbours(members)
             sizes = [sum(params[i].numel() for i in run) for run in runs]
             pieces |= {run[0]: part for run, part in zip(runs, total.flatten().split(sizes), strict=True)}
-        self._pool.take_back()
+        self.pool.take_back()
         return torch.cat([pieces[first] for first in sorted(pieces)])
+
+    def hand_in(self, sums: Sequence[Tensor]) -> None:
+        """Clipped sums that a program of this book-keeper's making has computed, in the order of the optimizer's parameters."""
+        self._passes.sums = list(sums)
+
+    def rename(self, p: Tensor, other: Tensor) -> None:
+        """Uses of p count as uses of the other: another θ-sample of the same parameter."""
+        for batch in self._passes.batches:
+            if p is not other and p in batch:
+                batch[other] += batch.pop(p)
 
     def _take(self, params: Sequence[Tensor]) -> list[Batch]:
         """The uses of every batch, once."""
@@ -306,7 +320,7 @@ class BookKeeper(LayerWatch):
                 sums.append(use.weighted_sum(weights * self._share).reshape(p.shape))
             else:
                 sums.append(torch.zeros_like(p))
-        self._pool.take_back()
+        self.pool.take_back()
         return squares * self._share**2, sums
 
     def _sums_of_blocks(
@@ -365,36 +379,11 @@ class BookKeeper(LayerWatch):
     def clear(self) -> None:
         """Forget all pending gradients, also of parameters that were frozen since."""
         self._passes = _Passes()
-        self._pool.take_back()
-        if self._keeps_gradients:
+        self.pool.take_back()
+        if self.keeps_gradients:
             for p in self.module.parameters():
                 p.grad_sample = None  # type: ignore[attr-defined]
 
     def forget_passes(self) -> None:
         """Forget half-finished forward and backward passes, which the next one must not inherit."""
         self._generation += 1
-
-
-def _loss_of_each(z: Tensor, rows: int | None) -> Tensor:
-    """An output of the model whose gradient is that of every example's own loss; ``rows`` undoes the mean of the losses.
-
-    In fp32 or better, and before any layer's backward: in bf16, 1/B would round everyone's gradient by the size of the batch.
-    """
-    if not z.requires_grad or not z.is_floating_point():
-        return z
-    return wide(z) if rows is None else undo_mean(wide(z), rows)
-
-
-class _Seed(torch.autograd.Function):
-    """The first layer's output, made to ask for a gradient although nothing before it does. No copy."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, seed: Tensor) -> Tensor:
-        if z._is_view() or z.stride().count(0):
-            return z.clone()
-        ctx.mark_dirty(z)
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
-        return None, None

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpivon.errors import PrivacyWarning
-from dpivon.privacy.precision import without_autocast
+from dpivon.privacy.precision import wide, without_autocast
 
 Node = Any
 #: From the gradient of a node's output to that of its input, times the rows of the batch.
@@ -77,6 +77,16 @@ def undo_mean(z: Tensor, rows: int) -> Tensor:
     if isinstance(undone.grad_fn, UndoneMean._backward_cls):  # and not a compiler's
         _alive.add(undone.grad_fn)
     return undone
+
+
+def loss_of_each(z: Tensor, rows: int | None) -> Tensor:
+    """An output of the model whose gradient is that of every example's own loss; ``rows`` undoes the mean of the losses.
+
+    In fp32 or better, and before any layer's backward: in bf16, 1/B would round everyone's gradient by the size of the batch.
+    """
+    if not z.requires_grad or not z.is_floating_point():
+        return z
+    return wide(z) if rows is None else undo_mean(wide(z), rows)
 
 
 @functools.cache

@@ -34,6 +34,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def others_in(value: Any) -> list[Any]:
+    """What a nested value holds besides tensors, containers aside."""
+    if isinstance(value, Tensor):
+        return []
+    parts = _parts(value)
+    return [value] if not parts and value not in ((), [], {}) else [o for p in parts.values() for o in others_in(p)]
+
+
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """The same nested value with ``fn`` of every tensor. Nothing that is given is changed."""
     if isinstance(value, Tensor):

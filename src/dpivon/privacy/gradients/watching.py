@@ -270,6 +270,21 @@ class LayerWatch:
         return tuple(t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() > 1 else t for t in tensors)
 
 
+class Seed(torch.autograd.Function):
+    """The first layer's output, made to ask for a gradient although nothing before it does. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, seed: Tensor) -> Tensor:
+        if z._is_view() or z.stride().count(0):
+            return z.clone()
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def has_rules(module: nn.Module) -> bool:
     """Whether no trainable layer has to run example by example."""
     if not any(p.requires_grad for p in module.parameters()):

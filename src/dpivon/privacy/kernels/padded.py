@@ -63,9 +63,8 @@ class PaddedGradients:
     ) -> None:
         self.device, self.network, self.at_once = device, network, at_once
         self.step = _Step(network, device, dtype, augment, clipping)
-        convolves = any(isinstance(layer, nn.Conv2d) for layer in self.step.model.modules())
-        kernels = conv_ops.enabled and conv_ops.device_takes(device)
-        self.step.channels_last = convolves and kernels if channels_last is None else channels_last
+        chosen = by_channels_last(self.step.model, device) if channels_last is None else channels_last
+        self.step.channels_last = chosen
         self.params = {n: p for n, p in self.step.named_parameters() if p.requires_grad}
         self._program: dict[float, Sums] = {}
         self._bounds: tuple[Tensor | None, int, list[float]] = (None, -1, [])
@@ -116,7 +115,6 @@ class PaddedGradients:
                     raise
                 self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
                 traced = self._trace(bound, *args)
-            _check_free_of_constants(traced, self.params.values())
             program = compiled(traced, self.device, again=conv_ops.enabled)
             self._program[bound] = lambda row, *rest: program(*self._parameters(row), *rest)
             return self._program[bound](*args)
@@ -124,11 +122,9 @@ class PaddedGradients:
         return self._program.get(bound, first)
 
     def _trace(self, bound: float, row: Tensor, *batch: Tensor) -> torch.fx.GraphModule:
-        # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as
-        # they came. What is recorded must be what the compiler finds.
-        parts: Any = get_decompositions(_GROUP_NORM) if self.step.channels_last else None
         program = functools.partial(self._one, self.step.clipping.rescaled(bound))
-        return make_fx(program, decomposition_table=parts)(*self._parameters(row), *batch)
+        values = [*self._parameters(row), *batch]
+        return record(program, values, self.params.values(), channels_last=self.step.channels_last)
 
     def _parameters(self, row: Tensor) -> Iterable[Tensor]:
         """The row's parameters, each an input of its own. Cut out of the row inside the program, a weight's place in it would
@@ -140,11 +136,9 @@ class PaddedGradients:
 
     def _one(self, clipping: Clipping, *tensors: Tensor) -> Tensor:
         given, batch = tensors[: len(self.params)], tensors[len(self.params) :]
-        values = {n: v.detach() for n, v in zip(self.params, given, strict=True)}
         with torch.enable_grad():
-            leaves = {n: v.requires_grad_() for n, v in values.items()}
             # Forward, backward and sums all happen inside: rules may read parameters too, and must find these.
-            sums: Tensor = functional_call(self.step, leaves, (clipping, *batch))
+            sums: Tensor = functional_call(self.step, leaves(self.params, given), (clipping, *batch))
         return sums
 
     def _split(self, row: Tensor) -> dict[str, Tensor]:
@@ -183,25 +177,46 @@ class _Step(nn.Module):
         params: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.keeper.clear()
         with autocast(self.device, self.dtype):
-            outputs = self.model(self._images(seen(self.augment, inputs[places], views, places)))
+            outputs = self.model(laid_out(seen(self.augment, inputs[places], views, places), self.channels_last))
         labels = of_every_view(labels[places], self.augment)
         self.network.loss(outputs.float(), labels).masked_fill(spare, 0.0).sum().backward()
         row = self.keeper.clipped_row(params, clipping)
         self.keeper.forget_passes()
         return row
 
-    def _images(self, rows: Tensor) -> Tensor:
-        turned = self.channels_last and rows.dim() == 4
-        return rows.contiguous(memory_format=torch.channels_last) if turned else rows
+
+def laid_out(rows: Tensor, channels_last: bool) -> Tensor:
+    """Images as the network is to see them."""
+    turned = channels_last and rows.dim() == 4
+    return rows.contiguous(memory_format=torch.channels_last) if turned else rows
 
 
-def _check_free_of_constants(traced: torch.fx.GraphModule, params: Iterable[Tensor]) -> None:
-    """The parameters must come in with every call: one that was recorded would stay what it was."""
-    known = {p.data_ptr() for p in params}
+def leaves(names: Iterable[str], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Parameters to be put into a module, each a leaf that asks for a gradient."""
+    return {name: v.detach().requires_grad_() for name, v in zip(names, values, strict=True)}
+
+
+def record(
+    program: Callable[..., Any], values: Sequence[Tensor], parameters: Iterable[Tensor], *, channels_last: bool
+) -> torch.fx.GraphModule:
+    """What the program does to these values, as a graph. The parameters come in with every call: one that was recorded would
+    stay what it was."""
+    # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as they
+    # came. What is recorded must be what the compiler finds.
+    parts: Any = get_decompositions(_GROUP_NORM) if channels_last else None
+    traced = make_fx(program, decomposition_table=parts)(*values)
+    known = {p.data_ptr() for p in parameters}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             constant = getattr(traced, node.target)
             assert not isinstance(constant, Tensor) or constant.data_ptr() not in known, node
+    return traced
+
+
+def by_channels_last(model: nn.Module, device: torch.device) -> bool:
+    """Whether images go through the network with their channels last: where its convolutions have kernels."""
+    convolves = any(isinstance(layer, nn.Conv2d) for layer in model.modules())
+    return convolves and conv_ops.enabled and conv_ops.device_takes(device)
 
 
 # ---- how many examples fit at once: a captured step cannot try and halve, so it must know before

@@ -1,0 +1,261 @@
+"""The user's own loop on a GPU, fed by a CPU loader with pinned memory: milliseconds per step, and ratios within one run.
+
+    python -m benchmarks.own_loop --batch 512
+    python -m benchmarks.own_loop --batch 128 --json own-loop-128.json
+
+Every contender is a process of its own. All compile side by side, and then wait: one at a time makes blocks of steps while the
+clock runs, and the device is waited for once per block, as in a loop that does not print. Images are bytes, normalised on the
+GPU; the network is the paper's CNN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+CONTENDERS = {
+    "plain-resident": "non-private SGD, bf16, compiled and captured, data on the GPU",
+    "plain-captured": "non-private SGD, bf16, compiled and captured",
+    "plain": "non-private SGD, bf16, eager",
+    "opacus": "Opacus DP-SGD, hooks",
+    "ours-eager": "dpivon DP-IVON, bf16, eager loop",
+    "ours": "dpivon DP-IVON, bf16, engine.compile",
+    "ours-sgd": "dpivon DP-SGD, bf16, engine.compile",
+}
+BLOCK = 20
+N = 50_000
+
+
+class Images(Dataset):
+    """Bytes and labels; batches are fetched whole."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randint(0, 256, (N, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        self.y = torch.randint(0, 10, (N,), generator=generator)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+    def __getitems__(self, index):
+        index = torch.tensor(index, dtype=torch.int64)
+        return self.x[index], self.y[index]
+
+
+def same(batch):
+    return batch
+
+
+def normalised(x):
+    return x.float().sub_(127.5).div_(64.0)
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def blocks(step, loader):
+    """A function that makes a block of steps on batches of the loader."""
+    batches = endless(loader)
+
+    def run():
+        for _ in range(BLOCK):
+            step(next(batches))
+
+    return run
+
+
+def make(contender, batch, workers):
+    from dpivon.models import PaperCNN
+
+    torch.manual_seed(0)
+    model = PaperCNN().cuda()
+    settings = {"num_workers": workers, "pin_memory": True, "collate_fn": same, "persistent_workers": workers > 0}
+    images = Images()
+    loader = DataLoader(images, batch_size=batch, shuffle=True, drop_last=True, **settings)
+
+    def losses(model, rows, **how):
+        x, y = (t.cuda(non_blocking=True) for t in rows)
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(model(normalised(x)), y, **how)
+
+    if contender.startswith("plain"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+        if contender == "plain":
+
+            def eager(rows):
+                optimizer.zero_grad()
+                losses(model, rows).backward()
+                optimizer.step()
+
+            return blocks(eager, loader)
+        from benchmarks.plain import plain_step
+
+        x, y = torch.empty(batch, 3, 32, 32, dtype=torch.uint8, device="cuda"), torch.zeros(batch, device="cuda").long()
+        x.copy_(images.x[:batch])
+        replay = plain_step(torch.nn.Sequential(_Normalised(), model), x, y, compiled=True, captured=True)
+
+        def captured(rows):
+            x.copy_(rows[0], non_blocking=True)
+            y.copy_(rows[1], non_blocking=True)
+            replay()
+
+        if contender == "plain-resident":
+            return blocks(lambda rows: replay(), [None])
+        return blocks(captured, loader)
+
+    loader = DataLoader(images, batch_size=batch, **settings)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    if contender == "opacus":
+        from opacus import PrivacyEngine
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
+            module=model, optimizer=optimizer, data_loader=loader, **options
+        )
+
+        def hooks(rows):
+            optimizer.zero_grad()
+            x, y = (t.cuda(non_blocking=True) for t in rows)
+            F.cross_entropy(model(normalised(x)), y).backward()
+            optimizer.step()
+
+        return blocks(hooks, loader)
+
+    import dpivon
+
+    optimizer = dpivon.IVON(model.parameters(), lr=1e-3, ess=N)
+    if contender == "ours-sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    engine = dpivon.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
+    if contender == "ours-eager":
+
+        def own(rows):
+            optimizer.zero_grad()
+            with optimizer.sampled_params(train=True):
+                losses(model, rows).backward()
+            optimizer.step()
+
+        return blocks(own, loader)
+    step = engine.compile(lambda model, rows: losses(model, rows, reduction="none"))
+    run = blocks(step, loader)
+    run.path = lambda: step.path
+    return run
+
+
+class _Normalised(torch.nn.Module):
+    def forward(self, x):
+        return normalised(x)
+
+
+def worker(args):
+    warnings.simplefilter("ignore")
+    run = make(args.worker, args.batch, args.workers)
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    if hasattr(run, "path"):
+        print(f"{args.worker}: {run.path()}", file=sys.stderr)
+    if args.profile and args.worker == "ours":
+        profile(run)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        run()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(args.blocks):
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) / BLOCK)
+        print(json.dumps(times), flush=True)
+
+
+def profile(run):
+    """Where the host's time goes, and the device's."""
+    import cProfile
+    import pstats
+
+    with cProfile.Profile() as host:
+        for _ in range(5):
+            run()
+    pstats.Stats(host, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as device:
+        run()
+        torch.cuda.synchronize()
+    print(
+        device.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60), file=sys.stderr
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--profile", action="store_true", help="print where the time of engine.compile goes")
+    parser.add_argument("--json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    pipe, processes, times = subprocess.PIPE, {}, {name: [] for name in args.only}
+    for name in args.only:
+        command = [sys.executable, "-m", "benchmarks.own_loop", "--worker", name, "--batch", str(args.batch)]
+        command += ["--workers", str(args.workers), "--blocks", str(args.blocks)] + ["--profile"] * args.profile
+        processes[name] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    for name, process in list(processes.items()):
+        if process.stdout.readline().strip() != "ready":
+            print(f"{name}: failed", file=sys.stderr)
+            del processes[name]
+    for _ in range(args.rounds):
+        for name, process in processes.items():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            times[name] += json.loads(process.stdout.readline())
+    for process in processes.values():
+        process.stdin.close()
+        process.wait()
+    ms = {name: 1e3 * statistics.median(t) for name, t in times.items() if t}
+    nan = float("nan")
+    print(
+        f"paper's CNN, b = {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {args.workers} workers"
+    )
+    print(f"{'':62s} {'ms':>7s} {'/ captured':>10s} {'/ resident':>10s} {'Opacus /':>9s}")
+    rows = {}
+    for name, value in ms.items():
+        ratios = {
+            "ms": value,
+            "over_captured": value / ms.get("plain-captured", nan),
+            "over_resident": value / ms.get("plain-resident", nan),
+            "opacus_over": ms.get("opacus", nan) / value,
+        }
+        rows[name] = ratios
+        a, b, c, d = ratios.values()
+        print(f"{CONTENDERS[name]:62s} {a:7.3f} {b:10.2f} {c:10.2f} {d:9.2f}")
+    if args.json:
+        facts = {"batch": args.batch, "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
+        facts["command"] = " ".join(["python -m benchmarks.own_loop", *sys.argv[1:]])
+        with open(args.json, "w") as file:
+            json.dump(facts | {"rows": rows}, file, indent=1)
+    return None
+
+
+if __name__ == "__main__":
+    main()

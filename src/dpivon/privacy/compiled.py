@@ -1,0 +1,283 @@
+"""One call per batch of the user's own loop: θ-sample, forward, backward, clipping, noise and update.
+
+On a CPU it is the eager step. On a GPU a Poisson batch is padded to a fixed capacity, and forward, backward, norms and the
+clipped sum of a padded batch are one program: recorded from the eager book-keeping, compiled, and replayed as a CUDA graph.
+Charge, noise and update are the optimizer's own, outside the graph, so that no replay repeats noise.
+
+A batch larger than the capacity runs in parts of the same release. Every example gets a place in the padded batch that is drawn
+uniformly, since a GPU may round a row otherwise at another place: where an example is missing nobody else moves. A spare row
+holds zeros, and its loss is masked, so it contributes exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.errors import PrivacyError, bad, check_whole
+from dpivon.optim.ivon import IVON
+from dpivon.privacy.forward_watch import marks
+from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
+from dpivon.privacy.gradients.model_io import map_tensors, others_in, structure, tensors_in
+from dpivon.privacy.kernels.padded_step import NotCaptured, PaddedStep
+from dpivon.privacy.noise import os_generator
+from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.precision import without_autocast
+from dpivon.privacy.stack import room
+
+_MOST_PROGRAMS = 8  # of one step: each is compiled for minutes, so batches of ever new shapes run eagerly
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+
+class CompiledStep:
+    """Makes one private step per batch. Made by :meth:`dpivon.PrivacyEngine.compile`.
+
+    Attributes:
+        path: ``"captured"``, or ``"eager"`` with the reason.
+    """
+
+    def __init__(
+        self,
+        optimizer: DPOptimizer,
+        model: nn.Module,
+        loss_fn: LossFn,
+        check: Callable[[Any], None] | None,
+        *,
+        capacity: int,
+        most: int | None,
+        capture: bool | None,
+    ) -> None:
+        self.optimizer, self.model, self.loss_fn = optimizer, model, loss_fn
+        self.keeper: BookKeeper = optimizer.source
+        self.device = optimizer.params[0].device
+        self.samples = self.keeper.samples
+        fix = "Use what fits in memory, such as 64"
+        self._most = None if most is None else check_whole("max_physical_batch_size", most, fix, at_least=1)
+        self.capacity = capacity if self._most is None else min(capacity, self._most)
+        if self._most is not None and self.keeper.people is not None:
+            raise bad(
+                "max_physical_batch_size", most, "could part the rows of a person", "Use dpivon.BatchMemoryManager"
+            )
+        self._check = check
+        self.each = self.keeper.augmentations  # rows of a batch that are one example
+        self._begun = False  # whether a batch was run eagerly, under all checks
+        self._programs: dict[Any, PaddedStep] = {}
+        self._places = os_generator()  # who sits where in a padded batch, and in which part of a large one
+        wanted = self.device.type == "cuda" if capture is None else capture
+        self._reason = None if wanted else f"on {self.device.type}" if capture is None else "capture=False"
+        if wanted and (reason := self._obstacle()) is not None:
+            self._give_up(reason)
+
+    @property
+    def path(self) -> str:
+        return "captured" if self._reason is None else f"eager ({self._reason})"
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step. Returns the mean loss of the batch, which is computed from private data and not released: do not publish
+        it, nor decide anything by it."""
+        optimizer, draws = self.optimizer, self.optimizer.draws
+        rows = _rows(batch)
+        if self._check is not None:
+            self._check(batch if rows else None)
+            self._check = None
+        program = self._program(batch) if self._begun and self._reason is None else None
+        total: Tensor | None = None
+        redeemable = draws is not None and draws.redeemable
+        for first, last, part in self._parts(batch, rows, program):
+            optimizer.begin_micro_batch(first=first, last=last)
+            if draws is not None:
+                draws.redeemable = redeemable  # a batch that was released before stays released
+            optimizer.zero_grad()
+            failed = self._reason is not None  # if not before, then in an earlier part
+            loss = self._eager(part) if program is None or failed else self._padded(program, part)
+            optimizer.step()
+            total = loss if total is None else total + loss
+        assert total is not None
+        self._begun = self._begun or rows > 0
+        return total / max(1, rows)
+
+    # ---- the eager step
+
+    def _eager(self, batch: Any) -> Tensor:
+        batch = map_tensors(lambda t: t.to(self.device, non_blocking=True), batch)
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.samples):
+            with torch.enable_grad(), self._sample():
+                losses = self._losses(batch)
+                with without_autocast(self.device.type):
+                    mean = self.keeper.loss_reduction == "mean" and len(losses) > 0
+                    (losses.mean() if mean else losses.sum()).backward()
+            total += losses.detach().float().sum()
+        return total / self.samples
+
+    def _sample(self) -> AbstractContextManager[None]:
+        inner = self.optimizer.original_optimizer
+        return self.optimizer.sampled_params(train=True) if isinstance(inner, IVON) else nullcontext()
+
+    def _losses(self, batch: Any) -> Tensor:
+        losses: Any = self.loss_fn(self.model, batch)
+        rows = _rows(batch)
+        if not isinstance(losses, Tensor) or losses.shape != (rows,):
+            found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
+            raise bad(
+                "loss_fn", name, f"returned {found} for {rows} rows", "Return one loss per row (reduction='none')"
+            )
+        return losses
+
+    # ---- parts of a batch
+
+    def _parts(self, batch: Any, rows: int, program: PaddedStep | None) -> Iterator[tuple[bool, bool, Any]]:
+        """(first, last, part): the batch itself if it fits."""
+        each = self.each
+        size = self._most if program is None else self.capacity
+        if size is None or rows <= size * each:
+            yield True, True, batch
+            return
+        if self.optimizer.together.sharded:
+            raise bad("max_physical_batch_size", size, "but the model is sharded", "Use dpivon.BatchMemoryManager")
+        order = torch.arange(rows // each)
+        if program is not None:
+            order = order[torch.randperm(len(order), generator=self._places)]
+        chosen = order.split(size)
+        for i, part in enumerate(chosen):
+            yield i == 0, i == len(chosen) - 1, _some(batch, part, each)
+
+    # ---- the captured step
+
+    def _obstacle(self) -> str | None:
+        """What is known before the first batch to be no fixed program."""
+        keeper, together = self.keeper, self.optimizer.together
+        if together.world > 1 or together.sharded:
+            return "several ranks train together"
+        if keeper.people is not None:
+            return "user_ids give every batch other groups of rows"
+        if keeper.keeps_gradients:
+            return "grad_sample_mode leaves per-example gradients"
+        if not keeper.batch_first:
+            return "batch_first=False"
+        if not has_rules(keeper.module):
+            return "a layer without a rule runs example by example"
+        return None
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = reason
+        self._programs.clear()
+        told = f"engine.compile: the step is not captured, since {reason}. It runs eagerly, with the same result."
+        warnings.warn(told, stacklevel=4)
+
+    def _program(self, batch: Any) -> PaddedStep | None:
+        """The program for batches like this one; None if there can be none."""
+        try:
+            key = self._key(batch)
+            if key not in self._programs:
+                if len(self._programs) == _MOST_PROGRAMS:
+                    raise NotCaptured(f"batches, model or settings have had {_MOST_PROGRAMS} different forms")
+                parts = self.optimizer.params, self.optimizer._clipping, batch, self.capacity
+                self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts)
+        except NotCaptured as error:
+            self._give_up(str(error))
+            return None
+        return self._programs[key]
+
+    def _key(self, batch: Any) -> Any:
+        """All that is fixed in a program."""
+        tensors = tensors_in(batch)
+        if other := next((type(o).__name__ for o in others_in(batch) if o is not None), None):
+            raise NotCaptured(f"a batch holds a {other}, which is no tensor")
+        if len({len(t) if t.dim() else -1 for t in tensors}) != 1:
+            raise NotCaptured("the tensors of a batch do not have one row per example each")
+        module, kind = self.keeper.module, self.device.type
+        return (
+            structure(batch),
+            tuple((t.shape[1:], t.dtype) for t in tensors),
+            tuple((layer.training, *layer._parameters) for layer in module.modules()),
+            tuple((p.data_ptr(), p.requires_grad) for p in module.parameters()),
+            tuple(b.data_ptr() for b in module.buffers()),
+            tuple(marks(module).values()),
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            self.optimizer._clipping,
+        )
+
+    def _padded(self, program: PaddedStep, part: Any) -> Tensor:
+        """The clipped sum of a part, for the optimizer to take; by an eager pass if that fails before it was captured."""
+        try:
+            program.load(tensors_in(part), self._places)
+            for k in range(self.samples):
+                with self._sample():
+                    program.note_theta(k)
+                    if k == self.samples - 1:
+                        row, loss = program()
+                        self.keeper.hand_in(row.split_with_sizes(program.sizes))
+            return loss
+        except Exception as error:
+            if program.captured:
+                raise
+            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.optimizer.zero_grad()
+            return self._eager(part)
+
+
+class Compiles:
+    """What :class:`dpivon.PrivacyEngine` is made on: the step of the last ``make_private`` as one function."""
+
+    _dataset: Any
+    _last: tuple[Any, DPOptimizer] | None = None  # the model, as the caller uses it, and the optimizer
+
+    def check(self, loss_fn: Callable[..., Any], batch: Any = None) -> None:
+        raise NotImplementedError
+
+    def compile(
+        self, loss_fn: LossFn, *, max_physical_batch_size: int | None = None, capture: bool | None = None
+    ) -> CompiledStep:
+        """The whole private step as one function of a batch, after ``make_private``; on a GPU captured as a CUDA graph.
+
+        >>> step = engine.compile(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
+        >>> for batch in loader:
+        ...     loss = step(batch)
+
+        It does what the eager loop does: θ-samples, forward, backward, clipping, the charge, noise and the update, with the
+        same schedulers, checkpoints and accounts. What cannot be captured runs eagerly, and a warning says why.
+
+        Args:
+            loss_fn: ``loss_fn(model, batch)`` returns one loss per row; it is tried on made-up numbers, as in :meth:`check`.
+                What it reads besides the model and the batch is fixed when the step is captured. Use autocast inside for bf16.
+            max_physical_batch_size: how many examples run at once; a larger batch runs in parts of one release.
+            capture: False for the eager step also on a GPU; True records the program also on a CPU, where it is not faster.
+        """
+        if self._last is None:
+            raise PrivacyError("compile() before make_private: there is no private model yet. Call it after.")
+        if not callable(loss_fn):
+            raise bad("loss_fn", loss_fn, "is not a function", "Give loss_fn(model, batch) -> one loss per row")
+        model, optimizer = self._last
+        spec, n = optimizer.spec, len(self._dataset)
+        return CompiledStep(
+            optimizer,
+            model,
+            loss_fn,
+            None if spec.unchecked else lambda batch: self.check(loss_fn, batch),
+            capacity=min(n, room(spec.sample_rate * n)) if spec.poisson else math.ceil(spec.expected_batch_size),
+            most=max_physical_batch_size,
+            capture=capture,
+        )
+
+
+def _some(batch: Any, examples: Tensor, each: int) -> Any:
+    """These examples of a batch, each of so many rows."""
+    index = examples if each == 1 else (examples.unsqueeze(1) * each + torch.arange(each)).flatten()
+    return map_tensors(lambda t: t[index.to(t.device)], batch)
+
+
+def _rows(batch: Any) -> int:
+    """Rows of the batch: of its first tensor that has any dimension."""
+    rows = next((len(t) for t in tensors_in(batch) if t.dim()), None)
+    if rows is None:
+        fix = "Pass what the data loader returned"
+        raise bad("batch", type(batch).__name__, "holds no tensor with a row per example", fix)
+    return rows

@@ -1,0 +1,42 @@
+"""A program of fixed tensors that a GPU replays without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_WARM = 3
+
+
+class Replay:
+    """A function without arguments; on a GPU it is captured after three calls, which compile it and warm it up.
+
+    The function reads and writes tensors that stay where they are. Once captured, its result is the same tensors every time,
+    with new values. Draws from torch's default generator of the device are new in every replay.
+    """
+
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+        self._function, self._device = function, device
+        self._calls = 0
+        self._result: Any = None
+        self.graph: Any = None
+
+    def __call__(self) -> Any:
+        if self.graph is not None:
+            self.graph.replay()
+            return self._result
+        result = self._function()
+        self._calls += 1
+        if self._device.type == "cuda" and self._calls == _WARM:
+            self._capture()
+        return result
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # A data loader's thread may pin memory meanwhile, which is no part of the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._result = self._function()
+        self.graph = graph

@@ -1,0 +1,197 @@
+"""engine.compile on a GPU: the captured step against the eager loop and the guarantee. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
+
+import dpivon
+from dpivon.models import CompactCNN
+
+DEVICE = torch.device("cuda")
+N, B = 600, 64
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 3, 32, 32, generator=generator), torch.randint(0, 10, (N,), generator=generator)
+
+
+def losses(model, batch):
+    x, y = (t.to(DEVICE) for t in batch)
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def in_bf16(model, batch):
+    with torch.autocast("cuda", torch.bfloat16):
+        return losses(model, batch)
+
+
+def made(kind="ivon", samples=1, **options):
+    """Engine, model, optimizer and loader, all of whose draws are seeded."""
+    torch.manual_seed(0)
+    model = CompactCNN().to(DEVICE)
+    inner = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if kind == "ivon":
+        drawn = torch.Generator(DEVICE).manual_seed(2)
+        inner = dpivon.IVON(model.parameters(), lr=0.1, ess=N, mc_samples=samples, generator=drawn)
+    engine = dpivon.PrivacyEngine(generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(TensorDataset(*data()), batch_size=B, pin_memory=True)
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 0.5} | options
+    return engine, *engine.make_private(module=model, optimizer=inner, data_loader=loader, **options)
+
+
+def by_hand(optimizer, model, batch, passes):
+    optimizer.zero_grad()
+    for _ in range(passes):
+        if isinstance(optimizer.original_optimizer, dpivon.IVON):
+            with optimizer.sampled_params(train=True):
+                losses(model, batch).mean().backward()
+        else:
+            losses(model, batch).mean().backward()
+    optimizer.step()
+
+
+def trained(way, steps=12, capacity=None, most=None, **options):
+    engine, model, optimizer, loader = made(**options)
+    engine.check(losses)
+    step = engine.compile(losses, max_physical_batch_size=most, capture=None if way == "captured" else False)
+    step.capacity = capacity or step.capacity
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    done = 0
+    while done < steps:
+        for batch in loader:
+            if way == "loop":
+                by_hand(optimizer, model, batch, options.get("samples", 1))
+            else:
+                step(batch)
+            decay.step()
+            done += 1
+            if done == steps:
+                break
+    if way == "captured":
+        assert step.path == "captured"
+        assert all(program.captured for program in step._programs.values())
+    row = torch.cat([p.detach().flatten() for p in optimizer.params]).cpu()
+    return row, engine.get_epsilon(1e-3), optimizer
+
+
+@pytest.fixture(autouse=True)
+def in_full_precision():
+    """Both sides in fp32 proper: what is compared is the program, not the precision of cuDNN."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"kind": "adam"}, {"samples": 2}, {"capacity": 48}, {"most": 24}],
+    ids=["ivon", "adam", "θ-samples", "overflow", "micro-batches"],
+)
+def test_a_captured_step_is_the_eager_loop(case):
+    """With a scheduler, the same noise, batches and θ-samples; the first steps are eager, the others replayed."""
+    plain = {key: value for key, value in case.items() if key not in ("capacity", "most")}
+    expected, epsilon, eager = trained("loop", **plain)
+    got, spent, captured = trained("captured", **case)
+    assert spent == epsilon
+    start = torch.cat([p.detach().flatten() for p in _fresh().parameters()])
+    moved = float((expected - start).norm())
+    assert float((got - expected).norm()) < 1e-3 * moved
+    states = [optimizer.state_dict()["state"] for optimizer in (eager, captured)]
+    assert states[0].keys() == states[1].keys()
+    for key, state in states[0].items():
+        assert state.keys() == states[1][key].keys()
+
+
+def _fresh():
+    torch.manual_seed(0)
+    return CompactCNN()
+
+
+def test_every_replay_has_noise_of_its_own_and_learns_from_its_own_batch():
+    engine, _, optimizer, loader = made("sgd", noise_multiplier=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step = engine.compile(losses)
+    released = []
+    for batch in loader:
+        step(batch)
+        released.append(torch.cat([p.grad.flatten() for p in optimizer.params]).cpu())
+    assert step.path == "captured"
+    std = optimizer.spec.noise_std / optimizer.spec.divisor
+    for a, b in itertools.pairwise(released[4:]):
+        apart = float((a - b).std())
+        assert 1.2 * std < apart < 3 * std  # √2 of the noise, and what the batches differ in
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+@pytest.mark.parametrize("loss_fn", [losses, in_bf16])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_no_example_moves_the_captured_sum_by_more_than_c(loss_fn, offset):
+    x, y = data()
+    x, y = x[:1] + 0.01 * x[:513] + offset, y[:1].expand(513).clone()
+    engine, _, optimizer, _ = made("adam", max_grad_norm=1.0, poisson_sampling=False)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    sums = []
+    optimizer.noise.normal = lambda like, std: (sums.append(like.double().clone()), torch.zeros_like(like))[1]
+    step = engine.compile(loss_fn)
+    step.capacity = 560
+    for _ in range(5):
+        step((x, y))
+    assert step.path == "captured"
+    sums.clear()
+    step((x, y))
+    whole = torch.cat([s.flatten() for s in sums])
+    for gone in (0, 200, 512):
+        keep = torch.arange(513) != gone
+        sums.clear()
+        torch.manual_seed(0)
+        step((x[keep], y[keep]))
+        less = torch.cat([s.flatten() for s in sums])
+        assert 0.5 < float((whole - less).norm()) <= 1 + (1e-5 if loss_fn is losses else 1e-2)
+
+
+def test_a_captured_run_goes_on_from_its_folder_and_its_budget_never_falls(tmp_path):
+    spent = []
+    for _ in range(2):
+        engine, _, optimizer, loader = made()
+        step = engine.compile(losses)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept = dpivon.Checkpoints(tmp_path, engine=engine, optimizer=optimizer, data_loader=loader)
+            resumed = kept.restore()
+        assert resumed.steps == len(spent) * 10
+        for batch in loader:
+            step(batch)
+        assert step.path == "captured"
+        kept.save()
+        spent.append(engine.get_epsilon(1e-3))
+        engine.ledger.close()
+    assert spent[1] > spent[0]
+
+
+def test_an_operation_of_a_captured_step_never_waits_for_the_device():
+    engine, _, _, loader = made()
+    step = engine.compile(losses)
+    batches = iter(loader)
+    for _ in range(6):
+        step(next(batches))
+    assert step.path == "captured"
+    batch = next(batches)
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
