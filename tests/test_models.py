@@ -75,6 +75,7 @@ def test_impossible_shapes_are_refused_by_name() -> None:
     ("build", "batch", "parameters"),
     [
         (WideResNet, lambda: torch.randn(3, 3, 32, 32), 2_751_146),
+        (lambda: WideResNet(relu_first=True), lambda: torch.randn(3, 3, 32, 32), 2_751_562),
         (VisionTransformer, lambda: torch.randn(3, 3, 32, 32), 809_354),
         (CompactCNN, lambda: torch.randn(3, 3, 32, 32), 279_882),
         (lambda: CompactCNN(standardised=True), lambda: torch.randn(3, 3, 32, 32), 279_882),
@@ -91,9 +92,11 @@ def test_larger_networks_mix_no_examples_and_have_a_rule_for_every_layer(build, 
         torch.testing.assert_close(model(x[i : i + 1]), whole[i : i + 1], rtol=1e-4, atol=1e-5)
 
 
-def test_wide_resnet_clipped_sums_are_those_of_a_loop_over_examples():
+@pytest.mark.parametrize("relu_first", [False, True])
+def test_wide_resnet_clipped_sums_are_those_of_a_loop_over_examples(relu_first):
     torch.manual_seed(0)
-    model, x = WideResNet(depth=10, width=1, groups=4).double(), torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    model = WideResNet(depth=10, width=1, groups=4, relu_first=relu_first).double()
+    x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
     params = list(model.parameters())
     rows = [torch.autograd.grad(model(x[i : i + 1]).square().sum(), params) for i in range(3)]
     expected = clipped_sum([torch.stack(column) for column in zip(*rows, strict=True)], FlatClipping(0.5))
@@ -101,3 +104,15 @@ def test_wide_resnet_clipped_sums_are_those_of_a_loop_over_examples():
     model(x).square().sum().backward()
     for e, g in zip(expected, keeper.clipped_sums(params, FlatClipping(0.5)), strict=True):
         torch.testing.assert_close(e, g)
+
+
+def test_a_wide_resnet_with_relu_first_ends_in_a_norm_and_has_one_on_its_skips():
+    torch.manual_seed(0)
+    model, x = WideResNet(depth=10, width=1, groups=4, relu_first=True), torch.randn(3, 3, 16, 16)
+    by_group = model.features(x).view(3, 4, 16).mean(2)
+    torch.testing.assert_close(by_group, torch.zeros(3, 4), rtol=0, atol=1e-5)
+    assert (WideResNet(depth=10, width=1, groups=4).features(x) >= 0).all()
+    block, h = model.blocks[1], torch.randn(2, 16, 8, 8)
+    relu = torch.relu
+    branch = block.conv2(block.norm2(relu(block.conv1(block.norm1(relu(h))))))
+    torch.testing.assert_close(block(h), block.skip(block.skip_norm(relu(h))) + branch)

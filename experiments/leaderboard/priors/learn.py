@@ -123,7 +123,7 @@ class Learning:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         torch.manual_seed(settings.seed)
-        self.model = Features(settings.wide).to(device)
+        self.model = self.build().to(device)
         self.parameters = self.model.trained()
         self.momentum = [torch.zeros_like(p) for p in self.parameters]
         self.generator = Generator(device).manual_seed(settings.seed)
@@ -132,6 +132,9 @@ class Learning:
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")
             self.loss = torch.compile(self._loss, dynamic=False)
+
+    def build(self) -> Features:
+        return Features(self.settings.wide)
 
     def _loss(self, pixels: Tensor, draws: Tensor) -> Tensor:
         """[alignment, uniformity]."""
@@ -175,8 +178,8 @@ class Learning:
 
     def learn(self, out: Path, limit: float) -> bool:
         """Go on for up to ``limit`` seconds, saving every half minute; True when the schedule is at its end."""
-        s, state = self.settings, state_of(out)
-        self.restore(state)
+        s = self.settings
+        self.restore(out)
         began = last = saved = time.monotonic()
         first = at = self.step
         while self.step < s.steps and self.seconds < s.seconds and last - began < limit:
@@ -193,16 +196,19 @@ class Learning:
                 pace = (self.step - at) / (now - saved)
                 told = f"{self.step:,} steps, {self.seconds:.0f} s, {pace:.0f} steps/s"
                 print(f"{s.process}: {told}, align {align:.3f} uniform {spread:.3f}", flush=True)
-                self.save(out, state)
+                self.save(out)
                 saved, at = now, self.step
-        self.save(out, state)
+        self.save(out)
         print(f"{s.process}: {self.step:,} steps in {self.seconds:.0f} s", flush=True)
         return self.step >= s.steps or self.seconds >= s.seconds
 
-    def save(self, out: Path, state: Path) -> None:
+    def metadata(self) -> dict[str, str]:
+        facts = {FORMAT: VERSION, "process": self.settings.process, "settings": repr(self.settings)}
+        return facts | {"steps": str(self.step), "seconds": f"{self.seconds:.1f}"}
+
+    def save(self, out: Path) -> None:
         """The prior itself, and beside it what is needed to go on."""
-        metadata = {FORMAT: VERSION, "process": self.settings.process, "settings": repr(self.settings)}
-        metadata |= {"steps": str(self.step), "seconds": f"{self.seconds:.1f}"}
+        metadata = self.metadata()
         network = {name: p.detach() for name, p in self.model.network.state_dict().items()}
         network |= {name: torch.zeros_like(p) for name, p in network.items() if name.startswith("head.logits")}
         if self.settings.wide:
@@ -210,9 +216,12 @@ class Learning:
             network |= {"head.hidden.weight": hidden[0], "head.hidden.bias": hidden[1]}
         write_tensors(out, network, metadata)
         both = {"model": [p.detach() for p in self.parameters], "momentum": self.momentum}
-        write_tensors(state, {f"{kind}.{i}": t for kind, each in both.items() for i, t in enumerate(each)}, metadata)
+        write_tensors(
+            state_of(out), {f"{kind}.{i}": t for kind, each in both.items() for i, t in enumerate(each)}, metadata
+        )
 
-    def restore(self, state: Path) -> None:
+    def restore(self, out: Path) -> None:
+        state = state_of(out)
         if not state.is_file():
             return
         tensors, metadata = read_tensors(state, key=FORMAT, version=VERSION, what="learning", fix="Delete it")

@@ -26,6 +26,8 @@ LEAVES = 96
 SHARED = 32
 #: Feature maps of the random generator, and the side of its filters: one full period of the highest frequency at each scale.
 MAPS, KERNEL = 12, 5
+#: Numbers that all styles of an image are made of: fewer than maps, so that styles of different scales go together.
+LATENT = 8
 #: Atoms of a Gabor field; their number over two to one is drawn, so that some fields are sparse and some are dense.
 ATOMS = 48
 
@@ -147,6 +149,52 @@ def filters(n: int, size: int, channels: int, g: Generator) -> Tensor:
     return coloured(standardised(painted[:n]), g)
 
 
+def styled(n: int, size: int, channels: int, g: Generator) -> Tensor:
+    """Images of untrained style generators (Karras et al., 2020): a layout that a network's images share, painted in styles.
+
+    Where :func:`filters` begins with noise, this begins with a constant of the network, turned by the image's own part. Every
+    scale has two rounds of: weight the maps by the style, filter, divide by what the weights give on average, add one noise
+    field at the maps' own strengths, shift, rectify. Styles are 1 + N(0, 1), linear in ``LATENT`` numbers of the image. What a
+    scale paints is weaker than what the one before did, by a factor of the network from 1 (scale invariance) to exp(−.6).
+    """
+    networks = -(-n // SHARED)
+    maps = networks * MAPS
+    latent = normal(g, SHARED, networks, LATENT) / math.sqrt(LATENT)
+
+    def style() -> Tensor:  # [SHARED, networks, MAPS]
+        return 1 + torch.einsum("snl,nml->snm", latent, normal(g, networks, MAPS, LATENT))
+
+    own = uniform(g, 1, networks, 1, 1, 1).expand(1, networks, MAPS, 1, 1).reshape(1, maps, 1, 1)
+    x = normal(g, 1, maps, 4, 4) * (1 - own).sqrt() + normal(g, SHARED, maps, 4, 4) * own.sqrt()
+    painted = torch.zeros(SHARED, networks * channels, 4, 4, device=g.device)
+    weaker = uniform(g, 1, networks, 1, 1, 1, high=0.6)
+    sides = [4]
+    while sides[-1] < size:
+        sides.append(min(2 * sides[-1], size))
+    for octave, side in enumerate(sides):
+        if side != x.shape[-1]:
+            x, painted = (
+                F.interpolate(t, size=(side, side), mode="bilinear", align_corners=False) for t in (x, painted)
+            )
+        for _ in range(2):
+            s, w = style(), wavelets(networks, MAPS, MAPS, g)
+            power = w.square().sum((2, 3)).view(networks, MAPS, MAPS)  # of output by input
+            scale = torch.einsum("noi,sni->sno", power, s.square()).clamp_min(1e-4).rsqrt()
+            padded = F.pad(x * s.reshape(SHARED, maps, 1, 1), (KERNEL // 2,) * 4, mode="reflect")
+            x = F.conv2d(padded, w, groups=networks) * scale.reshape(SHARED, maps, 1, 1)
+            noise = normal(g, SHARED, networks, 1, side, side) * uniform(g, 1, networks, MAPS, 1, 1).pow(3)
+            x = x + noise.reshape(SHARED, maps, side, side) + normal(g, 1, maps, 1, 1) * 0.5
+            x = F.leaky_relu(x, 0.2)
+            x = x / x.square().mean((0, 2, 3), keepdim=True).sqrt().clamp_min(1e-4)
+        paint = normal(g, networks, channels, MAPS)
+        seen = (x * style().reshape(SHARED, maps, 1, 1)).view(SHARED, networks, MAPS, side, side)
+        colour = torch.einsum("ncm,snmhw->snchw", paint, seen).reshape(SHARED, networks * channels, side, side)
+        share = (normal(g, 1, networks, 1, 1, 1) - octave * weaker).exp().expand(1, networks, channels, 1, 1)
+        painted = painted + colour * share.reshape(1, networks * channels, 1, 1)
+    whole = painted.view(SHARED, networks, channels, size, size).transpose(0, 1).flatten(0, 1)
+    return coloured(standardised(whole[:n]), g)
+
+
 def leaves(n: int, size: int, channels: int, g: Generator, texture: Process = spectra) -> Tensor:
     """Dead leaves: opaque shapes that fall on one another, each with its colour, texture and shading.
 
@@ -199,12 +247,19 @@ def collage(n: int, size: int, channels: int, g: Generator) -> Tensor:
     return leaves(n, size, channels, g, texture=filters)
 
 
+def objects(n: int, size: int, channels: int, g: Generator) -> Tensor:
+    """Dead leaves whose textures are images of style generators."""
+    return leaves(n, size, channels, g, texture=styled)
+
+
 PROCESSES: dict[str, Process] = {
     "spectra": spectra,
     "gabor": gabor,
     "filters": filters,
     "leaves": leaves,
     "collage": collage,
+    "styled": styled,
+    "objects": objects,
 }
 #: What a prior is learned from: processes in equal shares.
 MIXTURES: dict[str, tuple[str, ...]] = {
@@ -212,6 +267,8 @@ MIXTURES: dict[str, tuple[str, ...]] = {
     "mixture": ("leaves", "filters", "collage", "gabor"),
     # Mostly the process that was best alone, and its images as objects that hide one another.
     "varied": ("filters", "filters", "filters", "collage"),
+    # Both kinds of generators, and objects.
+    "generators": ("styled", "styled", "filters", "objects"),
 }
 
 

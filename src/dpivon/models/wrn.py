@@ -20,6 +20,9 @@ class WideResNet(nn.Module):
         groups: of the normalisations.
         standardised: with False it is made of ordinary convolutions.
         base: channels of the first convolution, and of the first group at k = 1.
+        relu_first: the order of De et al., which private training prefers: ReLU, then GroupNorm, also before the last mean, and
+            a skip that changes the shape has a norm of its own. Otherwise norm, then ReLU. Their convolutions have a gain per
+            output besides.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class WideResNet(nn.Module):
         groups: int = 16,
         standardised: bool = True,
         base: int = 16,
+        relu_first: bool = False,
     ) -> None:
         super().__init__()
         conv = StandardisedConv2d if standardised else nn.Conv2d
@@ -41,25 +45,40 @@ class WideResNet(nn.Module):
         for i in range(3):
             for j in range(blocks):
                 into = channels[i] if j == 0 else channels[i + 1]
-                layers.append(Block(into, channels[i + 1], 2 if i and j == 0 else 1, groups, conv))
+                layers.append(Block(into, channels[i + 1], 2 if i and j == 0 else 1, groups, conv, relu_first))
         self.blocks = nn.Sequential(*layers)
         self.norm = nn.GroupNorm(groups, channels[3])
         self.head = nn.Linear(channels[3], classes)
+        self.relu_first = relu_first
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.blocks(self.stem(x))))
-        return self.head(x.mean((2, 3)))
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the last layer sees, [n, channels]."""
+        return _activated(self.blocks(self.stem(x)), self.norm, self.relu_first).mean((2, 3))
+
+
+def _activated(x: Tensor, norm: nn.Module, relu_first: bool) -> Tensor:
+    made: Tensor = norm(F.relu(x)) if relu_first else F.relu(norm(x))
+    return made
 
 
 class Block(nn.Module):
-    def __init__(self, into: int, out: int, stride: int, groups: int, conv: type[nn.Conv2d]) -> None:
+    def __init__(
+        self, into: int, out: int, stride: int, groups: int, conv: type[nn.Conv2d], relu_first: bool = False
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(min(groups, into), into), nn.GroupNorm(groups, out)
         self.conv1 = conv(into, out, 3, stride, 1)
         self.conv2 = conv(out, out, 3, 1, 1)
         self.skip = conv(into, out, 1, stride) if into != out or stride != 1 else None
+        self.relu_first = relu_first
+        self.skip_norm = nn.GroupNorm(min(groups, into), into) if self.skip is not None and relu_first else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norm1(x))
-        skip = x if self.skip is None else self.skip(h)
-        return skip + self.conv2(F.relu(self.norm2(self.conv1(h))))
+        h = _activated(x, self.norm1, self.relu_first)
+        skip = x
+        if self.skip is not None:
+            skip = self.skip(h if self.skip_norm is None else self.skip_norm(F.relu(x)))
+        return skip + self.conv2(_activated(self.conv1(h), self.norm2, self.relu_first))

@@ -1,0 +1,127 @@
+"""Head arms: the logits alone, trained privately on features that stay as the prior has them.
+
+    python -m experiments.leaderboard.wide.heads --data DATA --prior wide.safetensors --table heads.csv [--judge]
+
+Features are the mean over ten shifted and mirrored copies of an image, computed once, so that a step is nearly free: every step
+takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. All arms are compared on validation images.
+With ``--judge`` the best arm per ε is trained on all training images with three seeds, and scored on the test set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpivon.metrics import accuracy, ece, nll
+from dpivon.optim.average import window_decay
+from dpivon.privacy.accounting import epsilon, noise_multiplier
+from dpivon.stacked import AnyNetwork, Run, Stack
+from dpivon.temperature import temper
+from experiments.leaderboard.priors import tables
+from experiments.leaderboard.priors.data import load_split
+from experiments.leaderboard.priors.predictions import RESERVE
+from experiments.leaderboard.priors.private import DELTA, C
+from experiments.leaderboard.priors.scores import best_temperature
+from experiments.leaderboard.wide.network import features, load_wide
+
+EPSILONS = (1.0, 3.0, 8.0)
+RATES = {"dp-sgd": (0.3, 1.0, 3.0, 10.0), "dp-adam": (0.01, 0.03, 0.1), "dp-steady": (1.0, 2.0, 4.0, 8.0)}
+STEPS = (40, 160)
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the logits."""
+
+    epsilon: float
+    method: str = "dp-sgd"
+    lr: float = 3.0
+    steps: int = 40
+    seed: int = 0
+
+    def run(self, what: str, sigma: float, size: int) -> Run:
+        seed = int(hashlib.sha256(f"head {self} {what} {sigma}".encode()).hexdigest()[:15], 16)
+        averaged = {} if self.method == "dp-steady" else {"ema": window_decay(float(self.steps))}
+        return Run(self.method, seed, sigma, C, self.lr, size, averaged)
+
+    def cost(self, sigma: float) -> tuple[float, float, int]:
+        return sigma, 1.0, self.steps
+
+
+NAMES = tuple(field.name for field in fields(Arm))
+COLUMNS = (
+    *("prior", "split", *NAMES, "delta", "max_grad_norm", "noise_multiplier", "epsilon_spent", "train_size"),
+    *("accuracy", "nll", "ece", "temperature", "tempered_nll", "tempered_ece", "device", "torch", "commit"),
+)
+
+
+def trained_heads(runs: Sequence[Run], steps: int, x: Tensor, y: Tensor) -> list[nn.Linear]:
+    """Averaged logits of every run, from zero."""
+    network = AnyNetwork(lambda: nn.Linear(x.shape[1], 10))
+    stack = Stack(runs, network, x, y, start=torch.zeros(len(runs), network.size), steps=steps, block=8)
+    for _ in stack.train(steps):
+        pass
+    found = [stack.model(i, averaged=True) for i in range(len(runs))]
+    return [head for head in found if isinstance(head, nn.Linear)]
+
+
+def best_arm(rows: Sequence[Row], target: float) -> Arm:
+    """The arm with the best validation accuracy at this ε; the default where none was tried."""
+    found = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target]
+    if not found:
+        return Arm(target)
+    row = max(found, key=lambda r: float(r["accuracy"]))
+    return Arm(target, row["method"], float(row["lr"]), int(row["steps"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--prior", type=Path, required=True)
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--toy", action="store_true")
+    a = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    split = load_split(a.data, device, judge=a.judge, toy=a.toy)
+    began, network = time.monotonic(), load_wide(a.prior, a.toy).to(device)
+    x, fit, held = (features(network, i, views=True) for i in (split.images, split.fit_images, split.score_images))
+    print(f"features {tuple(x.shape)}, rms {float(x.square().mean().sqrt()):.3f}, {time.monotonic() - began:.1f} s")
+    known = tables.read(a.table)
+    if a.judge:
+        arms = [replace(best_arm(known, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
+    else:
+        arms = [Arm(e, m, lr, t) for t in STEPS for e in EPSILONS for m, each in RATES.items() for lr in each]
+    for steps in sorted({arm.steps for arm in arms}):
+        mine = [replace(arm, steps=4) if a.toy else arm for arm in arms if arm.steps == steps]
+        steps = mine[0].steps
+        sigmas = {e: noise_multiplier(e, DELTA, 1.0, steps, also=[RESERVE]) for e in {arm.epsilon for arm in mine}}
+        runs = [arm.run(split.name, sigmas[arm.epsilon], len(x)) for arm in mine]
+        rows: list[dict[str, Any]] = []
+        began = time.monotonic()
+        for arm, head in zip(mine, trained_heads(runs, steps, x, split.labels), strict=True):
+            with torch.no_grad():
+                probs, fitted = (head(f).softmax(1) for f in (held, fit))
+            t, y, sigma = best_temperature(fitted, split.fit_labels), split.score_labels, sigmas[arm.epsilon]
+            scored = {"accuracy": accuracy(probs, y), "nll": nll(probs, y), "ece": ece(probs, y), "temperature": t}
+            scored |= {"tempered_nll": nll(temper(probs, t), y), "tempered_ece": ece(temper(probs, t), y)}
+            own = {"prior": a.prior.stem, "split": split.name, "delta": DELTA, "max_grad_norm": C, "train_size": len(x)}
+            own |= {"noise_multiplier": round(sigma, 4)} | asdict(arm) | tables.facts(device)
+            own |= {"epsilon_spent": round(epsilon([arm.cost(sigma), RESERVE], DELTA), 4)}
+            rows.append(own | {name: round(value, 5) for name, value in scored.items()})
+            print(f"  {arm}: {rows[-1]['accuracy']} {rows[-1]['tempered_nll']}", flush=True)
+        tables.append(a.table, rows, COLUMNS)
+        print(f"{len(runs)} heads of {steps} steps in {time.monotonic() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

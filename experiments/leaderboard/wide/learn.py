@@ -1,0 +1,122 @@
+"""Learn a prior for WRN-16-4: self-supervised training on images of a random process, as :mod:`..priors.learn`.
+
+    python -m experiments.leaderboard.wide.learn generators --out wide.safetensors --seconds 540 --data DATA
+
+One file of 11 MB holds what private training starts from and what learning goes on from. (Momentum is not in it: it is that of
+ten steps.) With more ``--seconds`` the same command goes on later, at the rate that the longer cosine then has. With ``--data``
+a linear probe on CIFAR-10 follows the progress: it is not private, and nothing is learned or chosen from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpivon.data import MEAN, STD
+from dpivon.durable.tensors import read_tensors, write_tensors
+from experiments.leaderboard.priors.data import Split, load_split
+from experiments.leaderboard.priors.learn import Features, Learning, Settings
+from experiments.leaderboard.priors.probe import ridge_accuracy
+from experiments.leaderboard.priors.processes import MIXTURES
+from experiments.leaderboard.wide.network import FORMAT, VERSION, features, wide
+
+#: Seconds between two probes.
+PROBE_EVERY = 75.0
+#: Images of the process that features are measured on.
+MEASURED = 8192
+
+
+class WideFeatures(Features):
+    """The features of WRN-16-4 and the projection that the loss is taken of."""
+
+    def __init__(self, toy: bool) -> None:
+        nn.Module.__init__(self)
+        self.network = wide(toy)  # type: ignore[assignment]
+        channels = self.network.head.in_features  # type: ignore[attr-defined]
+        self.projection = nn.Sequential(nn.Linear(channels, 256), nn.ReLU(), nn.Linear(256, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.network.features(x.contiguous(memory_format=torch.channels_last))
+        return F.normalize(self.projection(seen).float(), dim=1)
+
+    def trained(self) -> list[nn.Parameter]:
+        return [p for name, p in self.named_parameters() if not name.startswith("network.head")]
+
+
+class WideLearning(Learning):
+    """Learning with a probe, whose schedule may be made longer."""
+
+    def __init__(self, settings: Settings, device: torch.device, probed: Split | None = None) -> None:
+        self.toy = settings.batch < 64
+        super().__init__(settings, device)
+        torch.backends.cudnn.benchmark = True
+        self.probed, self.last_probe = probed, 0.0
+
+    def build(self) -> Features:
+        return WideFeatures(self.toy)
+
+    @torch.no_grad()
+    def save(self, out: Path) -> None:
+        seen = features(self.model.network, self.shown())  # type: ignore[arg-type]
+        kept = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
+        write_tensors(out, kept | {"feature_mean": seen.mean(0), "feature_std": seen.std(0)}, self.metadata())
+        ended = self.step >= self.settings.steps or self.seconds >= self.settings.seconds
+        if self.probed is not None and (ended or time.monotonic() - self.last_probe > PROBE_EVERY):
+            self.last_probe = time.monotonic()
+            x, held = (features(self.model.network, i).double() for i in (self.probed.images, self.probed.score_images))  # type: ignore[arg-type]
+            found = ridge_accuracy(x, self.probed.labels, held, self.probed.score_labels)
+            print(f"{self.settings.process}: {self.step:,} steps, linear probe {100 * found:.2f} %", flush=True)
+
+    def shown(self) -> Tensor:
+        """Images of the process as the network takes them, from the middle of the pool's."""
+        whole = self.pool[:MEASURED]
+        margin = (whole.shape[-1] - 32) // 2
+        return (whole[..., margin : margin + 32, margin : margin + 32].float() / 255 - MEAN) / STD
+
+    def restore(self, out: Path) -> None:
+        if not out.is_file():
+            return
+        tensors, metadata = read_tensors(out, key=FORMAT, version=VERSION, what="prior", fix="Delete it")
+        if metadata["process"] != self.settings.process:
+            raise SystemExit(f"{out}: is of {metadata['process']}. Delete it, or give the same process.")
+        self.step, self.seconds = int(metadata["steps"]), float(metadata["seconds"])
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(tensors[name])
+        self.generator.manual_seed(self.settings.seed + self.step)  # other images than the first time
+        print(f"{self.settings.process}: goes on at {self.step:,} steps, {self.seconds:.0f} s", flush=True)
+
+    def metadata(self) -> dict[str, str]:
+        return {FORMAT: VERSION} | super().metadata()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("process", choices=list(MIXTURES))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=540.0, help="length of the schedule, over all calls")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds that this call may learn for, from now")
+    parser.add_argument("--batch", type=int, default=512, help="images per step, of two views each")
+    parser.add_argument("--data", type=Path, default=None, help="CIFAR-10, for the probe")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--toy", action="store_true", help="a small network, few images and steps, for a CPU")
+    a = parser.parse_args()
+    settings = Settings(a.process, a.seconds, 10**7, a.batch, pool=131_072, fresh=1024, every=64, seed=a.seed)
+    if a.toy:
+        settings = replace(settings, steps=8, batch=32, pool=128, fresh=32, every=4, warmup=4)
+    a.out.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    probed = None if a.data is None else load_split(a.data, device, judge=False, toy=a.toy)
+    learning = WideLearning(settings, device, probed)
+    learning.fill()
+    learning.learn(a.out, a.limit)
+
+
+if __name__ == "__main__":
+    main()

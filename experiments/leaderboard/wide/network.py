@@ -1,0 +1,68 @@
+"""WRN-16-4 in the order of De et al., its features, and its prior as a file.
+
+A prior's features are brought to mean 0 and standard deviation :data:`UNIT` on images of its random process, which costs no
+privacy; the last normalisation takes that in, so that the network stays one without further layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpivon.durable.tensors import read_tensors
+from dpivon.models import WideResNet
+from experiments.leaderboard.priors.scores import SHIFTS
+
+FORMAT, VERSION = "dpivon_wide_prior", "1"
+#: Of a feature: 256 of them have norm 4, which leaves the other layers' gradients their part of a clipped one.
+UNIT = 0.25
+
+
+def wide(toy: bool = False) -> WideResNet:
+    return WideResNet(depth=10, width=1, groups=4, relu_first=True) if toy else WideResNet(relu_first=True)
+
+
+class Wrapped(nn.Module):
+    """A function of images in bf16, channels last, where there is a GPU."""
+
+    def __init__(self, network: WideResNet, features: bool = False) -> None:
+        super().__init__()
+        self.network, self.of_features = network, features
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.network.features if self.of_features else self.network
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+            found: Tensor = made(x.contiguous(memory_format=torch.channels_last))
+        return found.float()
+
+
+@torch.no_grad()
+def features(network: WideResNet, images: Tensor, views: bool = False) -> Tensor:
+    """[N, channels], each image's from that image alone; with ``views`` the mean over ten shifted and mirrored copies."""
+    made, side = Wrapped(network, features=True), images.shape[-1]
+    found = []
+    for x in images.split(2500):
+        if not views:
+            found.append(made(x))
+            continue
+        padded = F.pad(x, (2, 2, 2, 2), mode="reflect")
+        each = [padded[..., 2 + i : 2 + i + side, 2 + j : 2 + j + side] for i, j in SHIFTS]
+        found.append(torch.stack([made(v) for one in each for v in (one, one.flip(-1))]).mean(0))
+    return torch.cat(found)
+
+
+def load_wide(path: Path, toy: bool = False) -> WideResNet:
+    """The network of a prior's file, its features in their unit and its logits at zero."""
+    tensors, _ = read_tensors(path, key=FORMAT, version=VERSION, what="prior", fix="Give what learn.py wrote")
+    network = wide(toy)
+    network.load_state_dict({n.removeprefix("network."): t for n, t in tensors.items() if n.startswith("network.")})
+    factor = UNIT / tensors["feature_std"].clamp_min(1e-3)
+    with torch.no_grad():
+        network.norm.weight *= factor
+        network.norm.bias.copy_((network.norm.bias - tensors["feature_mean"]) * factor)
+        nn.init.zeros_(network.head.weight)
+        nn.init.zeros_(network.head.bias)
+    return network
