@@ -20,7 +20,7 @@ folder=$KEEP/wide
 mkdir -p "$folder/log" "$folder/work" "$OUT"
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
 export PYTHONPATH PYTHONUNBUFFERED=1 DPIVON_CONV_KERNELS=1
-export TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton" PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
 
 results() { # tables, logs and the prior, which learning goes on from
     cp "$folder"/*.csv "$PRIOR" "$OUT" 2>/dev/null
