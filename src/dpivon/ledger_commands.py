@@ -54,6 +54,8 @@ def show(
         say(f"{one['ledger']}: {one['releases']} releases of each of {len(one['runs'])} runs, every digest right")
         if one["torn"]:
             say("  its last line was torn by a crash, and is counted as the largest block before it")
+        if one["unit"] != "example":
+            say(f"  the unit of privacy is a person with all their rows, by {one['unit']}")
         for account in one["runs"]:
             say(f"  {account['run']}:")
             for row in account["rows"]:
@@ -145,7 +147,7 @@ def _described(path: Path, delta: float, delta_from: str) -> dict[str, Any]:
             known[key] = {k: v if math.isfinite(v) else "inf" for k, v in epsilons(rows, delta).items()}
         stated = {"drawn_by": drawn(record, i), "epsilon": known[key]}
         runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), **stated})
-    about = {"ledger": str(path), "releases": record.releases, "torn": record.torn}
+    about = {"ledger": str(path), "releases": record.releases, "torn": record.torn, "unit": record.unit or "example"}
     return {**about, "delta": delta, "delta_from": delta_from, "runs": runs}
 
 

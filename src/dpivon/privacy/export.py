@@ -60,6 +60,7 @@ def export(
         )
     stated = {
         "delta": delta,
+        "unit": record.unit or "example",
         "epsilon": {name: value if math.isfinite(value) else "inf" for name, value in spent.items()},
         "releases": [{"noise_multiplier": sigma, "sample_rate": q, "steps": n} for sigma, q, n in rows],
         "drawn_by": drawn(record, 0),

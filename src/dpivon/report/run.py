@@ -53,7 +53,11 @@ def content(folder: Path, again: str) -> Content:
         facts += [("test accuracy", f"{accuracy(t.averaged, t.labels):.1%}".replace("%", " %"))]
         facts += [("test ECE", f"{ece(t.averaged, t.labels):.3f}")]
     method = METHODS[summary.method].title if summary.method in METHODS else summary.method
-    size = "" if summary.dataset_size is None else f" on {summary.dataset_size:,} examples"
+    size = (
+        ""
+        if summary.dataset_size is None
+        else f" on {summary.dataset_size:,} {'people' if summary.unit else 'examples'}"
+    )
     words = [part for part in (summary.task.inputs, summary.task.network) if part]
     intro = f"One private training{size}{': ' + '; '.join(words) if words else ''}."
     title = f"{method}: privacy and predictions"

@@ -52,6 +52,7 @@ class Summary(_Values):
     accountant: str = "rdp"
     epsilon_by_accountant: dict[str, float] = {}
     adjacency: str = "add/remove"
+    unit: str = ""  # the column that names a row's person; empty where the unit of privacy is the row
     dataset_size: int | None = None
     sampling_rate: float | None = None
     steps: int | None = None

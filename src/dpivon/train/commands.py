@@ -45,9 +45,13 @@ class _Flag:
 _FLAGS = {
     "epsilon": _Flag(float, _PUBLIC, "The privacy budget ε."),
     "delta": _Flag(float, _PUBLIC, "Its δ, below 1/N."),
-    "dataset_size": _Flag(int, _PUBLIC, "The public number of examples N. Rows are never counted."),
+    "dataset_size": _Flag(int, _PUBLIC, "The public number N of examples, or with --unit of people. Never counted."),
     "classes": _Flag(str, _PUBLIC, "Every class, separated by commas. Of images: the names of the folders."),
     "target": _Flag(str, _PUBLIC, "The column of a table to predict."),
+    "unit": _Flag(
+        str, _PUBLIC, "The column that names a row's person: privacy is then per person, and N counts people."
+    ),
+    "rows_per_unit": _Flag(int, _PUBLIC, "With --unit: most rows of a person per step, drawn afresh; all by default."),
     "id": _Flag(str, _PUBLIC, "The column that names a row or its person: never learned from, carried to predictions."),
     "bounds": _Flag(
         list[str],

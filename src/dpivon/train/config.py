@@ -48,6 +48,8 @@ class Config(Declaration):
     epsilon: Positive
     delta: Annotated[float, Field(gt=0, lt=1)]
     dataset_size: Whole
+    unit: str | None = None
+    rows_per_unit: Whole | None = None
     accountant: Annotated[str, AfterValidator(_check_accountant)] = "rdp"
 
     classes: Annotated[Labels, Field(min_length=2)]
@@ -82,6 +84,8 @@ class Config(Declaration):
             raise ValueError(f"batch_size: {self.batch_size} is larger than N = {self.dataset_size}")
         if self.method not in PRIVATE_METHODS:
             raise ValueError(f"method: {self.method!r} is not one of {', '.join(PRIVATE_METHODS)}")
+        if self.rows_per_unit is not None and self.unit is None:
+            raise ValueError("rows_per_unit: says nothing without unit, the column that names a row's person")
         if self.network not in KINDS:
             raise ValueError(f"network: {self.network!r} is not one of {', '.join(KINDS)}")
         return self
@@ -108,6 +112,8 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
         fix = "Predict classes, or use dpivon.integrations.sklearn.DPIVONRegressor for regression"
         raise bad("task", task, "is not supported by this command", fix)
     given = with_schema(given)
+    if (unit := given.get("unit")) is not None and unit not in (given.get("id"), *(given.get("ignore") or ())):
+        given["ignore"] = [*(given.get("ignore") or ()), unit]  # who a row is of is never learned from
     for name, fix in _NEEDED.items():
         if given.get(name) is None:
             raise bad(name, None, "is needed", fix)

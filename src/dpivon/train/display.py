@@ -81,8 +81,9 @@ def conclude(summary: dict[str, Any], folder: Path, console: Console) -> None:
 
 def _lines(summary: dict[str, Any]) -> dict[str, str | list[str]]:
     by = ", ".join(f"{name} {value:.4g}" for name, value in summary["epsilon_by_accountant"].items())
+    whom = f"person with all their rows (by {summary['unit']})" if summary.get("unit") else "example"
     lines: dict[str, str | list[str]] = {
-        "Guarantee": f"ε = {summary['epsilon']:.4g} at δ = {summary['delta']:g}, against adding or removing one example, "
+        "Guarantee": f"ε = {summary['epsilon']:.4g} at δ = {summary['delta']:g}, against adding or removing one {whom}, "
         f"for the published model of {summary['releases']} releases (by accountant: {by}). "
         "Another run on the same data costs its own ε on top.",
     }

@@ -20,6 +20,7 @@ from dpivon.errors import BudgetSpent, bad
 from dpivon.metrics import accuracy, nll
 from dpivon.optim.ivon import IVON
 from dpivon.privacy import BatchMemoryManager, Checkpoints, PrivacyEngine
+from dpivon.privacy.people import People
 from dpivon.sources import Examples
 from dpivon.train.artefacts import Line, Progress
 from dpivon.train.config import Config, fixed
@@ -46,7 +47,14 @@ class Seeds:
 class Loop:
     """A run that trains, or goes on training, in a folder."""
 
-    def __init__(self, config: Config, description: Description, examples: Examples, folder: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        description: Description,
+        examples: Examples,
+        folder: Path,
+        people: People | None = None,
+    ) -> None:
         self.config, self.description = config, description
         self.device = device_of(config.device)
         assert examples.targets is not None
@@ -72,6 +80,7 @@ class Loop:
             expected_batch_size=config.batch_size,
             noise_generator=seeds.generator("noise", self.device) if own else None,
             criterion=self.loss,
+            user_ids=people,
         )
         self.draws = self.learner.optimizer.mc_samples if isinstance(self.learner.optimizer, IVON) else 1
         self.kept = Checkpoints(

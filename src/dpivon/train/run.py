@@ -17,10 +17,13 @@ from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
+from dpivon.privacy.people import People
 from dpivon.report import build
 from dpivon.report.run_folder import PROGRESS, SUMMARY
 from dpivon.report.writer import REPORT
 from dpivon.sources import Examples, files_of, kind_of
+from dpivon.sources.columns import is_missing, label
+from dpivon.sources.table import check_column, column_names, read_columns
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
 from dpivon.train.config import Config
@@ -58,6 +61,7 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     device_of(config.device)
     if (folder / SUMMARY).exists():
         return _again(config, folder, watcher)
+    people = people_of(config)
     description = describe(config)
     with torch.random.fork_rng(devices=[]):
         description.learner(ema=config.ema)  # an option that it has not is named before the folder remembers it
@@ -70,7 +74,7 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
         raise bad("out", str(folder), f"cannot be made ({error})", "Give another --out folder") from None
     configs.write(config, folder)
     with torch.random.fork_rng(devices=[]):
-        loop = Loop(config, description, examples, folder)
+        loop = Loop(config, description, examples, folder, people)
         try:
             loop.train(heldout, watcher.begin(config, description, loop))
         finally:
@@ -95,6 +99,20 @@ def describe(config: Config) -> Description:
         samples=config.samples,
         source=config.source,
     )
+
+
+def people_of(config: Config) -> People | None:
+    """Whose each row is, by the column ``unit``; None where the unit of privacy is the row."""
+    if config.unit is None:
+        return None
+    if kind_of(config.data) != "table":
+        raise bad("unit", config.unit, "is the name of a column, and the data is not a table", "Leave it out")
+    check_column("unit", config.unit, column_names(Path(config.data), config.delimiter))
+    if config.unit == config.target:
+        raise bad("unit", config.unit, "is the column to predict", "Name the column that says whose a row is")
+    (cells,) = read_columns(Path(config.data), [config.unit], config.delimiter).values()
+    ids = ["" if is_missing(cell) else label(cell) for cell in cells]
+    return People.of(ids, rows=config.rows_per_unit, unit=config.unit)
 
 
 def _check_folder(folder: Path, config: Config) -> None:
@@ -155,6 +173,7 @@ def _finish(
         "accountant": config.accountant,
         "epsilon_by_accountant": spent,
         "adjacency": "add/remove",
+        "unit": config.unit or "",
         "dataset_size": config.dataset_size,
         "sampling_rate": config.batch_size / config.dataset_size,
         "expected_batch_size": config.batch_size,
@@ -195,12 +214,16 @@ def _finish(
 def _public_inputs(config: Config, description: Description) -> list[str]:
     """Facts that the guarantee does not protect, because they were declared."""
     said = [
-        f"The number of examples N = {config.dataset_size}, as declared; the rows were not counted for it.",
+        f"The number of {'people' if config.unit else 'examples'} N = {config.dataset_size}, as declared; the rows were not "
+        "counted for it.",
         f"The classes {', '.join(config.classes)}.",
         f"Expected batch {config.batch_size}, {config.epochs} epochs, step size {config.lr:g}, clip bound "
         f"{config.max_grad_norm:g}, method {config.method}, network {description.network.told()}.",
         description.inputs.public(),
     ]
+    if config.unit:
+        most = "all rows" if config.rows_per_unit is None else f"at most {config.rows_per_unit} rows"
+        said.append(f"A person is a value of the column {config.unit}; {most} of a drawn person are used in a step.")
     if config.source:
         said.append(f"Where these ranges and categories come from, in the words of who declared them: {config.source}")
     return said
