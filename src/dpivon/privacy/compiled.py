@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError, bad, check_whole
 from dpivon.optim.ivon import IVON
-from dpivon.privacy.forward_watch import marks
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.gradients.model_io import map_tensors, others_in, structure, tensors_in
 from dpivon.privacy.kernels.padded_step import NotCaptured, PaddedStep
@@ -193,17 +193,26 @@ class CompiledStep:
             raise NotCaptured(f"a batch holds a {other}, which is no tensor")
         if len({len(t) if t.dim() else -1 for t in tensors}) != 1:
             raise NotCaptured("the tensors of a batch do not have one row per example each")
-        module, kind = self.keeper.module, self.device.type
+        kind = self.device.type
+        numbers, held = self._looked_at
         return (
             structure(batch),
             tuple((t.shape[1:], t.dtype) for t in tensors),
-            tuple((layer.training, *layer._parameters) for layer in module.modules()),
-            tuple((p.data_ptr(), p.requires_grad) for p in module.parameters()),
-            tuple(b.data_ptr() for b in module.buffers()),
-            tuple(marks(module).values()),
+            tuple(own.get(key) for own, key in numbers),
+            tuple((t.data_ptr(), t.requires_grad) for own, key in held if (t := own[key]) is not None),
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             self.optimizer._clipping,
         )
+
+    @cached_property
+    def _looked_at(self) -> tuple[list[tuple[dict[str, Any], str]], list[tuple[dict[str, Any], str]]]:
+        """Where the layers keep numbers (their mode, a dropout rate) and tensors: found once, since every step looks."""
+        layers = list(self.keeper.module.modules())
+        numbers = [
+            (vars(at), key) for at in layers for key, value in vars(at).items() if isinstance(value, int | float)
+        ]
+        held = [(own, key) for at in layers for own in (at._parameters, at._buffers) for key in own]
+        return numbers, held
 
     def _padded(self, program: PaddedStep, part: Any) -> Tensor:
         """The clipped sum of a part, for the optimizer to take; by an eager pass if that fails before it was captured."""
