@@ -85,7 +85,7 @@ def test_sigmas_spend_what_they_say() -> None:
         for batch, epochs in ((4096, 90), (8192, 150), (16384, 300)):
             rate, steps = batch / size, -(-size // batch) * epochs
             for target in EPSILONS:
-                spent = epsilon([(private.sigma(target, rate, steps), rate, steps)], private.DELTA)
+                spent = epsilon([(private.sigma(target, rate, steps), rate, steps)], private.DELTA, "rdp")
                 assert 0.98 * target < spent <= target
 
 

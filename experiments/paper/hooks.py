@@ -57,7 +57,7 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
     model = network.model(network.initial(first_seed(plan, run)).to(device))
     options: dict[str, Any] = dict(run.options) | ({"rescale_lr": False} if run.method.startswith("dp-ivon") else {})
     learner = make(run.method, model, dataset_size=data.size, lr=run.lr, **options)
-    engine = PrivacyEngine()
+    engine = PrivacyEngine(accountant="rdp")
     loader: DataLoader[Any] = DataLoader(
         TensorDataset(data.images, data.labels),
         batch_size=run.batch_size,

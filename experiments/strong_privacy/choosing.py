@@ -36,7 +36,7 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
 
 
 def cost(n, batch=BATCH, **known):
-    return dpivon.budget(dataset_size=n, batch_size=batch, epochs=EPOCHS, delta=DELTA, **known)
+    return dpivon.budget(dataset_size=n, batch_size=batch, epochs=EPOCHS, delta=DELTA, accountant="rdp", **known)
 
 
 def cells(n):

@@ -119,7 +119,8 @@ def predicted(network, mean, std, x, seed):
 
 def noise(data, batch, steps, epsilon):
     n, delta = len(data.train[0]), data.delta
-    plan = dpivon.budget(dataset_size=n, batch_size=batch, steps=steps, delta=delta, target_epsilon=epsilon)
+    facts = {"dataset_size": n, "batch_size": batch, "steps": steps, "delta": delta, "accountant": "rdp"}
+    plan = dpivon.budget(target_epsilon=epsilon, **facts)
     return plan.noise_multiplier
 
 

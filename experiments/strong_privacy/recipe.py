@@ -115,7 +115,7 @@ def trained(task, epsilon, seeds):
     """All runs at one ε as one stack; a row of scores a run."""
     x, y = task.train
     n, steps = len(x), task.epochs * math.ceil(len(x) / task.batch)
-    sigma_t = temperature_noise(SHARE * epsilon, task.delta)
+    sigma_t = temperature_noise(SHARE * epsilon, task.delta, accountant="rdp")
     plan = dpivon.budget(
         dataset_size=n,
         batch_size=task.batch,
@@ -123,6 +123,7 @@ def trained(task, epsilon, seeds):
         delta=task.delta,
         target_epsilon=epsilon,
         also=[temperature_cost(sigma_t)],
+        accountant="rdp",
     )
     keys, runs = [], []
     entries = [
@@ -138,7 +139,7 @@ def trained(task, epsilon, seeds):
             runs.append(Run(method, number, plan.noise_multiplier, BOUND, lr, task.batch, {**window, **options}))
     network = BatchedMLP(*task.network)
     start = torch.stack([network.initial(seed) for _, _, seed in keys])
-    stack = Stack(runs, network, x, y, start=start, steps=steps)
+    stack = Stack(runs, network, x, y, start=start, steps=steps, accountant="rdp")
     for _ in stack.train(steps):
         pass
     spent = [stack.epsilon(i, task.delta) for i in range(len(runs))]
@@ -253,7 +254,7 @@ def temperatures(repeats=20):
         z = log_probabilities((3 * torch.randn(n, 10, generator=generator)).softmax(-1))
         y = torch.multinomial((z / 2.5).softmax(-1), 1, generator=generator).squeeze(1)
         for epsilon in (0.03, 0.1, 0.3):
-            sigma = temperature_noise(epsilon, 1e-5)
+            sigma = temperature_noise(epsilon, 1e-5, accountant="rdp")
             nll = lambda t: float(torch.nn.functional.cross_entropy(z / t, y))  # noqa: B023, E731
             best = min(nll(math.exp(t)) for t in torch.linspace(0, 2, 41).tolist())
             row = {"n": n, "epsilon": epsilon, "sigma": sigma, "raw": nll(1.0) - best}

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from dpivon import ledger_commands
 from dpivon._version import __version__
 from dpivon.errors import DpivonError, bad
-from dpivon.privacy.accounting import ACCOUNTANTS, tuning_costs
+from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT, tuning_costs
 from dpivon.privacy.accounting import budget as plan
 from dpivon.report.writer import report
 from dpivon.study import commands
@@ -147,7 +147,7 @@ def budget(
     steps: Annotated[int | None, typer.Option(help="… or in steps.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="σ, to learn what the run costs …")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="… or ε, to learn the σ it needs.")] = None,
-    accountant: Annotated[str, typer.Option(help=f"One of {', '.join(ACCOUNTANTS)}.")] = "rdp",
+    accountant: Annotated[str, typer.Option(help=f"One of {', '.join(ACCOUNTANTS)}.")] = DEFAULT,
     tuning: Annotated[
         float | None,
         typer.Option(help="Also: what choosing the best of about so many runs on the private data costs."),

@@ -168,7 +168,7 @@ def train(
 
     ``on_epoch(epoch, ε)`` is called after each epoch with what has been spent.
     """
-    private, engine = method.name.startswith("dp"), PrivacyEngine()
+    private, engine = method.name.startswith("dp"), PrivacyEngine(accountant="rdp")
     with torch.random.fork_rng(devices=[]):  # layers draw first weights and masks from the global generator
         torch.manual_seed(stream(seed, "weights").initial_seed())
         network = SmallCNN()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
+from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.clipping import Clipping
@@ -72,6 +73,7 @@ def fit(
     loss: Loss = cross_entropy,
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
+    accountant: str = DEFAULT,
     also: History | None = None,
     augment: Augmentation | None = None,
     clipping: str | Clipping = "flat",
@@ -102,6 +104,7 @@ def fit(
         method: a name of ``dpivon methods`` that can be stacked.
         options: the method's own, such as ``{"ess": …, "hess_init": …}``.
         loss: ``loss(outputs, labels)`` returns one loss per example.
+        accountant: ``"pld"`` (the tightest), ``"prv"`` or ``"rdp"`` (the paper's).
         also: releases to be made besides, which the plan leaves room for (:func:`~dpivon.privacy.accounting.budget.budget`).
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
@@ -121,6 +124,7 @@ def fit(
         delta=delta,
         target_epsilon=target_epsilon,
         noise_multiplier=noise_multiplier,
+        accountant=accountant,
         also=also,
     )
     seed = secrets.randbits(62) if seed is None else seed
@@ -128,7 +132,7 @@ def fit(
     network = network_for(model, loss, augment, clipping)
     start = network.pack(model).unsqueeze(0)
     known: dict[str, Any] = {"dataset_size": n, "steps": plan.steps}
-    known |= {"augment": augment, "clipping": clipping}
+    known |= {"augment": augment, "clipping": clipping, "accountant": accountant}
     stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, **known)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)

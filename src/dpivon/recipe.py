@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import check_number
 from dpivon.fit import fit
+from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.temperature import BOUND, calibrate_temperature, temperature_cost, temperature_noise
 from dpivon.temperature import Tempered
 
@@ -50,6 +51,7 @@ def steady(
     max_grad_norm: float = 1.0,
     temperature_share: float = 0.1,
     samples: int = 32,
+    accountant: str = DEFAULT,
     seed: int | None = None,
     **options: Any,
 ) -> Tempered:
@@ -72,13 +74,14 @@ def steady(
         max_grad_norm: C.
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
+        accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
         **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, ``lr=`` for another r than 3.5, or ``options={"ramp": 0}``
             for first steps of full size however few there are.
     """
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
-    sigma = temperature_noise(share * target, delta)
+    sigma = temperature_noise(share * target, delta, accountant=accountant)
     worth = blur(sigma, options.get("dataset_size") or len(inputs)) <= WORTH
     own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
     fitted = fit(
@@ -92,6 +95,7 @@ def steady(
         delta=delta,
         target_epsilon=target,
         max_grad_norm=max_grad_norm,
+        accountant=accountant,
         seed=seed,
         also=[temperature_cost(sigma)] if worth else None,
     )

@@ -109,4 +109,4 @@ def releases(folder: Path) -> int:
 def spent(folder: Path) -> list[float]:
     """ε of every run of the ledger."""
     record = read(folder / "ledger.jsonl")
-    return [epsilon(history(record, run), DELTA) for run in range(record.runs)]
+    return [epsilon(history(record, run), DELTA, "rdp") for run in range(record.runs)]

@@ -68,7 +68,7 @@ def check_epsilon(found: float, sigma: float, q: float, steps: int, delta: float
         return
     reference = independent_epsilon(sigma, q, steps, delta)
     assert found <= reference * (1 + 1e-3) + 1e-6, (found, reference, sigma, q, steps, delta)
-    same_orders = epsilon([(sigma, q, steps)], delta, orders=WHOLE_ORDERS)
+    same_orders = epsilon([(sigma, q, steps)], delta, "rdp", orders=WHOLE_ORDERS)
     assert math.isclose(same_orders, reference, rel_tol=1e-3, abs_tol=1e-6), (
         same_orders,
         reference,
@@ -117,7 +117,7 @@ def draw_budget(rng: random.Random) -> Options:
 
 
 def try_budget(options: Options) -> str:
-    outcome, plan = _ours(lambda: dpivon.budget(**options))
+    outcome, plan = _ours(lambda: dpivon.budget(accountant="rdp", **options))
     if outcome == "ok":
         if "target_epsilon" in options and options["target_epsilon"] is not None:
             assert plan.epsilon <= options["target_epsilon"]
@@ -136,7 +136,7 @@ def try_tuning(options: Options) -> str:
     outcome, runs = _ours(lambda: RandomRuns(**options))
     if outcome == "ok":
         history = [(1.0, 0.02, 200)]
-        assert tuned_epsilon(history, 1e-5, runs) >= epsilon(history, 1e-5)
+        assert tuned_epsilon(history, 1e-5, runs) >= epsilon(history, 1e-5, "rdp")
         assert runs.draw() >= (0 if runs.law == "poisson" else 1)
     return outcome
 
@@ -252,7 +252,7 @@ def try_engine(options: Options) -> str:
         elif accountant == "rdp":
             check_epsilon(found, spec.noise_multiplier, spec.sample_rate, steps, 1e-5)
         else:
-            bound = epsilon([(spec.noise_multiplier, spec.sample_rate, steps)], 1e-5)
+            bound = epsilon([(spec.noise_multiplier, spec.sample_rate, steps)], 1e-5, "rdp")
             assert 0 < found <= bound * (1 + 1e-3) + 1e-6, (found, bound)
     return outcome
 
@@ -326,7 +326,8 @@ def try_stack(options: Options) -> str:
     def run() -> Any:
         run = Run(**given)
         x, y = torch.randn(8, 4), torch.randint(3, (8,))
-        stack = Stack([run], AnyNetwork(MODELS["mlp"]), x, y, dataset_size=rest["dataset_size"], block=rest["block"])
+        size: Options = {"dataset_size": rest["dataset_size"], "block": rest["block"]}
+        stack = Stack([run], AnyNetwork(MODELS["mlp"]), x, y, accountant="rdp", **size)
         for _ in stack.train(rest["steps"]):
             pass
         return stack, stack.epsilon(0, rest["delta"]), stack.posterior(0)

@@ -204,7 +204,7 @@ def test_the_ledger_has_it_under_its_own_name_and_composes_it(tmp_path: Path) ->
     assert training[0][0]["mechanism"] == "gaussian, Poisson-sampled"
     assert temperature[1] == 6
     assert history(record, 0) == [(1.0, 8 / 24, 3), temperature_cost(2.0)]
-    assert engine.get_epsilon(1e-3) == pytest.approx(epsilons(history(record, 0), 1e-3)["rdp"])
+    assert engine.get_epsilon(1e-3) == pytest.approx(epsilons(history(record, 0), 1e-3)["pld"])
     assert engine.get_epsilon(1e-3) > before
 
 

@@ -91,8 +91,8 @@ def test_tuning_is_composed_with_the_run_it_served(results):
     mine = [r for r in tuned(lambda *a: 0.5) if r["method"] == "dp-sgd"]
     spent = [(row["noise_multiplier"], 512 / 50_000, 100)]
     spent += [(r["noise_multiplier"], 512 / 45_000, 50) for r in mine]
-    assert epsilon_with_tuning(row, tuned(lambda *a: 0.5)) == epsilon(spent, 1e-5)
-    assert epsilon_with_tuning(row, []) == epsilon(spent[:1], 1e-5)
+    assert epsilon_with_tuning(row, tuned(lambda *a: 0.5)) == epsilon(spent, 1e-5, "rdp")
+    assert epsilon_with_tuning(row, []) == epsilon(spent[:1], 1e-5, "rdp")
 
 
 def test_the_winner_is_best_on_average_and_a_divergence_loses(tmp_path):

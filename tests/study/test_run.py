@@ -48,6 +48,7 @@ def test_a_row_a_run_with_its_own_epsilon(undisturbed):
             epochs=1,
             delta=1e-4,
             noise_multiplier=row["noise_multiplier"],
+            accountant="rdp",
         )
         assert row["epsilon"] == expected.epsilon
         assert row["releases"] == row["steps"] == expected.steps
@@ -299,7 +300,7 @@ def test_temperatures_are_chosen_last_charged_and_in_the_table(tmp_path):
             assert (
                 alone[key] == pytest.approx(together[key], rel=1e-3, nan_ok=True) if alone[key] else not together[key]
             )
-        cost = {"dataset_size": 1497, "batch_size": 256, "epochs": 1, "delta": 1e-4}
+        cost = {"dataset_size": 1497, "batch_size": 256, "epochs": 1, "delta": 1e-4, "accountant": "rdp"}
         sigma = planned.noise_multiplier
         raw = budget(**cost, noise_multiplier=sigma)
         whole = budget(**cost, noise_multiplier=sigma, also=[temperature_cost(5.0)])

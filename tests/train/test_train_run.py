@@ -61,7 +61,7 @@ def test_the_folder_is_as_agreed(whole: Any) -> None:
     assert json.loads((folder / "summary.json").read_text()) == summary
     plan = budget(dataset_size=300, batch_size=50, epochs=4, delta=1e-4, target_epsilon=4.0)
     assert summary["noise_multiplier"] == plan.noise_multiplier
-    assert summary["epsilon"] == summary["epsilon_by_accountant"]["rdp"] == plan.epsilon
+    assert summary["epsilon"] == summary["epsilon_by_accountant"]["pld"] == plan.epsilon
     assert summary["epsilon_by_accountant"].keys() == {"rdp", "prv", "pld"}
     assert (summary["steps"], summary["releases"], summary["sampling_rate"]) == (24, 24, 1 / 6)
     assert summary["task"] == {

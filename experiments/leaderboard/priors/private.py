@@ -173,7 +173,7 @@ class Group:
             # What the stack charged, a resumed one's lost steps included, and the head's phase before it.
             charged = stack.mechanism.charged + self.head_steps
             own = {"noise_multiplier": round(s, 4), "scale": round(w, 5)}
-            own |= {"epsilon_spent": round(epsilon([(s, self.rate, charged), RESERVE], DELTA), 4)}
+            own |= {"epsilon_spent": round(epsilon([(s, self.rate, charged), RESERVE], DELTA, "rdp"), 4)}
             own |= dict(zip(CELL, cell.key, strict=True)) | scores(stack.model(i, averaged=True), self.pieces.split)
             found.append(shared | own)
         return found
@@ -211,7 +211,7 @@ def sigma(target: float, rate: float, steps: int) -> float:
     name = f"{target} {rate} {steps} {RESERVE}"
     known = json.loads(SIGMAS.read_text()) if SIGMAS.is_file() else {}
     found = float(known.get(name) or _raised(target, rate, steps))
-    spent = epsilon([(found, rate, steps), RESERVE], DELTA)
+    spent = epsilon([(found, rate, steps), RESERVE], DELTA, "rdp")
     if spent > target:
         raise SystemExit(f"{SIGMAS}: {name} has σ={found}, which spends ε={spent}. Delete the file.")
     return found
@@ -219,8 +219,8 @@ def sigma(target: float, rate: float, steps: int) -> float:
 
 def _raised(target: float, rate: float, steps: int) -> float:
     """The library's calibration of the steps alone, raised by a tenth of a percent until the maps fit in too."""
-    found = noise_multiplier(target, DELTA, rate, steps)
-    while epsilon([(found, rate, steps), RESERVE], DELTA) > target:
+    found = noise_multiplier(target, DELTA, rate, steps, "rdp")
+    while epsilon([(found, rate, steps), RESERVE], DELTA, "rdp") > target:
         found *= 1.001
     return found
 

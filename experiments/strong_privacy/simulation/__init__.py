@@ -28,7 +28,7 @@ RHO = 0.99
 @cache
 def noise(n, epsilon):
     """σ for ε."""
-    facts = {"dataset_size": n, "batch_size": BATCH, "epochs": EPOCHS, "delta": DELTA}
+    facts = {"dataset_size": n, "batch_size": BATCH, "epochs": EPOCHS, "delta": DELTA, "accountant": "rdp"}
     return dpivon.budget(target_epsilon=epsilon, **facts).noise_multiplier
 
 

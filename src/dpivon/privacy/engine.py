@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
 from dpivon.optim.ivon import IVON
-from dpivon.privacy.accounting import Accountant, Limit
+from dpivon.privacy.accounting import DEFAULT, Accountant, Limit
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.compiled import Compiles
@@ -51,7 +51,7 @@ class PrivacyEngine(OpacusVerbs, Compiles):
     >>> engine.get_epsilon(delta=1e-5)
 
     Args:
-        accountant: ``"rdp"`` (the paper's), ``"prv"`` or ``"pld"`` (tighter).
+        accountant: ``"pld"`` (the tightest), ``"prv"`` or ``"rdp"`` (the paper's).
         secure_mode: draw noise and batches from the operating system's cryptographic generator.
         generator: seeds the generators of noise and batches, for experiments on public data that others shall repeat; the
             ledger then says "seeded". By default the operating system seeds them, and ``torch.manual_seed`` changes neither.
@@ -66,7 +66,7 @@ class PrivacyEngine(OpacusVerbs, Compiles):
     def __init__(
         self,
         *,
-        accountant: str = "rdp",
+        accountant: str = DEFAULT,
         secure_mode: bool = False,
         orders: str | Sequence[float] = "wide",
         ledger: str | os.PathLike[str] | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpivon.durable.ledger import Ledger, Terms
 from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, bad
-from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.accounting import DEFAULT, Accountant
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.mechanism import Mechanism, Memory, NoiseSpec, on_grid
@@ -47,13 +47,15 @@ class StackedMechanism:
     beside the evidence of its sum (:meth:`record`), so that a lost one can be repeated to the bit.
     """
 
-    def __init__(self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[NoiseSpec], streams: Streams, device: torch.device, accountant: str = DEFAULT
+    ) -> None:
         if any(s.mechanism != specs[0].mechanism for s in specs):
             raise bad(
                 "mechanism", [s.mechanism for s in specs], "differs among the runs of a stack", "Stack them apart"
             )
-        self._specs, self.streams = list(specs), streams
-        self.accountants = [Accountant() for _ in specs]
+        self._specs, self.streams, self._by = list(specs), streams, accountant
+        self.accountants = [Accountant(accountant) for _ in specs]
         column: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.noise_std = torch.tensor([[s.noise_std] for s in specs], **column)
         self.divisor = torch.tensor([[s.divisor] for s in specs], **column)
@@ -108,7 +110,7 @@ class StackedMechanism:
                 "first step."
             )
         self.ledger, self.key = ledger, key
-        self.accountants = [Accountant() for _ in self.specs]
+        self.accountants = [Accountant(self._by) for _ in self.specs]
         for run, accountant in enumerate(self.accountants):
             replay(ledger.record, run, accountant)
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from dpivon.durable.ledger import Record, Terms
 from dpivon.durable.tensors import bytes_of
 from dpivon.errors import ArgumentError, PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.accounting import Accountant
+from dpivon.privacy.accounting import DEFAULT, Accountant
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.accounting.accountants import check_delta
 from dpivon.privacy.accounting.history import Entry
@@ -101,16 +101,17 @@ def temperature_spec(noise_multiplier: float, bound: float = BOUND, halvings: in
     return TemperatureSpec(sigma, bound, 1.0, q, loss_reduction="sum")
 
 
-def temperature_noise(epsilon: float, delta: float, halvings: int = HALVINGS) -> float:
+def temperature_noise(epsilon: float, delta: float, halvings: int = HALVINGS, accountant: str = DEFAULT) -> float:
     """The σ whose choice costs (ε, δ) by itself.
 
     Args:
         epsilon: ε.
         delta: δ.
         halvings: k, how many answers a choice is made of.
+        accountant: what computes ε.
     """
     k = check_whole("halvings", halvings, f"Use about {HALVINGS}", at_least=1)
-    return calibrate(epsilon, delta, 1.0, k) / math.sqrt(k)
+    return calibrate(epsilon, delta, 1.0, k, accountant) / math.sqrt(k)
 
 
 def calibrate_temperature(

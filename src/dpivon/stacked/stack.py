@@ -21,6 +21,7 @@ from dpivon.optim.average import window_decay
 from dpivon.optim.ivon_rule import variance
 from dpivon.optim.steady import weight_scale
 from dpivon.posterior import Posterior
+from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.kernels.reference import Batch
@@ -55,6 +56,7 @@ class Stack:
         augment: augmentations of every drawn image, over which its gradient is averaged before it is clipped.
         clipping: the rule that bounds every example at its run's C, by its name or as an object.
         mechanism: how the noise of all runs is drawn and charged.
+        accountant: what computes :meth:`epsilon`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Stack:
         augment: Augmentation | None = None,
         clipping: str | Clipping = "flat",
         mechanism: str | Mechanism = "gaussian",
+        accountant: str = DEFAULT,
     ) -> None:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
@@ -102,7 +105,7 @@ class Stack:
             NoiseSpec(r.noise_multiplier, r.max_grad_norm, r.batch_size, r.batch_size / n, **same) for r in self.runs
         ]
         self.streams = Streams([r.seed for r in self.runs], self.device)
-        self.mechanism = StackedMechanism(specs, self.streams, self.device)
+        self.mechanism = StackedMechanism(specs, self.streams, self.device, accountant)
         self.sampler = StackedSampler(specs, len(inputs), self.streams, self.device)
         views: dict[str, Any] = {} if self.augment is None else {"augment": self.augment}
         views |= {} if rule.name == "flat" else {"clipping": rule}

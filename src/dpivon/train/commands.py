@@ -13,7 +13,7 @@ import typer
 
 from dpivon.errors import bad, check_whole
 from dpivon.methods import METHODS
-from dpivon.privacy.accounting import ACCOUNTANTS
+from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT
 from dpivon.terminal import say, warnings_as_lines
 
 _DATA, _PUBLIC, _MODEL, _RUN = "Data", "What is public", "Model and training", "Running"
@@ -80,7 +80,7 @@ _FLAGS = {
     "max_grad_norm": _Flag(float, _MODEL, "Clip bound C; 1 by default."),
     "ema": _Flag(float, _MODEL, "Average the iterates with this decay."),
     "samples": _Flag(int, _MODEL, "Posterior draws that a prediction averages."),
-    "accountant": _Flag(str, _MODEL, f"One of {', '.join(ACCOUNTANTS)}; rdp by default."),
+    "accountant": _Flag(str, _MODEL, f"One of {', '.join(ACCOUNTANTS)}; {DEFAULT} by default."),
     "task": _Flag(str, _MODEL, "classification."),
     "out": _Flag(str, _RUN, "The RUN folder; dpivon-run by default."),
     "config": _Flag(Path, _RUN, "YAML with any of these options; flags override it."),

@@ -22,7 +22,7 @@ RUN = {"data": "table.csv", "epsilon": 3, "delta": 1e-5, "dataset_size": 1000, "
 
 def half_of_rdp(history: History, delta: float) -> float:
     """Stands in for a tighter accountant."""
-    return 0.5 * epsilon(history, delta)
+    return 0.5 * epsilon(history, delta, "rdp")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def toy() -> Iterator[str]:
 
 
 def test_a_registered_accountant_is_known_everywhere(toy: str) -> None:
-    expected = 0.5 * epsilon(HISTORY, 1e-5)
+    expected = 0.5 * epsilon(HISTORY, 1e-5, "rdp")
     assert epsilon(HISTORY, 1e-5, toy) == expected
     assert epsilons(HISTORY, 1e-5)[toy] == expected
     account = Accountant(toy)
@@ -49,13 +49,13 @@ def test_a_registered_accountant_is_known_everywhere(toy: str) -> None:
 def test_calibration_uses_it(toy: str) -> None:
     sigma = noise_multiplier(1.0, 1e-5, 0.01, 1000, toy)
     assert epsilon([(sigma, 0.01, 1000)], 1e-5, toy) <= 1.0 < epsilon([(0.99 * sigma, 0.01, 1000)], 1e-5, toy)
-    assert sigma < noise_multiplier(1.0, 1e-5, 0.01, 1000)
+    assert sigma < noise_multiplier(1.0, 1e-5, 0.01, 1000, "rdp")
 
 
 def test_a_looser_one_never_exceeds_rdp() -> None:
-    register_accountant("loose", "Loose accounting", lambda history, delta: 3 * epsilon(history, delta))
+    register_accountant("loose", "Loose accounting", lambda history, delta: 3 * epsilon(history, delta, "rdp"))
     try:
-        assert epsilon(HISTORY, 1e-5, "loose") == epsilon(HISTORY, 1e-5)
+        assert epsilon(HISTORY, 1e-5, "loose") == epsilon(HISTORY, 1e-5, "rdp")
     finally:
         del ACCOUNTANTS["loose"]
 
@@ -64,7 +64,7 @@ def test_one_that_fails_gives_the_rdp_bound() -> None:
     register_accountant("broken", "Broken accounting", lambda history, delta: float("nan"))
     try:
         with pytest.warns(PrivacyWarning, match="BROKEN accountant found no bound"):
-            assert epsilon(HISTORY, 1e-5, "broken") == epsilon(HISTORY, 1e-5)
+            assert epsilon(HISTORY, 1e-5, "broken") == epsilon(HISTORY, 1e-5, "rdp")
     finally:
         del ACCOUNTANTS["broken"]
 

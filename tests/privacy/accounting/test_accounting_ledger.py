@@ -27,7 +27,7 @@ def test_it_is_an_opacus_accountant() -> None:
 
 
 def test_a_million_steps_are_a_few_rows() -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     for _ in range(100_000):
         accountant.step(noise_multiplier=1.0, sample_rate=0.001)
     accountant.charge(noise_multiplier=1.0, sample_rate=0.001, steps=900_000)
@@ -37,11 +37,11 @@ def test_a_million_steps_are_a_few_rows() -> None:
     accountant.step(noise_multiplier=1.0, sample_rate=0.001)
     assert len(accountant.history) == 3
     assert len(accountant) == 1_000_011
-    assert accountant.get_epsilon(1e-5) == epsilon([(1.0, 0.001, 1_000_001), (2.0, 0.001, 10)], 1e-5)
+    assert accountant.get_epsilon(1e-5) == epsilon([(1.0, 0.001, 1_000_001), (2.0, 0.001, 10)], 1e-5, "rdp")
 
 
 def test_it_agrees_with_opacus() -> None:
-    ours, theirs = Accountant(orders="opacus"), RDPAccountant()
+    ours, theirs = Accountant("rdp", orders="opacus"), RDPAccountant()
     for accountant in (ours, theirs):
         for step in range(300):
             accountant.step(noise_multiplier=1.0 + (step > 100), sample_rate=0.01)
@@ -50,7 +50,7 @@ def test_it_agrees_with_opacus() -> None:
 
 
 def test_a_new_ledger_is_true_and_free() -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     assert accountant
     assert len(accountant) == 0
     assert accountant.get_epsilon(1e-5) == 0
@@ -59,7 +59,7 @@ def test_a_new_ledger_is_true_and_free() -> None:
 
 
 def test_unaccounted_releases_make_epsilon_infinite() -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     accountant.charge(noise_multiplier=1.0, sample_rate=0.01, steps=10)
     accountant.record_unaccounted("batches are shuffled, not sampled", steps=3)
     accountant.record_unaccounted("batches are shuffled, not sampled")
@@ -72,7 +72,7 @@ def test_unaccounted_releases_make_epsilon_infinite() -> None:
 
 
 def test_a_foreign_history_without_noise_is_infinite_too() -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     accountant.load_state_dict({"history": [[0.0, 0.5, 2]], "mechanism": "rdp"})
     with pytest.warns(PrivacyWarning, match=r"noise_multiplier=0 \(2 steps\)"):
         assert accountant.get_epsilon(1e-5) == math.inf
@@ -95,12 +95,12 @@ def test_save_and_load_change_nothing(mechanism: str) -> None:
 
 
 def test_a_saved_state_is_a_copy_and_keeps_the_reasons() -> None:
-    first = Accountant()
+    first = Accountant("rdp")
     first.record_unaccounted("shuffled")
     state = first.state_dict()
     first.record_unaccounted("shuffled")
     assert state["unaccounted"] == {"shuffled": 1}
-    second = Accountant()
+    second = Accountant("rdp")
     second.load_state_dict(state)
     with pytest.warns(PrivacyWarning, match="shuffled"):
         assert second.get_epsilon(1e-5) == math.inf
@@ -121,7 +121,7 @@ def test_a_saved_state_is_a_copy_and_keeps_the_reasons() -> None:
 def test_a_state_that_lacks_a_release_is_refused_and_changes_nothing(
     history: Any, unaccounted: Any, named: str
 ) -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     accountant.charge(noise_multiplier=1.0, sample_rate=0.1, steps=10)
     accountant.record_unaccounted("shuffled", 2)
     before = accountant.state_dict()
@@ -131,7 +131,7 @@ def test_a_state_that_lacks_a_release_is_refused_and_changes_nothing(
 
 
 def test_a_state_that_holds_every_release_in_another_order_is_taken() -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     for sigma in (1.0, 2.0, 1.0):
         accountant.charge(noise_multiplier=sigma, sample_rate=0.1, steps=5)
     history = [(2.0, 0.1, 6), (1.0, 0.1, 10)]
@@ -161,7 +161,7 @@ GOOD = {"history": [(1.0, 0.1, 5)], "mechanism": "rdp", "unaccounted": {}}
     ],
 )
 def test_a_bad_state_is_refused_and_changes_nothing(state: Any, named: str) -> None:
-    accountant = Accountant()
+    accountant = Accountant("rdp")
     accountant.charge(noise_multiplier=3.0, sample_rate=0.1)
     with pytest.raises(ArgumentError) as caught:
         accountant.load_state_dict(state)

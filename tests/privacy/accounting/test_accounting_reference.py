@@ -62,8 +62,8 @@ def test_reference_table(
     assert by_prv[0] <= by_pld <= by_prv[2]
     assert (
         by_pld
-        <= epsilon(history, delta, orders="wide")
-        <= epsilon(history, delta, orders="opacus")
+        <= epsilon(history, delta, "rdp", orders="wide")
+        <= epsilon(history, delta, "rdp", orders="opacus")
         <= classic_epsilon(history, delta)
     )
 
@@ -85,12 +85,14 @@ GRID = {
 )
 def test_the_papers_grid(batch: int, sigma: float, expected: float) -> None:
     history = [(sigma, batch / 50000, 150 * math.ceil(50000 / batch))]
-    assert epsilon(history, 1e-5, orders="opacus") == pytest.approx(expected, abs=0.5 if expected > 1e3 else 6e-4)
-    assert epsilon(history, 1e-5, orders="wide") <= epsilon(history, 1e-5, orders="opacus")
+    assert epsilon(history, 1e-5, "rdp", orders="opacus") == pytest.approx(
+        expected, abs=0.5 if expected > 1e3 else 6e-4
+    )
+    assert epsilon(history, 1e-5, "rdp", orders="wide") <= epsilon(history, 1e-5, "rdp", orders="opacus")
 
 
 def test_wider_orders_reach_smaller_epsilon() -> None:
-    assert epsilon([(15.0, 128 / 50000, 58650)], 1e-5) == pytest.approx(0.145, abs=6e-4)
+    assert epsilon([(15.0, 128 / 50000, 58650)], 1e-5, "rdp") == pytest.approx(0.145, abs=6e-4)
 
 
 def test_large_orders_agree_with_opacus_where_it_does_not_overflow() -> None:
@@ -150,8 +152,8 @@ def test_mixed_histories_agree() -> None:
     low, _, high = prv.bounds(history, 1e-5)
     by_pld = epsilon(history, 1e-5, "pld")
     assert low <= by_pld <= high
-    assert by_pld <= epsilon(history, 1e-5)
-    assert epsilon(history, 1e-5) <= sum(epsilon([row], 1e-5 / 4) for row in history)
+    by_rdp = epsilon(history, 1e-5, "rdp")
+    assert by_pld <= by_rdp <= sum(epsilon([row], 1e-5 / 4, "rdp") for row in history)
 
 
 def test_a_row_may_be_split_and_reordered() -> None:
@@ -166,9 +168,20 @@ def test_huge_epsilon_by_pld_is_quick_and_pessimistic() -> None:
     assert pld.interval(history) > 1e-2
     value = epsilon(history, 1e-5, "pld")
     # composed on a grid a hundred times finer than the one in use, ε is between 8952 and 8954
-    assert 8952 <= value <= epsilon(history, 1e-5)
+    assert 8952 <= value <= epsilon(history, 1e-5, "rdp")
     # 10 steps that sample a record with probability 0.1 do so more than 5 times with probability 1.5e-4 > δ
     assert epsilon([(1e-3, 0.1, 10)], 1e-5, "pld") >= 6 * 0.5e6
+
+
+def test_pld_is_that_of_dp_accounting() -> None:
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    history = [(1.4, 0.02, 300), (6.0, 1.0, 4)]
+    theirs = PLDAccountant(value_discretization_interval=pld.interval(history))
+    theirs.compose(dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(1.4)), 300)
+    theirs.compose(dp_accounting.GaussianDpEvent(6.0), 4)
+    assert pld.epsilon(history, 1e-5) == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-9)
 
 
 def test_a_coarser_grid_is_never_below_a_finer_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,4 +222,4 @@ def test_a_numerical_failure_gives_the_rdp_bound(name: str, outcome: object, mon
 
 def test_pld_where_delta_is_below_its_truncation() -> None:
     with pytest.warns(PrivacyWarning, match="PLD"):
-        assert epsilon([(1.0, 0.01, 1000)], 1e-15, "pld") == epsilon([(1.0, 0.01, 1000)], 1e-15)
+        assert epsilon([(1.0, 0.01, 1000)], 1e-15, "pld") == epsilon([(1.0, 0.01, 1000)], 1e-15, "rdp")

@@ -114,8 +114,8 @@ RUN = [(1.0, 0.01, 1000)]
 
 @pytest.mark.parametrize("law", ["geometric", "logarithmic"])
 def test_one_run_for_sure_costs_what_one_run_costs(law: str) -> None:
-    assert tuned_epsilon(RUN, 1e-5, RandomRuns(1.0, law)) == epsilon(RUN, 1e-5)
-    assert tuned_epsilon(RUN, 1e-5, RandomRuns(1.0 + 1e-9, law)) == pytest.approx(epsilon(RUN, 1e-5), rel=1e-6)
+    assert tuned_epsilon(RUN, 1e-5, RandomRuns(1.0, law)) == epsilon(RUN, 1e-5, "rdp")
+    assert tuned_epsilon(RUN, 1e-5, RandomRuns(1.0 + 1e-9, law)) == pytest.approx(epsilon(RUN, 1e-5, "rdp"), rel=1e-6)
     assert RandomRuns(1.0, law).draw() == 1
 
 
@@ -123,7 +123,7 @@ def test_one_run_for_sure_costs_what_one_run_costs(law: str) -> None:
 def test_more_runs_steps_or_less_noise_cost_more_and_never_less_than_one_run(law: str) -> None:
     by_mean = [tuned_epsilon(RUN, 1e-5, RandomRuns(m, law)) for m in (1.0, 1.5, 3.0, 10.0, 100.0, 1e4)]
     assert by_mean == sorted(by_mean)
-    assert by_mean[0] >= epsilon(RUN, 1e-5)
+    assert by_mean[0] >= epsilon(RUN, 1e-5, "rdp")
     by_sigma = [tuned_epsilon([(s, 0.01, 1000)], 1e-5, RandomRuns(10.0, law)) for s in (4.0, 2.0, 1.0, 0.6)]
     assert by_sigma == sorted(by_sigma)
     assert tuned_epsilon([(0.0, 0.01, 3)], 1e-5, RandomRuns(10.0, law)) == math.inf
@@ -144,7 +144,7 @@ def test_the_geometric_law_by_the_papers_formula_with_its_free_order_chosen_by_h
 def test_a_search_is_cheaper_than_publishing_its_runs_and_dearer_than_one() -> None:
     plan = budget(dataset_size=50_000, batch_size=500, steps=1000, delta=1e-5, noise_multiplier=1.0)
     everything, *searches = tuning_costs(plan, 30)
-    assert everything.epsilon == epsilon([(1.0, 0.01, 30_000)], 1e-5)
+    assert everything.epsilon == epsilon([(1.0, 0.01, 30_000)], 1e-5, "rdp")
     for cost in searches:
         assert plan.epsilon < cost.epsilon < everything.epsilon
 
@@ -183,10 +183,10 @@ PLAN = ["budget", "--dataset-size", "50000", "--batch-size", "500", "--steps", "
 
 
 def test_the_command_prints_the_cost_with_and_without_tuning() -> None:
-    result = CliRunner().invoke(app, [*PLAN, "--noise-multiplier", "1", "--tuning", "20"])
+    result = CliRunner().invoke(app, [*PLAN, "--noise-multiplier", "1", "--accountant", "rdp", "--tuning", "20"])
     one, everything, *searches = result.stdout.splitlines()
-    assert one.startswith(f"ε = {epsilon(RUN, 1e-5):.4g} at δ = 1e-05 (rdp)")
-    assert everything.startswith(f"ε = {epsilon([(1.0, 0.01, 20_000)], 1e-5):.4g} (rdp) if 20 runs")
+    assert one.startswith(f"ε = {epsilon(RUN, 1e-5, 'rdp'):.4g} at δ = 1e-05 (rdp)")
+    assert everything.startswith(f"ε = {epsilon([(1.0, 0.01, 20_000)], 1e-5, 'rdp'):.4g} (rdp) if 20 runs")
     for line, law in zip(searches, ("geometric", "logarithmic", "poisson"), strict=True):
         assert line.startswith(
             f"ε = {tuned_epsilon(RUN, 1e-5, RandomRuns(20, law)):.4g} (rdp) with tuning ({law}, 20 runs"

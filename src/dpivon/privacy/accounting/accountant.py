@@ -11,7 +11,7 @@ from typing import Any
 from opacus.accountants import IAccountant
 
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
-from dpivon.privacy.accounting.accountants import check_accountant, check_delta, epsilon
+from dpivon.privacy.accounting.accountants import DEFAULT, check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history, merged
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
@@ -24,16 +24,16 @@ class Accountant(IAccountant):  # type: ignore[misc]
     Every release is a row of ``history``; one without a guarantee is a row with σ = 0, so that the history
     alone already gives ε = ∞ in any accountant. ``unaccounted`` counts these releases by their reason.
 
-    >>> account = Accountant("pld")
+    >>> account = Accountant()
     >>> account.step(noise_multiplier=1.0, sample_rate=0.01)
     >>> account.get_epsilon(delta=1e-5)
 
     Args:
-        mechanism: ``"rdp"``, ``"prv"`` or ``"pld"``: how ε is computed from the history.
+        mechanism: ``"pld"`` (the tightest), ``"prv"`` or ``"rdp"`` (the paper's): how ε is computed from the history.
         orders: Rényi orders of ``"rdp"``: ``"wide"``, ``"opacus"``, or numbers above 1.
     """
 
-    def __init__(self, mechanism: str = "rdp", orders: Orders = "wide") -> None:
+    def __init__(self, mechanism: str = DEFAULT, orders: Orders = "wide") -> None:
         self._mechanism = check_accountant(mechanism)
         self._orders = check_orders(orders)
         self.history: History = []

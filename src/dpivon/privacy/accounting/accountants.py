@@ -40,6 +40,9 @@ class AccountingMethod:
 ACCOUNTANTS: dict[str, AccountingMethod] = {}
 """Every accountant by its name."""
 
+DEFAULT = "pld"
+"""The tightest one. ``"rdp"`` is the paper's."""
+
 
 def register_accountant(name: str, title: str, bound: Bound) -> None:
     """Add an accountant, which the engine, the command line and the reports then know by name.
@@ -65,14 +68,14 @@ def check_delta(delta: Any) -> float:
     return check_number("delta", delta, "Give a probability well below 1 / dataset_size", above=0.0, below=1.0)
 
 
-def epsilon(history: History, delta: float, accountant: str = "rdp", orders: Orders = "wide") -> float:
+def epsilon(history: History, delta: float, accountant: str = DEFAULT, orders: Orders = "wide") -> float:
     """An ε such that the whole history is (ε, δ)-differentially private: always an upper bound.
 
     Args:
         history: rows (noise_multiplier, sample_rate, steps) of the Poisson-subsampled Gaussian mechanism, under adding or
             removing one record.
         delta: δ.
-        accountant: ``"rdp"``, ``"prv"``, ``"pld"`` or another that was registered.
+        accountant: ``"pld"``, ``"prv"``, ``"rdp"`` or another that was registered.
         orders: Rényi orders of ``"rdp"``.
     """
     method, probability, alphas = ACCOUNTANTS[check_accountant(accountant)], check_delta(delta), check_orders(orders)

@@ -10,7 +10,7 @@ from functools import partial
 
 from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning, bad, check_number, check_whole
 from dpivon.privacy.accounting.accountant import Accountant
-from dpivon.privacy.accounting.accountants import check_accountant, check_delta, epsilon
+from dpivon.privacy.accounting.accountants import DEFAULT, check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
@@ -18,16 +18,40 @@ SMALLEST, LARGEST = 5e-4, 1e8
 TOLERANCE = 1e-3
 
 
-def _least(fits: Callable[[float], bool], high: float, shrink: float) -> float:
-    """Bisection between a σ that fits and one that does not, down to a relative gap of ``TOLERANCE``."""
+def _least(fits: Callable[[float], bool], high: float, gap: float) -> float:
+    """Bisection between a σ that fits and one that does not, down to a relative gap."""
     if fits(SMALLEST):
-        return SMALLEST  # where δ covers ever being sampled, every σ fits
-    low = max(high * shrink, SMALLEST)
+        return SMALLEST
+    low = max(high / 2, SMALLEST)
     while fits(low):
-        low, high = max(low * shrink, SMALLEST), low
-    while high > low * (1 + TOLERANCE):
+        low, high = max(low / 2, SMALLEST), low
+    while high > low * (1 + gap):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _least_of_few(excess: Callable[[float], float], high: float) -> float:
+    """As :func:`_least`, down from a σ that fits, where ``excess``, log(ε/target), takes long.
+
+    log ε is nearly a line in log σ: a try is just on one side of where the line through the last two crosses zero, and in
+    the middle of the gap where the curve is not like that.
+    """
+    x, y, low = high, excess(high), 0.0
+    aim, tries = max(0.92 * high, SMALLEST), 0
+    while high > low * (1 + TOLERANCE):
+        value, tries = excess(aim), tries + 1
+        if value <= 0 and aim == SMALLEST:
+            return SMALLEST  # where δ covers ever being sampled, every σ fits
+        low, high = (low, aim) if value <= 0 else (aim, high)
+        slope = (value - y) / math.log(aim / x)
+        x, y = aim, value
+        aim = math.sqrt(max(low, high / 4) * high)
+        if tries < 8 and -100 < slope < -0.01:
+            root = x * math.exp(min(max(-y / slope, -1.0), 1.0))
+            root *= 1 + TOLERANCE / 3 * (-1 if low * (1 + TOLERANCE) < root else 1)
+            aim = root if low < root < high else aim
+        aim = SMALLEST if low == 0 and tries == 3 else max(aim, SMALLEST)
     return high
 
 
@@ -56,8 +80,17 @@ def calibrated(
     high = 1.0
     while cost((high, rate, number)) > target:
         high = min(2 * high, LARGEST)
-    sigma = _least(lambda value: cost((value, rate, number)) <= target, high, 0.5)
-    return sigma if tighter is None else _least(lambda value: tighter((value, rate, number)) <= target, sigma, 0.85)
+    gap = TOLERANCE if tighter is None else 0.1
+    sigma = _least(lambda value: cost((value, rate, number)) <= target, high, gap)
+    if tighter is None:
+        return sigma
+    return _least_of_few(lambda value: _log_ratio(tighter((value, rate, number)), target), sigma)
+
+
+def _log_ratio(value: float, target: float) -> float:
+    """log(value/target), at most 0 exactly where value ≤ target."""
+    ratio = math.log(value / target) if value > 0 else -math.inf
+    return max(ratio, 1e-300) if value > target else min(ratio, 0.0)
 
 
 def noise_multiplier(
@@ -65,7 +98,7 @@ def noise_multiplier(
     delta: float,
     sample_rate: float,
     steps: int,
-    accountant: str = "rdp",
+    accountant: str = DEFAULT,
     orders: Orders = "wide",
     also: History | None = None,
 ) -> float:
@@ -141,7 +174,7 @@ def budget(
     delta: float,
     noise_multiplier: float | None = None,
     target_epsilon: float | None = None,
-    accountant: str = "rdp",
+    accountant: str = DEFAULT,
     orders: Orders = "wide",
     also: History | None = None,
 ) -> Budget:
@@ -157,7 +190,7 @@ def budget(
         delta: δ, well below 1/N.
         noise_multiplier: σ, to learn ε.
         target_epsilon: ε, to learn the σ it needs.
-        accountant: ``"rdp"``, ``"prv"`` or ``"pld"``.
+        accountant: ``"pld"`` (the tightest), ``"prv"`` or ``"rdp"`` (the paper's).
         orders: Rényi orders of ``"rdp"``.
         also: releases to be made besides, as rows (σ, q, steps): a temperature chosen afterwards is
             ``[dpivon.temperature_cost(20)]``. ε is of everything together.
@@ -194,8 +227,9 @@ def budget(
 class Limit:
     """(ε, δ) for a plan of ``steps`` releases with noise σ at rate q, calibrated beforehand.
 
-    It stops the step that would exceed ε, not the one after. Inside the plan nothing need be computed; outside it (more
-    steps, another σ) ε is computed before every release.
+    It stops the step that would exceed ε, not the one after. Inside the plan nothing need be computed. More steps of the
+    same kind are a longer plan, whose ε is computed before every release. Another σ or q may have been chosen by looking at
+    releases: as a privacy filter only RDP is known to hold then (Feldman and Zrnic 2021), so it decides.
     """
 
     epsilon: float
@@ -212,7 +246,8 @@ class Limit:
             return
         history = list(accountant.history)
         append(history, (noise_multiplier, sample_rate, 1))
-        after = epsilon(history, self.delta, accountant.mechanism(), accountant.orders)
+        by = accountant.mechanism() if planned and uniform else "rdp"
+        after = epsilon(history, self.delta, by, accountant.orders)
         if after > self.epsilon:
             raise BudgetSpent(
                 f"target_epsilon={self.epsilon!r}: this step would spend ε = {after:.4g} at δ = {self.delta:g}, so nothing was "

@@ -219,7 +219,9 @@ def tuning_costs(
 
     def cost(runs: RandomRuns | int) -> TuningCost:
         def spent(row: Entry) -> float:
-            return epsilon([row], plan.delta) if isinstance(runs, int) else tuned_epsilon([row], plan.delta, runs)
+            return (
+                epsilon([row], plan.delta, "rdp") if isinstance(runs, int) else tuned_epsilon([row], plan.delta, runs)
+            )
 
         rate, steps = plan.sample_rate, plan.steps * (runs if isinstance(runs, int) else 1)
         needed = None if target_epsilon is None else calibrated(target_epsilon, rate, steps, spent)

@@ -314,6 +314,7 @@ def _calibration(study: Study, own: OwnData | None) -> Callable[[int, float], fl
     def sigma(batch_size: int, target: float) -> float:
         size = train_size(study.dataset.path, study.split, study.classes, own)
         terms: dict[str, Any] = {"epochs": study.epochs, "delta": study.delta, "target_epsilon": target}
+        terms["accountant"] = "rdp"  # the paper's
         return rounded_up(budget(dataset_size=size, batch_size=batch_size, **terms).noise_multiplier)
 
     return sigma

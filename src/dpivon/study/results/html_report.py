@@ -60,7 +60,7 @@ def privacy(study: Tables) -> Section:
         "runs": len(study.rows),
         "delta": delta,
         "readings": [Reading(value, delta) for value in picks],
-        "together": Reading(epsilon(together, delta), delta),
+        "together": Reading(epsilon(together, delta, "rdp"), delta),
     }
     return Section("privacy", "What the runs can reveal about one person", "study-privacy.html", values)
 

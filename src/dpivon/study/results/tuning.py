@@ -128,4 +128,4 @@ def history(row: Row) -> History:
 def epsilon_with_tuning(row: Row, tuning: Sequence[Row]) -> float:
     """ε of a run composed with every candidate of its method, tuned on a part of the same data."""
     runs = [row, *(other for other in tuning if other["method"] == row["method"])]
-    return epsilon([part for run in runs for part in history(run)], row["delta"])
+    return epsilon([part for run in runs for part in history(run)], row["delta"], "rdp")

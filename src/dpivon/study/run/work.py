@@ -149,6 +149,7 @@ class Work:
             block=settings.block,
             steps=self.total,
             augment=plan.augment,
+            accountant="rdp",
         )
         if plan.network == "paper" and plan.augment is not None and device.type == "cuda":
             progress.say(f"{title}: the paper's network without its kernels, which make no views")
@@ -225,7 +226,7 @@ class Work:
 
     def epsilon(self, i: int) -> float:
         """What training run i cost."""
-        record, account = self.kept.ledger.record, Accountant()
+        record, account = self.kept.ledger.record, Accountant("rdp")
         training = Record(record.id, [row for row in record.rows if not for_temperature(row[0])])
         replay(training, self.stack._row(i), account)
         return account.get_epsilon(self.plan.delta)
