@@ -107,7 +107,7 @@ def check_bugs() -> list[CheckBug]:
     one_pass, untried = attr(BookKeeper, "_note_pass", _nothing), attr(losses, "check_rows", _nothing)
     no_look = attr(losses._Look, "__call__", _nothing)
     unrehearsed = attr(engines, "check_model_rows", _nothing)
-    expanded = attr(BookKeeper, "run_expanded_alone", lambda original: lambda self: False)
+    expanded = attr(BookKeeper, "watch_more_closely", lambda original: lambda self, error: False)
     blind = attr(watching, "_values", lambda original: lambda tensors: [0] * len(tensors))
     unkept = attr(independence._Rehearsal, "_check_attributes", _nothing)
     unseen = attr(ForwardWatch, "_check_attributes", _nothing)

@@ -15,7 +15,7 @@ from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import map_tensors
-from dpivon.privacy.independence import check_loss_rows
+from dpivon.privacy.independence import check_loss_rows, check_model_rows
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.mechanism import NoiseSpec, check_mechanism
@@ -69,7 +69,7 @@ def try_criterion(
     """As :func:`try_loss`, of a criterion that ``make_private`` was given; None if there is none or it cannot be tried."""
     if criterion is None:
         return None
-    keeper = BookKeeper(module, **layout)
+    keeper = BookKeeper(module, **layout, on_first=check_model_rows)
     try:
         batch = batch_structure(data_loader)
         return try_loss(keeper, _of_pairs(criterion), batch) if _is_pair(batch) else None

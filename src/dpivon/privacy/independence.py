@@ -124,21 +124,24 @@ class _Trial:
     what: str
 
     def run(self, *, falls_back: bool = True) -> None:
-        """Refuse it unless rows together give what rows give alone, on the first made-up inputs that it takes."""
+        """Refuse it unless rows together give what rows give alone, on the first made-up inputs that it takes.
+
+        If it may be so, whatever was expanded to one per example, or saw other rows, runs example by example at the next try.
+        """
+        while True:
+            try:
+                return self._try()
+            except DpivonError as error:
+                if not falls_back or not self.keeper.watch_more_closely(error):
+                    raise
+
+    def _try(self) -> None:
         failures: list[Exception] = []
         for kind in kinds(self.keeper.module):
             for dtype in (torch.float32,) if self.keeper.sharded else (torch.float64, torch.float32):
                 rehearsal = _Rehearsal(self, kind, dtype)
                 try:
-                    try:
-                        rehearsal.run()
-                    except (
-                        Exception
-                    ):  # once more, with modules whose bare parameters were expanded run example by example
-                        if not falls_back or not self.keeper.run_expanded_alone():
-                            raise
-                        rehearsal.run()
-                    return
+                    return rehearsal.run()
                 except DpivonError:
                     raise
                 except Exception as error:  # the model wants other numbers than these

@@ -30,19 +30,23 @@ class NotTried(PrivacyError):
 class Kind:
     """How numbers are made up: from a normal or, for models that want it, uniform in (0, 1); whole ones below ``classes``.
 
-    Some of the integers of the tensor at place ``ignored``, counting those of integers, are -100.
+    Some of the integers of the tensor at place ``ignored``, counting those of integers, are -100. A sequence of integers ends
+    with ``end``, which it has nowhere else.
     """
 
     normal: bool
     classes: int
     ignored: int | None = None
+    end: int | None = None
 
 
 def kinds(module: nn.Module) -> list[Kind]:
     """The ways to make up inputs for a model, in the order in which they are tried."""
     tables = [layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
     ids = min(tables, default=2)
-    return [Kind(True, ids), Kind(False, min(ids, 2)), Kind(False, 1)]
+    end = getattr(getattr(module, "config", None), "eos_token_id", None)  # of a language model, which may look for it
+    ended = [Kind(True, ids, end=end)] if isinstance(end, int) and 0 <= end < ids else []
+    return [Kind(True, ids), *ended, Kind(False, min(ids, 2)), Kind(False, 1)]
 
 
 def made_up(value: Any, rows: int, given: int, dim: int, kind: Kind, dtype: torch.dtype) -> Any:
@@ -75,6 +79,9 @@ def _numbers(shape: list[int], like: Tensor, kind: Kind, dtype: torch.dtype, gen
         numbers = torch.arange(shape[0]) % kind.classes
     else:
         numbers[..., 0] = min(1, kind.classes - 1)  # a mask hides not all of a row
+        if kind.end is not None:
+            numbers[numbers == kind.end] = (kind.end + 1) % kind.classes
+            numbers[..., -1] = kind.end
     return numbers.to(like.dtype)
 
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping, clip_factors, dropped_examples
-from dpivon.privacy.gradients.means import intercept_backward, loss_of_each
-from dpivon.privacy.gradients.model_io import map_tensors, structure, tensors_in
+from dpivon.privacy.gradients.means import Seed, intercept_backward, loss_of_each
+from dpivon.privacy.gradients.model_io import Unattributed, map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
-from dpivon.privacy.gradients.watching import LayerWatch, Seed, Uses, check_unchanged, has_rules, stored, version_of
+from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.uses import Dense, Use, merge, views_of_examples
+from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.precision import capturing, without_autocast
 
@@ -85,7 +85,7 @@ class BookKeeper(LayerWatch):
         keeps_gradients: bool = False,
         on_first: Callable[[BookKeeper, Any, Any], None] | None = None,
     ) -> None:
-        super().__init__(module, batch_first=batch_first, scatter=scatter)
+        super().__init__(module, batch_first=batch_first, scatter=scatter, tried=on_first is not None)
         self.loss_reduction = loss_reduction
         self.samples, self.augmentations = samples, augmentations
         self.people = people
@@ -130,6 +130,7 @@ class BookKeeper(LayerWatch):
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._recording(module):
             self.rows = self._rows_of(args, kwargs)
+            self.positions = self.positions_of(args, kwargs)
             self._groups = self.people(self.rows) if self.people and not self.rehearses else self._alike
             self._announce(args, kwargs)
             if self._passes.arrived and not self.accumulates:
@@ -176,12 +177,14 @@ class BookKeeper(LayerWatch):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, passes are kept apart from those of the step under way, and forgotten at the end."""
-        before = self._passes, self.rows, self._running, self.on_first, self._generation, self._groups
+        passes = self._passes, self._running, self.on_first, self._generation
+        batch = self.rows, self.positions, self._groups
         self._passes, self.on_first, self.rehearses = _Passes(), None, True
         try:
             yield
         finally:
-            self._passes, self.rows, self._running, self.on_first, self._generation, self._groups = before
+            self._passes, self._running, self.on_first, self._generation = passes
+            self.rows, self.positions, self._groups = batch
             self.rehearses = False
 
     def _observe(
@@ -237,18 +240,13 @@ class BookKeeper(LayerWatch):
     def _record(self, uses: Uses, g: Tensor, layer: str) -> None:
         passes = self._passes
         passes.arrived = True
-        rows = g.shape[0]
-        if self.rows is not None and rows != self.rows:
-            raise PrivacyError(
-                f"{layer or 'A layer'} saw {rows} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
-                "would not bound an example. Keep the batch as the first dimension of every layer's input, "
-                "[batch, tokens, features] instead of [batch · tokens, features]."
-            )
+        positions = self.rows_of_each(g.shape[0], layer)
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
-        with self.pool, views_of_examples(self._groups.most), without_autocast(g.device.type):
+        with self.pool, views_of_examples(self._groups.most * positions), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         for p, use in found.items():
-            use = self._groups.added_up(use) if self._groups.most > 1 else use
+            use = use.grouped(positions) if positions > 1 else use
+            use = self._groups.added_up(use) if self._groups.most > 1 else settled(use) if positions > 1 else use
             passes.batches[-1][p].append(use)
             passes.kept += [(t, version_of(t)) for t in vars(use).values() if isinstance(t, Tensor)]
             if self.keeps_gradients:
@@ -362,10 +360,12 @@ class BookKeeper(LayerWatch):
             )
         for p in params:
             if p.grad is not None:
-                name = next((n for n, own in self.module.named_parameters() if own is p), None)
-                raise PrivacyError(
+                name = next((n for n, own in self.module.named_parameters() if own is p), "")
+                raise Unattributed(
                     f"Parameter {name!r} of shape {tuple(p.shape)} was used outside its layer's forward, where it cannot be "
-                    "clipped. Use it through its layer only; for an l2 penalty use the optimizer's weight_decay."
+                    "clipped. Use it through its layer only; for an l2 penalty use the optimizer's weight_decay.",
+                    self.named(self.module.get_submodule(name.rpartition(".")[0])),
+                    outside=True,
                 )
 
     def between_samples(self) -> None:

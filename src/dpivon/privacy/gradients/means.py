@@ -295,3 +295,18 @@ def _number(node: Node) -> float | None:
 def _times(count: float, rows: int) -> int | None:
     """How many times the rows a number is; None if it is not."""
     return int(count // rows) if count >= rows and count % rows == 0 else None
+
+
+class Seed(torch.autograd.Function):
+    """The first layer's output, made to ask for a gradient although nothing before it does. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, seed: Tensor) -> Tensor:
+        if z._is_view() or z.stride().count(0):
+            return z.clone()
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
+        return None, None

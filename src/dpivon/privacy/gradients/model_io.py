@@ -15,6 +15,8 @@ from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
+from dpivon.errors import PrivacyError
+
 if TYPE_CHECKING:
     from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
@@ -85,6 +87,76 @@ def _parts(value: Any) -> Mapping[Any, Any]:
 def has_ignored(value: Any) -> bool:
     """Whether any integer is one that torch's losses leave out of their mean."""
     return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
+
+
+class Unattributed(PrivacyError):
+    """A parameter whose gradient could not be split into those of examples, in the way that ``layer`` was watched.
+
+    Attributes:
+        layer: how errors call the module.
+        outside: whether a parameter of it was used where nothing watched.
+    """
+
+    def __init__(self, message: str, layer: str, *, outside: bool = False) -> None:
+        super().__init__(message)
+        self.layer, self.outside = layer, outside
+
+
+class RowsOfBatch:
+    """The rows of the batch that a model sees, and what its layers may make of them.
+
+    Args:
+        batch_first: whether the batch is dimension 0 or 1.
+        tried: whether made-up inputs will show that rows are examples. Without that, rows that are not those of the batch
+            are refused.
+    """
+
+    def __init__(self, *, batch_first: bool, tried: bool) -> None:
+        self.batch_first = batch_first
+        self.dim = 0 if batch_first else 1
+        self.rows: int | None = None  # of the batch, as the model saw it
+        self.positions: set[int] = set()  # how many an example of it may have
+        self._tried = tried
+
+    def one_for_all(self, *given: Any) -> bool:
+        """Whether all tensors of these have one row for the whole batch, such as its positions."""
+        tensors = [t for t in given if isinstance(t, Tensor)] if self._tried and self.rows not in (None, 0, 1) else []
+        return bool(tensors) and all(t.dim() > self.dim and t.shape[self.dim] == 1 for t in tensors)
+
+    def one_each(self, t: Tensor) -> Tensor:
+        """One row made one for every example."""
+        assert self.rows is not None
+        return t.expand(*t.shape[: self.dim], self.rows, *t.shape[self.dim + 1 :])
+
+    def positions_of(self, args: Any, kwargs: Any) -> set[int]:
+        """How many positions the examples of these inputs may have: S, and S · T, of an input [batch, S, T]."""
+        shapes = [t.shape[1:] for t in tensors_in((args, kwargs)) if self.batch_first and t.dim() > 1]
+        return {shape[:last].numel() for shape in shapes for last in range(1, len(shape) + 1)} if self._tried else set()
+
+    def rows_of_each(self, rows: int, layer: str) -> int:
+        """How many rows of a layer are one row of the batch: one, or all its positions, [batch · positions, …].
+
+        Only a number of positions that the inputs have by their shape: where a model picks positions by their values, as many
+        as are divisible by the batch would not be an example's own.
+        """
+        if self.rows is None or rows == self.rows:
+            return 1
+        if self.rows and rows % self.rows == 0 and rows // self.rows in self.positions:
+            return rows // self.rows
+        raise self.wrong_rows(rows, layer)
+
+    def wrong_rows(self, rows: int, layer: str) -> Unattributed:
+        return Unattributed(
+            f"{layer or 'A layer'} saw {rows} rows in a batch of {self.rows}: its rows are not examples, so clipping them "
+            "would not bound an example. Keep the batch as the first dimension of every layer's input, "
+            "[batch, tokens, features] instead of [batch · tokens, features].",
+            layer,
+        )
+
+    def _batch_major(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.batch_first:
+            return tensors
+        return tuple(t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() > 1 else t for t in tensors)
 
 
 class _EmptyBatch:

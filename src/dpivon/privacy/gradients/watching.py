@@ -17,6 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpivon.errors import PrivacyError
+from dpivon.privacy.gradients.functional import Functions
+from dpivon.privacy.gradients.model_io import RowsOfBatch, Unattributed, map_tensors, tensors_in
 from dpivon.privacy.layers.fallback import Alone
 from dpivon.privacy.layers.registry import Rule, forward_for, plain_type, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use
@@ -27,23 +29,38 @@ Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 _PRODUCTS = {nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
 
 
-class LayerWatch:
+class LayerWatch(RowsOfBatch):
     """What :class:`~dpivon.privacy.gradients.bookkeeping.BookKeeper` is made on: hooks on the layers, put on and taken off.
 
-    Layers with a rule are observed. A bare parameter of shape [1, …] is expanded to one copy per example, where that gives
-    what a batch of one gives. Whatever is left runs example by example (:class:`~dpivon.privacy.layers.fallback.Alone`).
+    Layers with a rule are observed, and so are matrices that a module uses through ``F.linear`` or ``F.embedding``. What serves
+    the whole batch is expanded to one per example: an input of one row, a bare parameter of shape [1, …] or [n]. Where that
+    is not what a batch of one gives, and for whatever is left, a module runs example by example
+    (:class:`~dpivon.privacy.layers.fallback.Alone`).
+
+    Args:
+        module: the model.
+        batch_first: whether the batch is dimension 0 or 1.
+        scatter: see :class:`~dpivon.privacy.gradients.bookkeeping.BookKeeper`.
+        tried: whether made-up inputs will show that rows are examples. Without that, rows that are not those of the batch
+            are refused.
     """
 
     def __init__(
-        self, module: nn.Module, *, batch_first: bool, scatter: Callable[[Tensor, Tensor], Tensor] | None
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool,
+        scatter: Callable[[Tensor, Tensor], Tensor] | None,
+        tried: bool = False,
     ) -> None:
         self.module = module
-        self.batch_first = batch_first
-        self.dim = 0 if batch_first else 1
-        self.rows: int | None = None  # of the batch, as the model saw it
+        super().__init__(batch_first=batch_first, tried=tried)
         self._ignores = False  # whether layers run unwatched
         self._unwatched: list[nn.Module] = []  # modules that run example by example, and their children with them
         self._expanded: set[nn.Module] = set()  # modules whose bare parameters are expanded to one copy per example
+        self._one_row: set[nn.Module] = set()  # layers whose input of one row was expanded
+        self._alone_now: set[nn.Module] = set()  # modules that run example by example
+        self._functions = False  # whether functions that the model calls by itself are watched
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
@@ -84,7 +101,7 @@ class LayerWatch:
         for handle in self._handles:
             handle.remove()
         for layer in self._patched:
-            del layer.forward
+            vars(layer).pop("forward", None)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -95,10 +112,34 @@ class LayerWatch:
         finally:
             self._ignores = False
 
-    def run_expanded_alone(self) -> bool:
-        """From here on, modules with expanded parameters run example by example. False if there are none."""
-        expanded, self._expanded = self._expanded, set()
-        return bool(expanded)
+    def watch_more_closely(self, error: Exception) -> bool:
+        """After a pass on made-up inputs failed, let more of the model run example by example. False if nothing changes.
+
+        A parameter that was used outside its layer is first looked for in the functions that the model calls.
+        """
+        if self.sharded:
+            return False
+        if isinstance(error, Unattributed) and error.outside and not self._functions:
+            self._functions = True
+            self._patch(self.module, self._by_function(self.module))
+            return True
+        if isinstance(error, Unattributed):
+            modules = {layer for layer in self._names if self.named(layer) == error.layer}
+            modules = modules if error.outside and not modules & self._alone_now else set(map(self._around, modules))
+        else:
+            modules = set(map(self._around, self._one_row))
+        modules -= self._alone_now | {self.module}  # which would be no batch at all
+        changed = bool(self._expanded or modules)
+        self._expanded.clear()
+        self._one_row.clear()
+        for module in modules:
+            self._run_alone(module)
+        return changed
+
+    def _around(self, layer: nn.Module) -> nn.Module:
+        """The next module around a layer that is called itself."""
+        module = self.module.get_submodule(self._names[layer].rpartition(".")[0])
+        return self._around(module) if isinstance(module, nn.ModuleList | nn.ModuleDict) else module
 
     def _watch(self, module: nn.Module) -> None:
         if not any(p.requires_grad for p in module.parameters()):
@@ -113,10 +154,13 @@ class LayerWatch:
         else:
             bare = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
             if bare and not isinstance(module, DPRNNBase):
-                if not self.batch_first or not all(p.dim() > 1 and p.shape[0] == 1 for p in bare.values()):
+                if self.batch_first and all(_expands(p, self._tried) for p in bare.values()):
+                    self._expand_bare(module, list(bare))
+                elif self._tried and not self.sharded and all(p.dim() in (1, 2) for p in bare.values()):
+                    self._patch(module, self._by_function(module))
+                else:
                     self._run_alone(module)
                     return
-                self._expand_bare(module, list(bare))
             for child in module.children():
                 self._watch(child)
 
@@ -126,8 +170,13 @@ class LayerWatch:
 
         def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
             self._detached.append(self._detach(layer) if self._recording(layer) else [])
-            rounds = multiplies and self._detached[-1] and args and isinstance(args[0], Tensor)
-            return ((as_multiplied(args[0]), *args[1:]), kwargs) if rounds else None
+            if not self._detached[-1]:
+                return None
+            if self.one_for_all(*args, *kwargs.values()):
+                self._one_row.add(layer)
+                args, kwargs = map_tensors(self.one_each, (args, kwargs))
+            rounds = multiplies and args and isinstance(args[0], Tensor)
+            return ((as_multiplied(args[0]), *args[1:]) if rounds else args), kwargs
 
         def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             weights = self._detached.pop()
@@ -150,6 +199,22 @@ class LayerWatch:
         self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         # Before a hook of the caller's changes z.
         self._handles.append(layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True))
+
+    def _by_function(self, module: nn.Module) -> Callable[..., Any]:
+        """The module's forward, inside which functions that are given its parameters are watched."""
+        own, name = module.forward, self.named(module)
+
+        def observe(z: Tensor, uses: Uses, saved: list[Tensor]) -> Tensor:
+            return self._observe(z, uses, saved, layer=name)
+
+        def expand(t: Tensor) -> Tensor:
+            return self.one_each(t) if self.one_for_all(t) else t
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with Functions(module, observe, expand):
+                return own(*args, **kwargs)
+
+        return watched
 
     def _replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         in_precision, name = _precision_for(layer), self.named(layer)
@@ -174,6 +239,7 @@ class LayerWatch:
                 "with dpivon.privacy.layers.register_rule, or freeze them."
             )
         self._patch(module, self._alone(module))
+        self._alone_now.add(module)
 
     def _alone(self, module: nn.Module) -> Callable[..., Any]:
         alone, name = Alone(module, module.forward, self.dim), self.named(module)
@@ -181,6 +247,9 @@ class LayerWatch:
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.rows is None:
                 raise PrivacyError(f"{name} was called outside the forward of its model. Call the private model.")
+            sizes = {t.shape[self.dim] for t in tensors_in((args, kwargs)) if t.dim() > self.dim}
+            if self.rows > 1 and self.rows not in sizes and sizes & {self.rows * n for n in self.positions if n > 1}:
+                raise self.wrong_rows(max(sizes), name)  # an example would be run with everyone's positions
 
             def observe(z: Tensor, uses: Uses) -> Tensor:
                 return self._observe(z, uses, batch_major=True, layer=name)
@@ -194,7 +263,7 @@ class LayerWatch:
         return watched
 
     def _expand_bare(self, module: nn.Module, bare: list[str]) -> None:
-        """A bare parameter of shape [1, …] is shared along the batch: give every example its own copy, and see its gradient.
+        """A bare parameter of shape [1, …] or [n] is shared along the batch: give every example its own, and see its gradient.
 
         Where that is found not to be what a batch of one gives, the module runs example by example.
         """
@@ -204,10 +273,18 @@ class LayerWatch:
             if module not in self._expanded:
                 return alone(module, *args, **kwargs)
             assert self.rows is not None
-            for key in bare:
-                value = module._parameters[key]  # what a functional call put in its place, if there is one
+            values = {key: module._parameters[key] for key in bare}  # what a functional call put there, if there is one
+            dims = [
+                t.dim()
+                for t in (*args, *kwargs.values())
+                if isinstance(t, Tensor) and t.dim() > 1 and len(t) == self.rows
+            ]
+            if not dims and any(value is not None and value.dim() == 1 for value in values.values()):
+                return alone(module, *args, **kwargs)
+            for key, value in values.items():
                 assert value is not None
-                copies = value.detach().expand(self.rows, *value.shape[1:])
+                shape = value.shape[1:] if value.dim() > 1 else (*[1] * (dims[0] - 2), len(value))
+                copies = value.detach().expand(self.rows, *shape)
                 module.__dict__[key] = self._observe(copies, _whole(value), batch_major=True, layer=name)
             try:
                 return original(*args, **kwargs)
@@ -264,26 +341,6 @@ class LayerWatch:
                 weights.append(p)
         return weights
 
-    def _batch_major(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.batch_first:
-            return tensors
-        return tuple(t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() > 1 else t for t in tensors)
-
-
-class Seed(torch.autograd.Function):
-    """The first layer's output, made to ask for a gradient although nothing before it does. No copy."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, seed: Tensor) -> Tensor:
-        if z._is_view() or z.stride().count(0):
-            return z.clone()
-        ctx.mark_dirty(z)
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:
-        return None, None
-
 
 def has_rules(module: nn.Module) -> bool:
     """Whether no trainable layer has to run example by example."""
@@ -297,9 +354,14 @@ def has_rules(module: nn.Module) -> bool:
     return all(p.dim() > 1 and p.shape[0] == 1 for p in bare) and all(has_rules(child) for child in module.children())
 
 
+def _expands(p: Tensor, tried: bool) -> bool:
+    """Whether a bare parameter is given to every example by broadcasting; a vector only where it is tried that this is so."""
+    return p.shape[0] == 1 if p.dim() > 1 else tried and p.dim() == 1
+
+
 def _whole(p: Tensor) -> Uses:
     """The gradient of an example's own copy of p is its per-example gradient."""
-    return lambda g: {p: Dense(wide(g).unsqueeze(1))}
+    return lambda g: {p: Dense(wide(g).reshape(len(g), *p.shape))}
 
 
 def _precision_for(layer: nn.Module) -> Callable[[Uses], Uses]:

@@ -19,6 +19,9 @@ from dpivon.privacy.layers.registry import Observe
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import wide
 
+#: Where generation keeps what it has seen: of no use in training, and one for all examples.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
 
 class Alone:
     """The forward of one module, example by example. ``forward`` is its own; ``dim`` is where the batch is."""
@@ -28,6 +31,7 @@ class Alone:
         self._vectorises = True
 
     def __call__(self, observe: Observe, rows: int, args: Any, kwargs: Any) -> Any:
+        kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
         own = {name: p for name, p in self._call.named_parameters() if p.requires_grad}
         copies = {
             name: observe(p.detach().contiguous().expand(rows, *p.shape), _copies_of(p)) for name, p in own.items()
