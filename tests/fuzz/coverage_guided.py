@@ -20,7 +20,7 @@ with atheris.instrument_imports(
         "dpivon.posterior",
         "dpivon.durable.tensors",
         "dpivon.study",
-        "pickletools",
+        "pickle",
     ]
 ):
     from fuzz_readers import READERS, attempt
