@@ -10,7 +10,7 @@ import trainings
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from processes import run
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import dpivon
@@ -108,11 +108,61 @@ def test_every_way_to_clip_adds_up(mode: str) -> None:
         assert trainings.apart(learned, alone) < 5e-6
 
 
+# ---- privacy per person
+
+
+#: 20 people of one to five rows; those of a person are anywhere.
+IDS = [(i * 7) % 20 if i % 3 else i % 5 for i in range(trainings.N)]
+
+
+def by_person(rank: int, physical: int | None = None, sigma: float = 1.0, without: int | None = None) -> Any:
+    """A few steps on most people, each time with at most four rows; or the clipped sum of all, without one of them."""
+    data = trainings.dataset()
+    if sigma:
+        engine, model, optimizer, loader = trainings.start(batch=9.0, rows_per_user=4, user_ids=IDS)
+        seen = trainings.train(model, optimizer, loader, STEPS, physical)
+        return seen, trainings.learned(engine, optimizer)
+    keep = [i for i, one in enumerate(IDS) if one != without]
+    x, y = (t[keep].clone() for t in data.tensors)
+    x[[i for i, row in enumerate(keep) if IDS[row] == 0]] *= 1e4
+    loader = DataLoader(TensorDataset(x, y), batch_size=6)
+    ids = [IDS[i] for i in keep]
+    n = float(len(set(ids)))
+    engine = dpivon.PrivacyEngine()
+    _, model, optimizer, loader = trainings.start(
+        method="sgd", sigma=0.0, batch=n, data=loader, engine=engine, user_ids=ids
+    )
+    ((x, y),) = loader
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return torch.cat([n * g.double().flatten() for g in optimizer.last_release.gradients.values()])
+
+
+@pytest.mark.parametrize(("world", "physical"), [(2, None), pytest.param(2, 5, marks=SLOW)])
+def test_people_on_two_ranks_are_those_of_one_process(world: int, physical: int | None) -> None:
+    alone_sizes, alone = by_person(0)
+    results = run(world, by_person, physical)
+    if physical is None:
+        assert [sum(sizes) for sizes in zip(*(seen for seen, _ in results), strict=True)] == alone_sizes
+    for _, learned in results:
+        assert trainings.apart(learned, alone) < ROUNDING
+        assert learned["history"] == alone["history"]
+
+
+@pytest.mark.filterwarnings("ignore::dpivon.PrivacyWarning")
+def test_a_person_moves_the_sum_of_two_ranks_by_at_most_c() -> None:
+    """One with many large rows, and one with ordinary ones; on whichever rank."""
+    everyone = run(2, by_person, None, 0.0)[0]
+    for one in (0, 1, 2):
+        moved = float((everyone - run(2, by_person, None, 0.0, one)[0]).norm()) / 0.8
+        assert 0.1 < moved <= 1 + 1e-5
+
+
 # ---- ranks that disagree
 
 
 WHOLE = "poisson_sampling"
-DIFFERENT = ("noise_multiplier", "expected_batch_size", "dataset_size", "data", "grad_sample_mode")
+DIFFERENT = ("noise_multiplier", "expected_batch_size", "dataset_size", "data", "user_ids", "grad_sample_mode")
 
 
 def disagreeing(rank: int) -> dict[str, str]:
@@ -132,9 +182,11 @@ def disagreeing(rank: int) -> dict[str, str]:
 
 
 def start_with(rank: int, what: str) -> None:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"user_ids": IDS} if what == "user_ids" else {}
     if rank == 1:
-        if what == "data":
+        if what == "user_ids":
+            options["user_ids"] = IDS[1:] + IDS[:1]
+        elif what == "data":
             order = list(reversed(range(trainings.N)))
             options["data"] = DataLoader(Subset(trainings.dataset(), order), batch_size=6)
         elif what == "grad_sample_mode":
@@ -150,7 +202,7 @@ def start_with(rank: int, what: str) -> None:
 
 def test_if_ranks_differ_or_one_fails_no_rank_starts() -> None:
     first, second = run(2, disagreeing)
-    for what in DIFFERENT[:4]:
+    for what in DIFFERENT[:-1]:
         assert first[what] == second[what]
         assert first[what].startswith(f"PrivacyError: {what}=")
         assert "rank 1" in first[what]
