@@ -216,8 +216,54 @@ def test_a_certain_mistake_is_bad_and_not_infinite() -> None:
 
 def test_evaluate_is_the_functions_together() -> None:
     scores = metrics.evaluate(P, Y)
-    assert list(scores) == ["accuracy", "nll", "brier", "ece", "adaptive_ece", "aurc"]
+    assert list(scores) == [
+        "accuracy", "majority_accuracy", "balanced_accuracy", "auroc", "average_precision", "nll", "brier", "ece",
+        "adaptive_ece", "aurc",
+    ]  # fmt: skip
     assert all(type(value) is float and value == getattr(metrics, name)(P, Y) for name, value in scores.items())
+
+
+@given(st.integers(0, 1000), st.integers(2, 4), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_scores_of_classes_are_those_of_scikit_learn(seed: int, c: int, ties: bool) -> None:
+    """All classes occur, one of them rarely; with ties where probabilities are rounded."""
+    from sklearn import metrics as sklearn
+
+    p, y = problem(60, c, seed, 2.0)
+    if ties:
+        p = ((5 * p).round() + 1) / ((5 * p).round() + 1).sum(-1, keepdim=True)
+    y = torch.where(torch.arange(60) % 10 > 0, y.clamp_max(c - 2), c - 1)
+    y[: c - 1] = torch.arange(c - 1)
+    found, given = metrics.class_scores(p, y), p.argmax(-1)
+    for k in range(c):
+        is_it, score = (y == k).numpy(), p[:, k].numpy()
+        assert float(found.auroc[k]) == pytest.approx(sklearn.roc_auc_score(is_it, score), abs=1e-9)
+        assert float(found.average_precision[k]) == pytest.approx(
+            sklearn.average_precision_score(is_it, score), abs=1e-9
+        )
+        assert float(found.recall[k]) == pytest.approx(sklearn.recall_score(is_it, given == k), abs=1e-12)
+        if (given == k).any():
+            assert float(found.precision[k]) == pytest.approx(sklearn.precision_score(is_it, given == k), abs=1e-12)
+        else:
+            assert found.precision[k].isnan()
+    assert metrics.balanced_accuracy(p, y) == pytest.approx(sklearn.balanced_accuracy_score(y, given), abs=1e-12)
+    assert found.count.tolist() == [int((y == k).sum()) for k in range(c)]
+    assert found.predicted.sum() == 60
+
+
+def test_a_constant_answer_has_the_baselines_scores() -> None:
+    """As a model that never flags the rare class: right as often as the baseline, and worth nothing."""
+    p, y = torch.tensor([[0.9, 0.1]]).expand(200, 2), torch.tensor([0] * 170 + [1] * 30)
+    scores = metrics.evaluate(p, y)
+    assert scores["accuracy"] == scores["majority_accuracy"] == pytest.approx(0.85)
+    assert (scores["balanced_accuracy"], scores["auroc"]) == (0.5, 0.5)
+    assert metrics.class_scores(p, y).average_precision.tolist() == pytest.approx([0.85, 0.15])
+    only = metrics.evaluate(p[:170], y[:170])
+    assert math.isnan(only["auroc"])
+    assert only["balanced_accuracy"] == 1.0
+    withheld = metrics.class_scores(p, y, torch.full((200,), -1))
+    assert withheld.predicted.tolist() == [0, 0]
+    assert withheld.recall.tolist() == [0.0, 0.0]
 
 
 @given(st.integers(1, 40), st.integers(2, 6), st.integers(0, 10_000), st.floats(0.0, 60.0))
@@ -226,7 +272,7 @@ def test_bounds(n: int, c: int, seed: int, scale: float) -> None:
     p, y = problem(n, c, seed, scale)
     p = p.float()
     scores = metrics.evaluate(p, y)
-    for name in ("accuracy", "ece", "adaptive_ece", "aurc"):
+    for name in ("accuracy", "balanced_accuracy", "ece", "adaptive_ece", "aurc"):
         assert -1e-6 <= scores[name] <= 1 + 1e-6
     assert 0 <= scores["brier"] <= 2 + 1e-6
     assert 0 <= scores["nll"] < 88
@@ -242,7 +288,7 @@ def test_bounds(n: int, c: int, seed: int, scale: float) -> None:
 def test_order_does_not_matter_without_ties(seed: int) -> None:
     order = torch.randperm(len(P), generator=torch.Generator().manual_seed(seed))
     shuffled = metrics.evaluate(P[order], Y[order])
-    assert shuffled == pytest.approx(metrics.evaluate(P, Y), abs=1e-6)
+    assert shuffled == pytest.approx(metrics.evaluate(P, Y), abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How good and how honest are predicted probabilities: accuracy, proper scores, calibration, abstention.
+"""How good and how honest are predicted probabilities: accuracy, proper scores, calibration, abstention, single classes.
 
 Every function takes ``probs`` [N, C], rows summing to 1, and integer ``labels`` [N], and returns a float
 unless it says otherwise. "Confidence" is the largest probability of a row.
@@ -170,10 +170,67 @@ def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
     return centre - half, centre + half
 
 
+@dataclass(frozen=True, eq=False)
+class ClassScores:
+    """Scores of each class against all others, [C]; NaN where the examples cannot say.
+
+    Attributes:
+        count: examples of the class.
+        predicted: examples that were given it.
+        recall: the share of the class's examples that were given it (sensitivity).
+        precision: the share of those that were given it which are of the class.
+        auroc: P(p of an example of the class > p of another one) + half of ties.
+        average_precision: Σ_n (R_n − R_{n−1}) P_n over the distinct probabilities, as scikit-learn defines it.
+        mean_probability: the mean probability of the class, which calibration in the large holds against count/N.
+    """
+
+    count: Tensor
+    predicted: Tensor
+    recall: Tensor
+    precision: Tensor
+    auroc: Tensor
+    average_precision: Tensor
+    mean_probability: Tensor
+
+
+def class_scores(probs: Tensor, labels: Tensor, predicted: Tensor | None = None) -> ClassScores:
+    """Scores of each class; ``predicted`` are the decisions [N], −1 for none, by default the most probable classes."""
+    p, y = _checked(probs, labels)
+    given = p.argmax(-1) if predicted is None else predicted.to(y.device, torch.int64)
+    one_hot, chosen = (t.unsqueeze(-1) == torch.arange(p.shape[1], device=y.device) for t in (y, given))
+    count, answers, hits = one_hot.sum(0).double(), chosen.sum(0).double(), (one_hot & chosen).sum(0)
+    curves = [
+        (_auroc(s[~is_it], s[is_it]), _average_precision(s, is_it)) for s, is_it in zip(p.T, one_hot.T, strict=True)
+    ]
+    auroc, precision = (torch.stack(list(column)) for column in zip(*curves, strict=True))
+    return ClassScores(count.long(), answers.long(), hits / count, hits / answers, auroc, precision, p.mean(0))
+
+
+def balanced_accuracy(probs: Tensor, labels: Tensor, predicted: Tensor | None = None) -> float:
+    """The mean recall of the classes that occur: 1/C for answers that do not look at the example."""
+    return float(class_scores(probs, labels, predicted).recall.nanmean())
+
+
+def majority_accuracy(probs: Tensor, labels: Tensor) -> float:
+    """The accuracy of always answering the most frequent label: what :func:`accuracy` has to be held against."""
+    _, y = _checked(probs, labels)
+    return float(y.bincount().max()) / len(y)
+
+
+def auroc(probs: Tensor, labels: Tensor) -> float:
+    """Mean area under the ROC curve of each class against the others; NaN where only one class occurs."""
+    return float(class_scores(probs, labels).auroc.nanmean())
+
+
+def average_precision(probs: Tensor, labels: Tensor) -> float:
+    """Mean average precision of each class that occurs against the others."""
+    return float(class_scores(probs, labels).average_precision.nanmean())
+
+
 def evaluate(probs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy, nll, brier, ece, adaptive_ece and aurc by name, each with its defaults."""
-    scores = (accuracy, nll, brier, ece, adaptive_ece, aurc)
-    return {score.__name__: score(probs, labels) for score in scores}
+    """Every score by its name, each with its defaults; NaN where one is not defined."""
+    scores = (accuracy, majority_accuracy, balanced_accuracy, auroc, average_precision)
+    return {score.__name__: score(probs, labels) for score in (*scores, nll, brier, ece, adaptive_ece, aurc)}
 
 
 # ---- the definitions, on double tensors with any leading dimensions: examples are the last of scores, p is [..., N, C]
@@ -221,6 +278,16 @@ def _auroc(inside: Tensor, outside: Tensor) -> Tensor:
     ordered = inside.sort(dim=-1).values
     below, not_above = (torch.searchsorted(ordered, outside, right=right).double() for right in (False, True))
     return (below + not_above).mean(-1) / (2 * ordered.shape[-1])
+
+
+def _average_precision(scores: Tensor, is_it: Tensor) -> Tensor:
+    """Of one class; NaN without examples of it. Equal scores are one step of the curve."""
+    order = scores.argsort(descending=True, stable=True)
+    hits, last = is_it[order].double().cumsum(0), scores[order].diff(append=scores.new_full((1,), -1.0)) != 0
+    at = last.nonzero().squeeze(-1)
+    recall = hits[at] / hits[-1]
+    steps = recall.diff(prepend=recall.new_zeros(1))
+    return (steps * hits[at] / (at + 1)).sum()
 
 
 def _fpr(inside: Tensor, outside: Tensor, accepted: float) -> Tensor:

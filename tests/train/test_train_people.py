@@ -42,7 +42,7 @@ def test_a_run_is_private_per_person_and_says_so(tmp_path: Path) -> None:
     options = visits(tmp_path)
     config = resolve(options)
     assert "patient" not in describe(config).inputs.columns
-    people = people_of(config)
+    people = people_of(config, config.data)
     assert people is not None
     assert sorted(people.counts.tolist()) == [2] * 50 + [4] * 50
     summary = train(config)

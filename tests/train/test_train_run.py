@@ -56,7 +56,7 @@ def test_the_folder_is_as_agreed(whole: Any) -> None:
     folder = Path(options["out"])
     assert FILES | {"test.npz"} <= {path.name for path in folder.iterdir()}
     assert {path.name for path in (folder / "model").iterdir()} == {
-        "model.json", "model.safetensors", "posterior.safetensors", "privacy.json",
+        "decision.json", "model.json", "model.safetensors", "posterior.safetensors", "privacy.json",
     }  # fmt: skip
     assert json.loads((folder / "summary.json").read_text()) == summary
     plan = budget(dataset_size=300, batch_size=50, epochs=4, delta=1e-4, target_epsilon=4.0)

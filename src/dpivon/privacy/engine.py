@@ -17,6 +17,7 @@ from dpivon.durable.ledger import Ledger
 from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import DEFAULT, Accountant, Limit
+from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import replay
 from dpivon.privacy.clipping import Clipping, make_clipping
 from dpivon.privacy.compiled import Compiles
@@ -298,11 +299,13 @@ class PrivacyEngine(OpacusVerbs, Compiles):
         max_grad_norm: float | Sequence[float],
         dataset_size: int | None = None,
         expected_batch_size: float | None = None,
+        also: History | None = None,
         **options: Any,
     ) -> Any:
-        """As :meth:`make_private`, with σ chosen so that ``epochs`` epochs spend at most (ε, δ).
+        """As :meth:`make_private`, with σ chosen so that ``epochs`` epochs, and ``also``, spend at most (ε, δ).
 
-        The engine then refuses the step that would pass ε. Other arguments are those of :meth:`make_private`.
+        ``also`` are releases that will be charged besides, as rows (σ, q, steps). The engine then refuses the step that would
+        pass ε. Other arguments are those of :meth:`make_private`.
         """
         if "noise_multiplier" in options:
             raise bad(
@@ -321,7 +324,9 @@ class PrivacyEngine(OpacusVerbs, Compiles):
             data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size, people=people
         )
         mechanism = options.get("mechanism", "gaussian")
-        limit = planned(self.accountant, sampling, target_epsilon, target_delta, epochs=epochs, mechanism=mechanism)
+        limit = planned(
+            self.accountant, sampling, target_epsilon, target_delta, epochs=epochs, mechanism=mechanism, also=also
+        )
         made = self.make_private(
             module=module,
             optimizer=optimizer,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.accounting import Accountant, Limit
 from dpivon.privacy.accounting import noise_multiplier as calibrate
+from dpivon.privacy.accounting.history import History, check_history
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import map_tensors
 from dpivon.privacy.independence import check_loss_rows, check_model_rows
@@ -110,8 +111,9 @@ def planned(
     *,
     epochs: int,
     mechanism: Any,
+    also: History | None = None,
 ) -> Limit:
-    """The σ and the number of steps with which ``epochs`` epochs spend at most (ε, δ), as a limit on the account."""
+    """The σ and the number of steps with which ``epochs`` epochs, and ``also``, spend at most (ε, δ), as a limit."""
     epochs = check_whole("epochs", epochs, "Use the number of passes you will train", at_least=1)
     target_epsilon = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     fix = "Use a probability well below 1/N"
@@ -124,14 +126,16 @@ def planned(
         steps=steps,
         accountant=accountant.mechanism(),
         orders=accountant.orders,
+        also=also,
     )
     mechanism = check_mechanism(mechanism)
     if NoiseSpec(sigma, 1.0, sampling.expected_batch_size, rate, mechanism=mechanism).cost != (sigma, rate):
         fix = "Use make_private with a noise_multiplier, and get_epsilon"
         raise bad("mechanism", mechanism.name, "is not charged as the Gaussian that σ is calibrated for", fix)
-    if any(row[:2] != (sigma, rate) for row in accountant.history):
+    beside = tuple(check_history(also or []))
+    if any(row[:2] not in {(sigma, rate), *(own[:2] for own in beside)} for row in accountant.history):
         raise PrivacyError(
             f"The ledger holds {len(accountant)} releases of another plan, which target_epsilon={target_epsilon!r} "
             "does not cover. Give the arguments that the run was begun with, or begin another ledger."
         )
-    return Limit(target_epsilon, target_delta, sigma, rate, steps)
+    return Limit(target_epsilon, target_delta, sigma, rate, steps, beside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from dpivon.durable.files import replace, replacing
 from dpivon.errors import StorageError
-from dpivon.metrics import evaluate
+from dpivon.metrics import class_scores, evaluate
+from dpivon.report.findings import findings
 from dpivon.report.run_folder import POSTERIOR, PROGRESS, TEST
 from dpivon.sources import Examples
 from dpivon.sources.columns import Array
@@ -73,8 +75,12 @@ def read_progress(path: Path) -> list[Line]:
     return lines
 
 
-def write_test(published: Published, test: Examples, folder: Path) -> dict[str, float]:
-    """``test.npz`` and the scores on it: at the posterior mean, and as ``mc_…`` averaged over the posterior. Not private."""
+def write_test(published: Published, test: Examples, folder: Path) -> dict[str, Any]:
+    """``test.npz``; and the ``metrics``, ``findings`` and ``warnings`` of a summary. Not private.
+
+    Scores are at the posterior mean, and as ``mc_…`` averaged over the posterior. ``recall(NAME)`` is of the model's answers;
+    so are those named ``decided_…``, where answers are not the most probable class. None is a score that is not defined.
+    """
     assert test.targets is not None
     averaged = published.predict(test.inputs)
     mean = published.predict(test.inputs, samples=0)
@@ -89,7 +95,27 @@ def write_test(published: Published, test: Examples, folder: Path) -> dict[str, 
     with replacing(folder / TEST) as temporary, open(temporary, "wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its own flag comes by keyword too
     scores = evaluate(mean.probs, test.targets)
-    return scores | {f"mc_{name}": value for name, value in evaluate(averaged.probs, test.targets).items()}
+    scores |= {f"mc_{name}": value for name, value in evaluate(averaged.probs, test.targets).items()}
+    scores |= _answers(published, averaged.probs, test.targets)
+    metrics = {name: value if math.isfinite(value) else None for name, value in scores.items()}
+    said = findings(averaged.probs, test.targets, published.decision, published.description.classes)
+    return {"metrics": metrics, **said}
+
+
+def _answers(published: Published, probs: Tensor, targets: Tensor) -> dict[str, float]:
+    decision, classes = published.decision, published.description.classes
+    given = decision.labels(probs)
+    recall = class_scores(probs, targets, given).recall
+    found = {f"recall({name})": value for name, value in zip(classes, recall.tolist(), strict=True)}
+    if not decision.plain:
+        answered = given >= 0
+        found |= {"answered": float(answered.double().mean()), "decided_balanced_accuracy": float(recall.nanmean())}
+        found["decided_accuracy"] = float((given == targets)[answered].double().mean())
+    if decision.thresholds:
+        sets = decision.sets(probs)
+        found["set_coverage"] = float(sets.gather(1, targets.unsqueeze(1)).double().mean())
+        found["set_size"] = float(sets.sum(1).double().mean())
+    return found
 
 
 def _most_and_least_certain(entropy: Tensor) -> Array:

@@ -47,6 +47,13 @@ _FLAGS = {
     "delta": _Flag(float, _PUBLIC, "Its δ, below 1/N."),
     "dataset_size": _Flag(int, _PUBLIC, "The public number N of examples, or with --unit of people. Never counted."),
     "classes": _Flag(str, _PUBLIC, "Every class, separated by commas. Of images: the names of the folders."),
+    "prior": _Flag(
+        list[str], _PUBLIC, "NAME=SHARE of a class, repeated; or count: with noise, charged as a small part of ε."
+    ),
+    "cost": _Flag(
+        list[str], _PUBLIC, "NAME=COST of not recognising a class, 1 by default; or balanced: by the classes' shares."
+    ),
+    "abstain": _Flag(float, _PUBLIC, "Give no answer where no class reaches this probability."),
     "target": _Flag(str, _PUBLIC, "The column of a table to predict."),
     "unit": _Flag(
         str, _PUBLIC, "The column that names a row's person: privacy is then per person, and N counts people."
@@ -66,6 +73,8 @@ _FLAGS = {
     "source": _Flag(str, _PUBLIC, "Where the bounds come from; printed beside them."),
     "test": _Flag(str, _DATA, "Scored at the end, never trained on. Its scores are NOT private."),
     "heldout": _Flag(str, _DATA, "Scored after every epoch, never trained on. NOT private."),
+    "calibration": _Flag(str, _DATA, "With --coverage: private rows that are not trained on; charged as a part of ε."),
+    "coverage": _Flag(float, _MODEL, "Predict sets of classes that hold the true one so often, such as 0.9."),
     "delimiter": _Flag(str, _DATA, "Of a CSV; a comma by default."),
     "write_schema": _Flag(Path, _DATA, "Draft a schema from the names of the columns, train nothing."),
     "public_sample": _Flag(Path, _DATA, "With --write-schema: a PUBLIC table to take ranges from."),
@@ -80,9 +89,16 @@ _FLAGS = {
     "max_grad_norm": _Flag(float, _MODEL, "Clip bound C; 1 by default."),
     "ema": _Flag(float, _MODEL, "Average the iterates with this decay."),
     "samples": _Flag(int, _MODEL, "Posterior draws that a prediction averages."),
+    "weighted_loss": _Flag(
+        bool, _MODEL, "Weigh losses by --cost; ε stays as it is.", ("--weighted-loss/--no-weighted-loss",)
+    ),
     "accountant": _Flag(str, _MODEL, f"One of {', '.join(ACCOUNTANTS)}; {DEFAULT} by default."),
     "task": _Flag(str, _MODEL, "classification."),
     "out": _Flag(str, _RUN, "The RUN folder; dpivon-run by default."),
+    "title": _Flag(str, _RUN, "Of the report and the model card."),
+    "purpose": _Flag(str, _RUN, "What the model is for; in the report and the card."),
+    "responsible": _Flag(str, _RUN, "Who answers for it; likewise."),
+    "dataset": _Flag(str, _RUN, "The name of the data; by default that of its file."),
     "config": _Flag(Path, _RUN, "YAML with any of these options; flags override it."),
     "seed": _Flag(int, _RUN, "Decides the noise too: only for public data. Default: a secret."),
     "secure": _Flag(bool, _RUN, "Noise from the operating system; no exact resume.", ("--secure/--no-secure",)),
@@ -122,6 +138,10 @@ def train(data: str | None = None, **flags: Any) -> None:
     option, bounds, categories = map(flags.pop, ("option", "bounds", "categories"))
     given = {**flags, "data": data, "classes": _listed(flags["classes"]), "options": _options(option)}
     given |= {"hidden": _widths(_listed(flags["hidden"])), **_declared(bounds, categories)}
+    given |= {
+        "prior": _by_class("prior", flags["prior"], "count"),
+        "cost": _by_class("cost", flags["cost"], "balanced"),
+    }
     with warnings_as_lines():
         settings = resolve(given, config)
         if check:
@@ -258,6 +278,24 @@ def _declared(bounds: Sequence[str] | None, categories: Sequence[str] | None) ->
         columns[name] = {"categories": _listed(values)}
     if columns:
         out["columns"] = columns
+    return out
+
+
+def _by_class(option: str, given: Sequence[str] | None, word: str) -> dict[str, Any] | str | None:
+    """``word``, or NAME=NUMBER by name."""
+    if not given or list(given) == [word]:
+        return word if given else None
+    out = {}
+    for text in given:
+        name, separator, number = text.rpartition("=")
+        try:
+            out[name] = float(number)
+        except ValueError:
+            separator = ""
+        if not separator:
+            raise bad(
+                option, text, f"is neither NAME=NUMBER nor {word}", f"Write --{option} yes=0.1, or --{option} {word}"
+            )
     return out
 
 

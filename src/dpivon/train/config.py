@@ -6,29 +6,33 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
+from dpivon.decisions import Decision, Positive, Share, complete_prior
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad
 from dpivon.methods import METHODS
 from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT, budget
+from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import CONFIG
+from dpivon.privacy.counting import sets_cost, shares_cost
 from dpivon.sources import Declaration
 from dpivon.sources.columns import Labels
 from dpivon.sources.schema import with_schema
 from dpivon.train.networks import KINDS, Width, current_name
 from dpivon.yaml_files import read_yaml, validated
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=10**9)]
+COUNT: Literal["count"] = "count"  # the prior that is counted with noise, and charged
 METHOD, EPOCHS = "dp-ivon-gradsq", 40
 _LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
 PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
 
 #: What may be different when a run goes on: none of it changes what is released, or what a release costs.
 FREE = frozenset({"data", "out", "test", "heldout", "device", "physical_batch_size", "checkpoint_seconds", "source"})
+FREE |= {"title", "purpose", "responsible", "dataset"}
 
 
 def _check_accountant(name: str) -> str:
@@ -44,6 +48,12 @@ class Config(Declaration):
     out: Annotated[str, Field(min_length=1)] = "dpivon-run"
     heldout: str | None = None
     test: str | None = None
+    calibration: str | None = None
+
+    title: str = ""
+    purpose: str = ""
+    responsible: str = ""
+    dataset: str = ""
 
     epsilon: Positive
     delta: Annotated[float, Field(gt=0, lt=1)]
@@ -53,6 +63,11 @@ class Config(Declaration):
     accountant: Annotated[str, AfterValidator(_check_accountant)] = DEFAULT
 
     classes: Annotated[Labels, Field(min_length=2)]
+    prior: Literal["count"] | dict[str, Share] | None = None
+    cost: Literal["balanced"] | dict[str, Positive] = Field(default_factory=dict)
+    weighted_loss: bool = False
+    abstain: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    coverage: Annotated[float, Field(ge=0.5, lt=1)] | None = None
 
     method: str = METHOD
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -88,7 +103,29 @@ class Config(Declaration):
             raise ValueError("rows_per_unit: says nothing without unit, the column that names a row's person")
         if self.network not in KINDS:
             raise ValueError(f"network: {self.network!r} is not one of {', '.join(KINDS)}")
+        if (self.coverage is None) != (self.calibration is None):
+            raise ValueError(
+                "coverage: of prediction sets needs --calibration, rows that are not trained on, and the reverse"
+            )
+        if self.weighted_loss and not self.cost:
+            raise ValueError("weighted_loss: needs --cost, by which losses are weighted")
+        self.decision((1 / len(self.classes),) * len(self.classes) if self.prior == COUNT else None)
         return self
+
+    def decision(self, counted: tuple[float, ...] | None) -> Decision:
+        """How the model answers, by what was declared and the shares that were ``counted``."""
+        prior = complete_prior(self.prior, self.classes) if isinstance(self.prior, dict) else counted or ()
+        start = Decision(counted=counted is not None, abstain=self.abstain, coverage=self.coverage)
+        found = start.with_prior(prior, self.cost, self.classes)
+        weights = found.loss_weights(len(self.classes)) if self.weighted_loss else ()
+        return found.model_copy(update={"weights": weights})
+
+    @property
+    def also(self) -> History:
+        """Releases besides the gradients: rows of the account that σ is calibrated with."""
+        budget = self.epsilon, self.delta
+        shares = [shares_cost(*budget, counted=self.prior == COUNT)] if self.prior is not None else []
+        return shares + ([sets_cost(*budget)] if self.coverage is not None else [])
 
 
 _FIX = "`dpivon train --help` explains every option"

@@ -73,8 +73,8 @@ def conclude(summary: dict[str, Any], folder: Path, console: Console) -> None:
     print_facts(console, _lines(summary))
     console.print(
         Text(
-            f"{folder / 'model'} may be published; the rest of {folder} holds the state of the noise and is as secret as the "
-            f"data. Next: dpivon predict {folder} NEW_DATA --out predictions.csv"
+            f"{folder} holds the state of the noise and is as secret as the data. Next: dpivon predict {folder} NEW_DATA --out "
+            f"predictions.csv; dpivon export {folder} --out published, which may be published."
         )
     )
 
@@ -90,10 +90,13 @@ def _lines(summary: dict[str, Any]) -> dict[str, str | list[str]]:
     if not summary["seed_is_secret"]:
         lines["Seed"] = "was given, and decides the noise: whoever knows it can take the noise away."
     if (scores := summary["metrics"]) is not None:
-        lines["Test data"] = (
-            f"accuracy {scores['mc_accuracy']:.1%}, NLL {scores['mc_nll']:.3f}, ECE {scores['mc_ece']:.3f}, averaged over the "
-            f"posterior. These scores are {NOT_PRIVATE.upper()}: no noise was added to them."
-        )
+        lines["Test data"] = [
+            *summary.get("findings", ()),
+            f"NLL {scores['mc_nll']:.3f}, ECE {scores['mc_ece']:.3f}; all averaged over the posterior. These scores are "
+            f"{NOT_PRIVATE.upper()}: no noise was added to them.",
+        ]
+        if warnings := summary.get("warnings"):
+            lines["Warning"] = warnings
     lines["Public"] = [_short(sentence) for sentence in summary["public_inputs"]]
     lines["Not chosen"] = summary["choices_not_made"]
     return lines

@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpivon.decisions import shares_of
 from dpivon.errors import BudgetSpent, bad
 from dpivon.metrics import accuracy, nll
 from dpivon.optim.ivon import IVON
-from dpivon.privacy import BatchMemoryManager, Checkpoints, PrivacyEngine
+from dpivon.privacy import BatchMemoryManager, Checkpoints, PerExampleLoss, PrivacyEngine
+from dpivon.privacy.accounting.history import Entry
+from dpivon.privacy.counting import NoisySums, class_counts, class_factors, class_thresholds, sets_cost, shares_cost
+from dpivon.privacy.noise import SecureNoise, TorchNoise
 from dpivon.privacy.people import People
 from dpivon.sources import Examples
 from dpivon.train.artefacts import Line, Progress
-from dpivon.train.config import Config, fixed
-from dpivon.train.published import Description
+from dpivon.train.config import COUNT, Config, fixed
+from dpivon.train.published import Description, assembled
 
 HELDOUT_DRAWS = 8
 
@@ -42,6 +46,21 @@ class Seeds:
 
     def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         return torch.Generator(device).manual_seed(self.number(purpose))
+
+
+class Sums:
+    """What was released besides gradients, kept in the checkpoints."""
+
+    def __init__(self) -> None:
+        self.counts: list[float] = []
+        self.factors: list[float] = []
+        self.thresholds: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 class Loop:
@@ -64,7 +83,11 @@ class Loop:
         self.learner.model.to(self.device)
         self.engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure
-        self.loss = nn.CrossEntropyLoss()
+        # Weighted example by example: a mean over the batch's weights would let one example rescale the others.
+        self.weights = torch.ones(len(config.classes), device=self.device)
+        weighted = PerExampleLoss(nn.CrossEntropyLoss(weight=self.weights))
+        self.loss: Any = weighted if config.weighted_loss else nn.CrossEntropyLoss()
+        self.examples, self.people, self.sums = examples, people, Sums()
         self.model, self.optimizer, self.loader = self.learner.make_private_with_epsilon(
             self.engine,
             DataLoader(
@@ -78,13 +101,19 @@ class Loop:
             max_grad_norm=config.max_grad_norm,
             dataset_size=config.dataset_size,
             expected_batch_size=config.batch_size,
+            also=config.also,
             noise_generator=seeds.generator("noise", self.device) if own else None,
             criterion=self.loss,
             user_ids=people,
         )
         self.draws = self.learner.optimizer.mc_samples if isinstance(self.learner.optimizer, IVON) else 1
         self.kept = Checkpoints(
-            folder, engine=self.engine, optimizer=self.optimizer, data_loader=self.loader, config=fixed(config)
+            folder,
+            engine=self.engine,
+            optimizer=self.optimizer,
+            data_loader=self.loader,
+            also={"sums": self.sums} if config.also else None,
+            config=fixed(config),
         )
         self.progress = Progress(folder)
         self.done, self.before = 0, 0.0  # steps, and seconds of earlier processes
@@ -107,6 +136,7 @@ class Loop:
         """To the end of the plan or of the budget. ``show(line, step)``: after every step, with a line after an evaluation."""
         resumed = self.kept.restore()
         self.done = resumed.steps
+        self._decide()
         self.before = self.progress.resume(resumed.steps)
         self.began = saved = time.monotonic()
         if self.progress.last is not None:
@@ -127,6 +157,50 @@ class Loop:
                 saved = time.monotonic()
                 if self.spent:
                     break
+
+    def _decide(self) -> None:
+        """How the model will answer, and what classes weigh in its loss: before the first step, counted if that is wanted."""
+        config = self.config
+        if config.prior == COUNT and not self.sums.counts:
+            assert self.examples.targets is not None
+            self.sums.counts = class_counts(
+                self.examples.targets, len(config.classes), self._noisy("counts", self._shares, self.people)
+            )
+            self.kept.save()  # a crash before it costs the count once more
+        self.decision = config.decision(shares_of(self.sums.counts) if self.sums.counts else None)
+        if self.decision.weights:
+            self.weights.copy_(torch.tensor(self.decision.weights))
+
+    def calibrate(self, rows: Examples | None, people: People | None) -> None:
+        """Factors by the classes' shares, from the training rows; thresholds of prediction sets from ``rows``, if any."""
+        config, sums = self.config, self.sums
+        if self.decision.prior and not sums.factors:
+            counts = sums.counts or [config.dataset_size * share for share in self.decision.prior]
+            noisy = self._noisy("factors", self._shares, self.people)
+            sums.factors = list(class_factors(self._predicted(self.examples), counts, noisy))
+            self.kept.save()
+        self.decision = self.decision.model_copy(update={"factors": tuple(sums.factors)})
+        if rows is not None and not sums.thresholds:
+            assert config.coverage is not None
+            assert rows.targets is not None
+            noisy = self._noisy("sets", sets_cost(config.epsilon, config.delta), people)
+            sums.thresholds = list(class_thresholds(self._predicted(rows), rows.targets, config.coverage, noisy))
+            self.kept.save()
+        self.decision = self.decision.model_copy(update={"thresholds": tuple(sums.thresholds)})
+
+    def _predicted(self, rows: Examples) -> Tensor:
+        """As the published model predicts."""
+        model = assembled(self.description, self.learner.posterior(), self.decision)
+        return model.predict(rows.inputs).probs.cpu()
+
+    @property
+    def _shares(self) -> Entry:
+        return shares_cost(self.config.epsilon, self.config.delta, counted=self.config.prior == COUNT)
+
+    def _noisy(self, purpose: str, cost: Entry, people: People | None) -> NoisySums:
+        seeded = self.config.seed is not None and not self.config.secure
+        noise = TorchNoise(Seeds(self.config.seed).generator(purpose)) if seeded else SecureNoise()
+        return NoisySums(cost[0], noise, self.engine._charge, people)
 
     def _pass(self) -> Iterator[None]:
         """Train for the rest of an epoch, one item per micro-batch; ends where the budget refuses a step."""

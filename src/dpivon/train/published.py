@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 
 from dpivon._version import __version__
 from dpivon.csv_cells import cell
+from dpivon.decisions import Decision
 from dpivon.durable.files import check_parent, read_json, replace, sync_folder
 from dpivon.errors import bad
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
-from dpivon.predict import ClassPrediction
+from dpivon.predict import ClassPrediction, entropy
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
 from dpivon.sources import AnySource, kind_of
@@ -30,7 +32,8 @@ from dpivon.sources.table import Table
 from dpivon.train.networks import Network
 from dpivon.yaml_files import validated
 
-FOLDER, NAME = "model", "model.json"
+FOLDER, NAME, DECISION = "model", "model.json", "decision.json"
+ABSTAIN = "abstain"  # in place of an answer
 _FIX = "Give the folder that `dpivon train` made, or the model/ in it"
 
 
@@ -72,22 +75,31 @@ class Published:
     description: Description
     model: nn.Module
     posterior: Posterior | SampledPosterior
+    decision: Decision
 
     def predict(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> ClassPrediction:
         """Class probabilities averaged over the posterior; the same for the same seed. 0 samples is the posterior mean."""
         samples = self.description.samples if samples is None else samples
         generator = torch.Generator().manual_seed(seed)
         method = describe(self.description.method)
-        return method.predict(self.model, self.posterior, inputs, samples, generator=generator)
+        found = method.predict(self.model, self.posterior, inputs, samples, generator=generator)
+        if not (self.decision.weights or self.decision.factors):
+            return found
+        probs = self.decision.probabilities(found.probs)
+        return changed(found, probs=probs, entropy=entropy(probs).to(found.entropy.dtype))
 
 
-def publish(run: Path, description: Description, learner: Learner, delta: float) -> Path:
-    """Write RUN/model from the newest checkpoint's model, the learner's posterior and the description; whole or not at all."""
+def publish(run: Path, description: Description, learner: Learner, delta: float, decision: Decision) -> Path:
+    """Write RUN/model from the newest checkpoint's model, the learner's posterior and the description; whole or not at all.
+
+    ``decision.json`` is beside ``model.json`` since it may hold what was released with noise.
+    """
     out, making = run / FOLDER, run / ".model.tmp"
     shutil.rmtree(making, ignore_errors=True)  # of a process that was killed while it wrote
     export(run, making, delta, posterior=learner.posterior())
-    text = json.dumps(description.model_dump(mode="json"), indent=1, ensure_ascii=False)
-    replace(making / NAME, (text + "\n").encode())
+    for name, value in ((NAME, description), (DECISION, decision)):
+        text = json.dumps(value.model_dump(mode="json"), indent=1, ensure_ascii=False)
+        replace(making / name, (text + "\n").encode())
     making.rename(out)
     sync_folder(run)
     return out
@@ -96,13 +108,15 @@ def publish(run: Path, description: Description, learner: Learner, delta: float)
 def load(where: Path) -> Published:
     """A published model, from its own folder or from that of a run."""
     folder = where / FOLDER if (where / FOLDER / NAME).exists() else where
-    path = folder / NAME
+    path, own = folder / NAME, folder / DECISION
     if not path.exists():
         if (where / CONFIG).exists():
             fix = "Start the same `dpivon train` again to finish it"
             raise bad("model", str(where), "is a run that is not finished", fix)
         raise bad("model", str(where), "holds no published model", _FIX)
     description = validated(Description, read_json("model", path, _FIX), "model", fix=_FIX, place=str(path))
+    answers = read_json("model", own, _FIX) if own.exists() else {}
+    decision = validated(Decision, answers, "model", fix=_FIX, place=str(own))
     sampled = folder / "samples.safetensors"
     kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
     posterior = kind.load(sampled if sampled.exists() else folder / "posterior.safetensors")
@@ -111,18 +125,30 @@ def load(where: Path) -> Published:
     if posterior.num_parameters != size:
         problem = f"describes a network of {size} weights, and its posterior has {posterior.num_parameters}"
         raise bad("model", str(folder), problem, _FIX)
+    return assembled(description, posterior, decision)
+
+
+def assembled(description: Description, posterior: Posterior | SampledPosterior, decision: Decision) -> Published:
+    """A model in memory as it is, or will be, published."""
     with torch.random.fork_rng(devices=[]):  # first weights, all of them replaced by the posterior's
         model = description.learner().model
     posterior.for_model(model)
-    return Published(description, model, posterior)
+    return Published(description, model, posterior, decision)
 
 
 def predict_file(
-    published: Published, where: str, out: Path, *, samples: int | None = None, seed: int = 0
+    published: Published,
+    where: str,
+    out: Path,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    abstain: float | None = None,
 ) -> ClassPrediction:
     """Read and encode ``where`` as the model's own data was, predict, and write a CSV. Spends no privacy.
 
-    One line per example: the probability of every class, and how uncertain the model is. Names of files and classes that a
+    One line per example: the answer (``abstain`` where there is none), the set of classes if the model predicts sets, the
+    probability of every class, and how uncertain the model is. Names of files and classes that a
     spreadsheet would execute stand after an apostrophe.
     """
     source = published.description.inputs
@@ -131,7 +157,9 @@ def predict_file(
     check_parent("out", out)
     examples = source.read(where, None)
     found = published.predict(examples.inputs, samples, seed)
-    classes = published.description.classes
+    classes, decision = published.description.classes, published.decision
+    if abstain is not None:
+        decision = decision.model_copy(update={"abstain": abstain})
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     first = ["file" if kind == "image" else "row"]
@@ -139,13 +167,16 @@ def predict_file(
     if examples.ids is not None and isinstance(source, Table):
         first = [*first, str(source.id)]
         names = [[*name, own] for name, own in zip(names, examples.ids, strict=True)]
-    writer.writerow(
-        [*map(cell, first), "predicted", *(f"p({name})" for name in classes), "entropy", "mutual_information"]
-    )
-    columns = (found.label, found.probs, found.entropy, found.mutual_information)
-    rows = zip(names, *(column.tolist() for column in columns), strict=True)
-    for name, label, probs, entropy, information in rows:
-        numbers = (f"{value:.9g}" for value in (*probs, entropy, information))
-        writer.writerow([*map(cell, name), cell(classes[label]), *numbers])
+    shares = [f"p({name})" for name in classes]
+    with_sets = ["set"] if decision.thresholds else []
+    writer.writerow([*map(cell, first), "predicted", *with_sets, *shares, "entropy", "mutual_information"])
+    sets = decision.sets(found.probs).tolist() if with_sets else [[]] * len(names)
+    columns = (decision.labels(found.probs), found.probs, found.entropy, found.mutual_information)
+    rows = zip(names, sets, *(column.tolist() for column in columns), strict=True)
+    for name, inside, label, probs, uncertainty, information in rows:
+        numbers = (f"{value:.9g}" for value in (*probs, uncertainty, information))
+        held = [cell(" ".join(c for c, there in zip(classes, inside, strict=True) if there))] if with_sets else []
+        answer = ABSTAIN if label < 0 else classes[label]
+        writer.writerow([*map(cell, name), cell(answer), *held, *numbers])
     replace(out, text.getvalue().encode())
     return found

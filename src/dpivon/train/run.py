@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import platform
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from dpivon._version import __version__
 from dpivon.durable.files import read_json
 from dpivon.durable.ledger import read as read_ledger
-from dpivon.errors import bad
+from dpivon.errors import BudgetSpent, bad
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
 from dpivon.privacy.people import People
@@ -26,13 +27,12 @@ from dpivon.sources.columns import is_missing, label
 from dpivon.sources.table import check_column, column_names, read_columns
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
-from dpivon.train.config import Config
+from dpivon.train.config import COUNT, Config
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
 from dpivon.train.published import FOLDER, Description, load, publish
 
 _NOT_CHOSEN = (
-    "No class weights and no resampling by class: how frequent a class is stays private.",
     "No early stopping and no choice among models by held-out or test results.",
     "Network, batch, epochs and step size were given, or follow from declared numbers. If you chose them by trying runs on "
     "this data, ε does not cover that choice: see `dpivon budget --tuning`.",
@@ -61,13 +61,15 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
     device_of(config.device)
     if (folder / SUMMARY).exists():
         return _again(config, folder, watcher)
-    people = people_of(config)
+    people = people_of(config, config.data)
     description = describe(config)
     with torch.random.fork_rng(devices=[]):
         description.learner(ema=config.ema)  # an option that it has not is named before the folder remembers it
     examples = description.inputs.read(config.data, config.classes)
     heldout = _read("heldout", config.heldout, config, description)
     test = _read("test", config.test, config, description)
+    calibration = _read("calibration", config.calibration, config, description)
+    held = None if config.calibration is None else people_of(config, config.calibration)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,12 +79,21 @@ def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
         loop = Loop(config, description, examples, folder, people)
         try:
             loop.train(heldout, watcher.begin(config, description, loop))
+            _calibrate(loop, calibration, held, watcher)
         finally:
             watcher.end()
             loop.close()
     if not (folder / FOLDER).exists():
-        publish(folder, description, loop.learner, config.delta)
+        publish(folder, description, loop.learner, config.delta, loop.decision)
     return _finish(config, description, loop.optimizer.noise_multiplier, folder, test, watcher)
+
+
+def _calibrate(loop: Loop, rows: Examples | None, people: People | None, watcher: Watcher) -> None:
+    """Within the plan it is never refused; after a crash that lost releases it may be."""
+    try:
+        loop.calibrate(rows, people)
+    except BudgetSpent:
+        watcher.say("Releases that a crash lost had spent the budget: shares or prediction sets were not released.")
 
 
 def describe(config: Config) -> Description:
@@ -101,16 +112,16 @@ def describe(config: Config) -> Description:
     )
 
 
-def people_of(config: Config) -> People | None:
-    """Whose each row is, by the column ``unit``; None where the unit of privacy is the row."""
+def people_of(config: Config, data: str) -> People | None:
+    """Whose each row of ``data`` is, by the column ``unit``; None where the unit of privacy is the row."""
     if config.unit is None:
         return None
-    if kind_of(config.data) != "table":
+    if kind_of(data) != "table":
         raise bad("unit", config.unit, "is the name of a column, and the data is not a table", "Leave it out")
-    check_column("unit", config.unit, column_names(Path(config.data), config.delimiter))
+    check_column("unit", config.unit, column_names(Path(data), config.delimiter))
     if config.unit == config.target:
         raise bad("unit", config.unit, "is the column to predict", "Name the column that says whose a row is")
-    (cells,) = read_columns(Path(config.data), [config.unit], config.delimiter).values()
+    (cells,) = read_columns(Path(data), [config.unit], config.delimiter).values()
     ids = ["" if is_missing(cell) else label(cell) for cell in cells]
     return People.of(ids, rows=config.rows_per_unit, unit=config.unit)
 
@@ -145,7 +156,7 @@ def _again(config: Config, folder: Path, watcher: Watcher) -> dict[str, Any]:
         published = load(folder)
         test = _read("test", config.test, config, published.description)
         assert test is not None
-        summary["metrics"] = write_test(published, test, folder)
+        summary |= write_test(published, test, folder)
         write_json(folder / SUMMARY, summary)
         configs.write(config, folder)
         _report(folder, watcher)
@@ -159,13 +170,20 @@ def _finish(
 ) -> dict[str, Any]:
     """All that follows from the published model; the summary last, since it says that the rest is there."""
     published = load(folder)
-    metrics = None if test is None else write_test(published, test, folder)
+    tested: dict[str, Any] = {"metrics": None} if test is None else write_test(published, test, folder)
     write_widths(published, folder)
     record = read_ledger(folder / LEDGER)
     spent: dict[str, float] = read_json("out", folder / FOLDER / "privacy.json", "Restore it")["epsilon"]
     lines = read_progress(folder / PROGRESS)
     summary: dict[str, Any] = {
         "format": 1,
+        "about": {
+            "title": config.title,
+            "date": datetime.date.today().isoformat(),
+            "purpose": config.purpose,
+            "responsible": config.responsible,
+            "dataset": config.dataset or Path(files_of(config.data)[0]).name,
+        },
         "method": config.method,
         "epsilon": spent[config.accountant],
         "delta": config.delta,
@@ -198,9 +216,10 @@ def _finish(
             "inputs": description.inputs.told(),
             "network": description.network.told(),
         },
-        "metrics": metrics,
-        "public_inputs": _public_inputs(config, description),
-        "choices_not_made": [*description.inputs.not_chosen(), *_NOT_CHOSEN],
+        **tested,
+        "decision": published.decision.model_dump(mode="json"),
+        "public_inputs": [*_public_inputs(config, description), *published.decision.told(config.classes)],
+        "choices_not_made": [*description.inputs.not_chosen(), *_not_chosen(config)],
         "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
         "heldout_is_private": False,
         "test_is_private": False,
@@ -209,6 +228,14 @@ def _finish(
     write_json(folder / SUMMARY, summary)
     _report(folder, watcher)
     return summary
+
+
+def _not_chosen(config: Config) -> tuple[str, ...]:
+    weighed = "No resampling by class" if config.weighted_loss else "No class weights and no resampling by class"
+    counted = (
+        "was counted with noise, as a part of ε" if config.prior == COUNT else "stays private unless it was declared"
+    )
+    return f"{weighed}: how frequent a class is {counted}.", *_NOT_CHOSEN
 
 
 def _public_inputs(config: Config, description: Description) -> list[str]:

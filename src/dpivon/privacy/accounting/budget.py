@@ -11,7 +11,7 @@ from functools import partial
 from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning, bad, check_number, check_whole
 from dpivon.privacy.accounting.accountant import Accountant
 from dpivon.privacy.accounting.accountants import DEFAULT, check_accountant, check_delta, epsilon
-from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history
+from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history, merged
 from dpivon.privacy.accounting.rdp import Orders, check_orders
 
 SMALLEST, LARGEST = 5e-4, 1e8
@@ -225,10 +225,10 @@ def budget(
 
 @dataclass(frozen=True)
 class Limit:
-    """(ε, δ) for a plan of ``steps`` releases with noise σ at rate q, calibrated beforehand.
+    """(ε, δ) for a plan of ``steps`` releases with noise σ at rate q, and those in ``also``, calibrated beforehand.
 
     It stops the step that would exceed ε, not the one after. Inside the plan nothing need be computed. More steps of the
-    same kind are a longer plan, whose ε is computed before every release. Another σ or q may have been chosen by looking at
+    same kinds are a longer plan, whose ε is computed before every release. Another σ or q may have been chosen by looking at
     releases: as a privacy filter only RDP is known to hold then (Feldman and Zrnic 2021), so it decides.
     """
 
@@ -237,16 +237,17 @@ class Limit:
     noise_multiplier: float
     sample_rate: float
     steps: int
+    also: tuple[Entry, ...] = ()
 
     def check(self, accountant: Accountant, noise_multiplier: float, sample_rate: float) -> None:
         """Raise :class:`BudgetSpent` if one more release would spend more than ε."""
-        planned = noise_multiplier == self.noise_multiplier and sample_rate == self.sample_rate
-        uniform = all(row[:2] == (self.noise_multiplier, self.sample_rate) for row in accountant.history)
-        if planned and uniform and len(accountant) < self.steps:
-            return
         history = list(accountant.history)
         append(history, (noise_multiplier, sample_rate, 1))
-        by = accountant.mechanism() if planned and uniform else "rdp"
+        planned = merged([(self.noise_multiplier, self.sample_rate, self.steps), *self.also])
+        found = merged(history)
+        if all(n <= planned.get(terms, 0) for terms, n in found.items()):
+            return
+        by = accountant.mechanism() if found.keys() <= planned.keys() else "rdp"
         after = epsilon(history, self.delta, by, accountant.orders)
         if after > self.epsilon:
             raise BudgetSpent(
