@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dpivon.errors import bad
+from dpivon.errors import ArgumentError, bad
 
 MOST_CHARACTERS = 1_000_000
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -56,12 +56,30 @@ def validated(model: type[_Model], raw: Any, name: str, *, fix: str, place: str 
         return model.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or name
+        where, given = _place(first["loc"], raw)
         problem = first["msg"].removeprefix("Value error, ")
+        if not where and problem.partition(":")[0] in model.model_fields:  # a rule about several fields names one first
+            where, _, problem = problem.partition(": ")
+            given = raw.get(where) if isinstance(raw, dict) else None
         problem = problem[0].lower() + problem[1:]
         if error.error_count() > 1:
             problem += f" (and {error.error_count() - 1} more{f' in {place}' if place else ''})"
         elif place:
             problem += f" (in {place})"
-        given = None if first["type"] == "missing" else first["input"]
-        raise bad(where, given, problem, fix) from None
+        if isinstance(given, dict | BaseModel):  # a whole configuration says nothing
+            raise ArgumentError(f"{where or name}: {problem}. {fix}.") from None
+        raise bad(where or name, given, problem, fix) from None
+
+
+def _place(loc: tuple[int | str, ...], raw: Any) -> tuple[str, Any]:
+    """Where in ``raw`` something is wrong, by the names that are written there, and what is written."""
+    names, value = [], raw
+    for i, part in enumerate(loc):
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            if i + 1 < len(loc):
+                continue  # pydantic's name of an alternative, which nobody wrote
+            value = None
+        names.append(str(part))
+    return ".".join(names), value

@@ -79,12 +79,13 @@ def test_an_id_is_carried_and_never_an_input(tmp_path: Path) -> None:
     [
         (b"age,ill\n3,yes\n4\n", "row 2 has 1 cells and the header 2"),
         (b"age,ill\n3,maybe\n", "the label 'maybe' of row 1 is not among them"),
-        (b"age,ill\n3,\n", "the label '' of row 1"),
+        (b"age,ill\n3,\n2,no\n", "1 of 2 labels are missing, the first in row 1"),
+        (b"age;ill\n3;yes\n", "delimiter=',': leaves the header of .* in one piece, 'age;ill'. State --delimiter ';'"),
         (b"dose,ill\n3,yes\n", "has no column 'age'"),
         (b"age,age\n3,yes\n", "a column name 'age' twice or empty"),
         (b"", "has no header"),
         (b"age,ill\n", "holds no examples"),
-        (b"age,ill\n\xff\xfe,yes\n", "cannot be read as CSV"),
+        (b"age,ill\n\xff\xfe,yes\n", "encoding='utf-8-sig': is not that of .*--encoding cp1252"),
         (b'age,ill\n"3,yes\n', "cannot be read as CSV"),
     ],
 )

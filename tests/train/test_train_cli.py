@@ -196,7 +196,9 @@ def test_check_counts_what_does_not_fit(tmp_path: Path) -> None:
         "age: 1 clamped, 0 that are no numbers, 1 missing, of 3",
         "dose: 0 clamped, 1 that are no numbers, 0 missing, of 3",
         "sex: 1 other than its categories, 1 missing, of 3",
-        "3 examples, every label is among the classes",
+        "3 examples; N = 300 is declared",
+        "does not look as declared: dose: 1 of 3 cells are no numbers",
+        "does not look as declared: dataset_size: N = 300 is declared, and there are 3 examples",
     ]
     assert not (tmp_path / "run").exists()
 
@@ -218,6 +220,32 @@ def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, monkeypatch
     assert stopped.exit_code == 130
     assert "the same command goes on" in stopped.stderr
     assert json.loads(invoke("train", *flags, "--json").stdout)["releases"] == 6
+
+
+def test_the_owner_is_asked_before_any_epsilon_is_spent(tmp_path: Path) -> None:
+    """Semicolons and decimal commas: refused as plain CSV, then as points; declared, they train, and predict knows them."""
+    options = clinic(tmp_path) | {"epochs": 1}
+    table = [[f"p{i}", *row] for i, row in enumerate(rows(300))]
+    text = "\n".join(";".join(str(cell).replace(".", ",") for cell in row) for row in [["who", *HEADER], *table])
+    (tmp_path / "train.csv").write_text(text)
+    flags = [*as_flags(options), "--id", "who"]
+    refused(invoke("train", *flags), "in one piece", "State --delimiter ';'")
+    stopped = invoke("train", *flags, "--delimiter", ";")
+    refused(stopped, "age: 300 of 300 cells are no numbers", "declare decimal: ','", "is not private", "no ε was spent")
+    tenfold = ["--dataset-size", 3000, "--delimiter", ";", "--decimal", ","]
+    refused(invoke("train", *flags, *tenfold), "N = 3000 is declared, and there are 300 examples")
+    assert not (tmp_path / "run").exists()
+    done = invoke("train", *flags, "--delimiter", ";", "--decimal", ",", "--json")
+    assert done.exit_code == 0, done.output
+    assert "proceed" not in (tmp_path / "run" / "config.yaml").read_text()
+    out = ["--out", tmp_path / "p.csv"]
+    assert invoke("predict", tmp_path / "run", tmp_path / "train.csv", *out).exit_code == 0
+    with open(tmp_path / "p.csv", newline="") as file:
+        assert [line["who"] for line in csv.DictReader(file)] == [row[0] for row in table]
+    (tmp_path / "abc.csv").write_text("who;age;dose;sex\n1;abc;3,5;f\n2;40,0;2,0;m\n")
+    refused(invoke("predict", tmp_path / "run", tmp_path / "abc.csv", *out), "age: 1 of 2 cells are no numbers")
+    both = [tmp_path / "abc.csv", tmp_path / "train.csv"]
+    assert "302 predictions" in invoke("predict", tmp_path / "run", *both, *out, "--proceed").stdout
 
 
 # ---- predict

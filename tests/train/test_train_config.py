@@ -11,6 +11,7 @@ import yaml
 
 from clinic import clinic
 from dpivon import DpivonError, budget
+from dpivon.sources.columns import CSVFormat
 from dpivon.sources.schema import draft, draft_from_sample, read_schema
 from dpivon.train import config as configs
 from dpivon.train import resolve
@@ -66,7 +67,7 @@ def test_what_is_needed_is_asked_for(name: str) -> None:
         ({"epsilon": 0}, "epsilon=0: .*greater than 0"),
         ({"epsilon": float("nan")}, "epsilon=nan"),
         ({"epsilon": "much"}, "epsilon='much'"),
-        ({"delta": 0.5}, "not below 1/N"),
+        ({"delta": 0.5}, "^delta=0.5: 0.5 is not below 1/N"),
         ({"delta": 0}, "delta=0"),
         ({"dataset_size": 0}, "dataset_size=0"),
         ({"dataset_size": 2.5}, "dataset_size=2.5"),
@@ -80,7 +81,7 @@ def test_what_is_needed_is_asked_for(name: str) -> None:
         ({"channels": 2}, "channels"),
         ({"image_size": 2}, "image_size=2"),
         ({"columns": {"age": {"min": 3, "max": 3}}}, "min must be less than max"),
-        ({"columns": {"age": {"min": 3}}}, "columns.age.numeric.max=None: field required"),
+        ({"columns": {"age": {"min": 3}}}, "columns.age.max=None: field required"),
         ({"columns": {"age": "old"}}, "columns.age"),
         ({"columns": {"age": {"categories": []}}}, "columns.age"),
         ({"columns": {"age": {"categories": ["a", "a"]}}}, "a category is named twice"),
@@ -109,22 +110,32 @@ def test_a_draft_has_names_only_and_is_refused_until_it_is_filled_in(tmp_path: P
     raw = yaml.safe_load(text)
     assert list(raw["columns"]) == ["age", "sex: it's"]
     assert raw["columns"]["age"] == {"min": None, "max": None}
-    with pytest.raises(DpivonError, match=r"classes|columns\.age"):
+    with pytest.raises(DpivonError, match=r"^columns\.age: is not filled in: state min and max, or categories"):
         read_schema(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text(text.replace("{min: , max: }", "{min: 0, max: 9}"))
+    refused("^classes=None: is needed", schema=str(tmp_path / "b.yaml"), classes=None)
+    semicolons = CSVFormat(delimiter=";", decimal=",")
+    (tmp_path / "c.yaml").write_text(draft(["patientId", "age", "ill"], "ill", semicolons).replace(": }", ": 1}"))
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text())["id"] == "patientId"
+    (tmp_path / "c.yaml").write_text((tmp_path / "c.yaml").read_text().replace("min: ,", "min: 0,"))
+    schema = read_schema(tmp_path / "c.yaml")
+    assert (schema.delimiter, schema.decimal, list(schema.columns)) == (";", ",", ["age"])
+    given = resolve(BASE | {"schema": str(tmp_path / "c.yaml"), "delimiter": "\\t"})
+    assert (given.delimiter, given.decimal, given.id) == ("\t", ",", "patientId")
 
 
 def test_a_draft_from_a_public_sample_has_its_ranges_and_texts(tmp_path: Path) -> None:
     sample = {
         "age": ["3", "80", ""],
         "sex": ["f", "m", "f"],
-        "id": [str(f"p{i}") for i in range(30)],
+        "note": [str(f"p{i}") for i in range(30)],
         "ill": ["no", "yes", "no"],
     }
     text = draft_from_sample(sample, "ill", Path("open.csv"))
     raw = yaml.safe_load(text)
     assert raw["columns"]["age"] == {"min": 3, "max": 80}
     assert raw["columns"]["sex"] == {"categories": ["f", "m"]}
-    assert raw["columns"]["id"] == {"min": None, "max": None}
+    assert raw["columns"]["note"] == {"min": None, "max": None}
     assert raw["classes"] == ["no", "yes"]
     assert "open.csv" in raw["source"]
 

@@ -154,7 +154,9 @@ def test_other_rows_change_neither_the_preprocessing_nor_model_json(whole: Any, 
     table = rows(300)
     absurd = [[1e12, "lots", "z", "", "no"] if i % 2 else row for i, row in enumerate(table)]
     changed = options | {"data": str(write_csv(tmp_path / "train.csv", absurd)), "out": str(tmp_path / "run")}
-    train(resolve(changed))
+    with pytest.raises(DpivonError, match="dose: 150 of 300 cells are no numbers"):
+        train(resolve(changed))
+    train(resolve(changed), proceed=True)
     files = [Path(o["out"]) / "model" / "model.json" for o in (options, changed)]
     assert files[0].read_bytes() == files[1].read_bytes()
     one, other = (describe(resolve(o)).inputs.read(o["data"], ("yes", "no")) for o in (options, changed))
@@ -171,7 +173,8 @@ def test_the_number_of_rows_is_never_counted(whole: Any, tmp_path: Path) -> None
     options, summary = whole
     for n in (20, 400):
         data = write_csv(tmp_path / f"{n}.csv", rows(n))
-        found = train(resolve(options | {"data": str(data), "out": str(tmp_path / str(n)), "test": None, "epochs": 4}))
+        other = {"data": str(data), "out": str(tmp_path / str(n)), "test": None, "epochs": 4}
+        found = train(resolve(options | other), proceed=True)
         for key in ("steps", "noise_multiplier", "sampling_rate", "dataset_size", "epsilon"):
             assert found[key] == summary[key]
 

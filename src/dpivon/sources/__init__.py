@@ -1,7 +1,7 @@
 """One's own data: a table, a folder of images, or arrays, read and encoded by what was declared of them.
 
     >>> source = source_for("patients.csv", columns=read_schema(path).columns, target="ill")
-    >>> examples = source.read("patients.csv", classes=("no", "yes"))
+    >>> examples = source.read("patients.csv", ("no", "yes"))
     >>> examples.inputs, examples.targets
 
 Nothing is read off the rows but their own encoding: what it depends on is declared, or is a name of a column or the shape of
@@ -19,7 +19,7 @@ from pydantic import Field
 from dpivon.errors import bad
 from dpivon.sources.arrays import Arrays, example_shape
 from dpivon.sources.base import Examples, Source, files_of, kind_of
-from dpivon.sources.columns import Column, Numeric, Strict
+from dpivon.sources.columns import Column, CSVFormat, Numeric
 from dpivon.sources.images import Images
 from dpivon.sources.schema import Schema, read_schema
 from dpivon.sources.table import Table, check_column, column_names
@@ -47,7 +47,7 @@ def source_for(where: str, **declared: Any) -> AnySource:
     return validated(Declaration, declared, "declared", fix=fix).reader(where)
 
 
-class Declaration(Strict):
+class Declaration(CSVFormat):
     """What the owner of the data declares of it, by the names that ``dpivon train`` and studies share.
 
     Attributes:
@@ -56,7 +56,9 @@ class Declaration(Strict):
         id: of a table: the column that names a row or its person. Never learned from; predictions carry it.
         ignore: columns of a table that are not used.
         value_bounds: the range of an array's values, or of all columns that are not declared.
-        delimiter: of a CSV file.
+        delimiter: of a CSV file, as are the next two.
+        decimal: its decimal mark, "." or ",".
+        encoding: such as utf-8 or cp1252.
         image_size: images are resized to this side.
         channels: 1 for grey images, 3 for RGB.
         source: where ranges and categories come from, in words.
@@ -67,7 +69,6 @@ class Declaration(Strict):
     id: str | None = None
     ignore: tuple[str, ...] = ()
     value_bounds: Numeric | None = None
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
     image_size: Annotated[int, Field(ge=4, le=1024)] = 32
     channels: Literal[1, 3] = 3
     source: str = ""
@@ -84,11 +85,24 @@ class Declaration(Strict):
                 problem = "the range of the values is private unless you state it, and nothing is read off the data"
                 raise bad("bounds", None, problem, "State it, such as --bounds 0:255")
             return Arrays(sizes=example_shape(where), bounds=self.value_bounds)
-        names = column_names(Path(where), self.delimiter)
+        names = self._names(where)
         if self.target is None:
             raise bad("target", None, "is needed", f"Name the column to predict, one of {', '.join(names)}")
         check_column("target", self.target, names)
-        return Table(columns=self._used(names), target=self.target, id=self.id, delimiter=self.delimiter)
+        return Table(columns=self._used(names), target=self.target, id=self.id, **self._format())
+
+    def _names(self, where: str) -> list[str]:
+        """The header, which must be the same set of names in every file."""
+        first, *others = files_of(where)
+        names = column_names(Path(first), self)
+        for path in others:
+            if differ := set(names) ^ set(column_names(Path(path), self)):
+                problem = f"has other columns than {first}: {', '.join(sorted(differ))} is in one of them only"
+                raise bad("data", path, problem, "Give files with the same columns")
+        return names
+
+    def _format(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in CSVFormat.model_fields}
 
     def _refuse(self, kind: str, *fields: str) -> None:
         for name in fields:

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from dpivon.bounds import Bounds
 from dpivon.errors import bad
-from dpivon.sources.base import Examples, Source, files_of, rows
+from dpivon.sources.base import Examples, Source, Targets, files_of, rows
 from dpivon.sources.columns import Array, Numeric, scaled
+from dpivon.sources.owner import Finding
 
 NAMES = ("x", "y", "x_test", "y_test")  # of arrays in an .npz; the last two only studies read
 _KINDS = "biuf"  # bool, int, unsigned, float
@@ -39,14 +40,21 @@ class Arrays(Source):
     def public(self) -> str:
         return f"Every example is {self.told()}, of values from {self.bounds.told()}."
 
-    def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
-        x, y = _arrays(where, labels=classes is not None)
+    def read(self, where: str, targets: Targets | None) -> Examples:
+        x, y = _arrays(where, labels=targets is not None)
         if x.shape[1:] != self.sizes:
             problem = f"holds examples of shape {x.shape[1:]}, and {self.sizes} is declared"
             raise bad("data", where, problem, "Give arrays of the declared shape")
         if y is not None and y.shape != (len(x),):
             raise bad("data", where, f"has labels of shape {y.shape} for {len(x)} examples", "Give one label each")
-        return rows(where, self.encode(x), None if y is None else y.tolist(), classes)
+        return rows(where, self.encode(x), None if y is None else y.tolist(), targets)
+
+    def look(self, where: str, *, learning: bool = True) -> list[Finding]:
+        values = _arrays(where, labels=False)[0].astype(np.float64)
+        outside, n = int(((values < self.bounds.min) | (values > self.bounds.max)).sum()), values.size
+        line = f"values: {outside} clamped, {int(np.isnan(values).sum())} missing, of {n}"
+        problem = f"{outside} of {n} values are outside {self.bounds.told()}" if outside > n / 2 else ""
+        return [Finding(line, problem)]
 
     def encode(self, x: Array) -> Array:
         values, missing = scaled(x.astype(np.float64), Bounds.check("bounds", (self.bounds.min, self.bounds.max), 1))

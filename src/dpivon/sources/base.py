@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,20 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import bad
-from dpivon.sources.columns import Array, Strict, find
+from dpivon.sources.columns import Array, Numeric, Strict, find, is_missing
+from dpivon.sources.owner import Finding
 
 IMAGES = (".png", ".jpg", ".jpeg")
+Targets = tuple[str, ...] | Numeric  # the classes, or the range of a number to predict
+_TABLES = (".csv", ".parquet")
 _KINDS = {".csv": "table", ".parquet": "table", ".npz": "array", ".npy": "array"} | dict.fromkeys(IMAGES, "image")
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Encoded examples in the order of their file: float32 inputs, int64 targets if labels were asked for, and names.
+    """Encoded examples in the order of their file: float32 inputs, names, and targets if they were asked for.
+
+    Targets are int64 places among the classes, or float32 values of a declared range mapped to [−1, 1].
 
     A table's ``ids`` are the texts of its declared id column, as they are in the file: "" where one is missing.
     """
@@ -42,8 +48,8 @@ class Source(Strict):
         """The shape of one encoded example."""
         raise NotImplementedError
 
-    def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
-        """The examples; with ``classes`` also their targets, an error if a label is not among them."""
+    def read(self, where: str, targets: Targets | None) -> Examples:
+        """The examples; with ``targets`` also theirs, an error if a label is missing or not as declared."""
         raise NotImplementedError
 
     def told(self) -> str:
@@ -62,29 +68,38 @@ class Source(Strict):
             + (", with an indicator of its own." if len(self.shape) == 1 else "."),
         ]
 
-    def oddities(self, where: str) -> list[str]:
-        """What of the data does not fit its declaration. For its owner's eyes: these counts are not private."""
+    def look(self, where: str, *, learning: bool = True) -> list[Finding]:
+        """What of the data does not look as declared. For its owner's eyes: these counts are not private."""
         return []
 
 
 def files_of(where: str) -> list[str]:
-    """The one path, or the two of ``x.npy,y.npy``."""
+    """The files of ``where``: one, the two of ``x.npy,y.npy``, or tables by commas or by a pattern such as ``part-*.csv``."""
     parts = where.split(",")
-    return parts if len(parts) == 2 and all(part.endswith(".npy") for part in parts) else [where]
+    if Path(where).exists():
+        return [where]
+    if len(parts) == 2 and all(part.endswith(".npy") for part in parts):
+        return parts
+    if not all(part.lower().endswith(_TABLES) for part in parts):
+        return [where]
+    found = [path for part in parts for path in (sorted(glob(part)) or [part])]
+    if len({Path(path).resolve() for path in found}) < len(found):
+        raise bad("data", where, "names a file twice, and its rows would count twice", "Name every file once")
+    return found
 
 
 def kind_of(where: str, name: str = "data") -> str:
     """``image``, ``table`` or ``array``: by the name alone, before anything is read."""
-    path = Path(files_of(where)[0])
-    suffix = path.suffix.lower()
-    if path.is_dir():
+    paths = [Path(path) for path in files_of(where)]
+    if paths[0].is_dir():
         return "image"
-    if suffix not in _KINDS:
-        fix = "Give a folder with one folder of PNG or JPEG per class, a .csv or .parquet table, or .npz or .npy arrays"
-        raise bad(name, where, "is of no kind that is known", fix)
-    if not path.exists():
-        raise bad(name, where, "does not exist", "Check the path")
-    return _KINDS[suffix]
+    for path in paths:
+        if path.suffix.lower() not in _KINDS:
+            fix = "Give a folder with one folder of PNG or JPEG per class, a .csv or .parquet table, or .npz or .npy arrays"
+            raise bad(name, where, "is of no kind that is known", fix)
+        if not path.exists():
+            raise bad(name, str(path), "does not exist", "Check the path")
+    return _KINDS[paths[0].suffix.lower()]
 
 
 def no_examples(where: str) -> Exception:
@@ -103,15 +118,30 @@ def rows(
     where: str,
     encoded: Array,
     labels: Sequence[object] | None,
-    classes: tuple[str, ...] | None,
+    targets: Targets | None,
     ids: list[str] | None = None,
 ) -> Examples:
     """Examples that are rows of a file, numbered from 1."""
     if not len(encoded):
         raise no_examples(where)
-    targets = None
-    if classes is not None and labels is not None:
-        found = (class_of(find(cell, classes), cell, f"row {i}", classes) for i, cell in enumerate(labels, start=1))
-        targets = torch.from_numpy(np.fromiter(found, dtype=np.int64))
+    found = None if targets is None or labels is None else torch.from_numpy(_targets(where, labels, targets))
     inputs = torch.from_numpy(encoded.astype(np.float32))
-    return Examples(inputs, targets, [str(i + 1) for i in range(len(encoded))], ids=ids)
+    return Examples(inputs, found, [str(i + 1) for i in range(len(encoded))], ids=ids)
+
+
+def _targets(where: str, labels: Sequence[object], declared: Targets) -> Array:
+    if isinstance(declared, Numeric):
+        encoded = declared.encode(labels)
+        unread = np.flatnonzero(encoded[:, 1])
+        if len(unread):
+            problem = (
+                f"{len(unread)} of {len(labels)} targets are missing or no numbers, the first in row {unread[0] + 1}"
+            )
+            raise bad("data", where, problem, "Remove these rows, or correct them")
+        return encoded[:, 0].astype(np.float32)
+    missing = [i for i, cell in enumerate(labels, start=1) if is_missing(cell) and find(cell, declared) is None]
+    if missing:
+        problem = f"{len(missing)} of {len(labels)} labels are missing, the first in row {missing[0]}"
+        raise bad("data", where, problem, "Remove these rows, or declare a class for them")
+    found = (class_of(find(cell, declared), cell, f"row {i}", declared) for i, cell in enumerate(labels, start=1))
+    return np.fromiter(found, dtype=np.int64)

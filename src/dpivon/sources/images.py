@@ -10,8 +10,10 @@ import torch
 from pydantic import Field
 
 from dpivon.errors import ArgumentError, bad
-from dpivon.sources.base import IMAGES, Examples, Source, class_of, no_examples
+from dpivon.sources.base import IMAGES, Examples, Source, Targets, class_of, no_examples
 from dpivon.sources.columns import Array
+
+_LEFT_BEHIND = ("Thumbs.db", "desktop.ini")  # by Windows; macOS's .DS_Store begins with a dot
 
 
 class Images(Source):
@@ -34,13 +36,13 @@ class Images(Source):
             "No size was read off the images: each was resized to the declared one.",
         ]
 
-    def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
+    def read(self, where: str, targets: Targets | None) -> Examples:
         folder = Path(where)
-        if classes is None:
+        if not isinstance(targets, tuple):
             files = _files(folder, deep=True) if folder.is_dir() else [folder]
             found = None
         else:
-            labelled = _labelled(folder, classes)
+            labelled = _labelled(folder, targets)
             files, found = [path for path, _ in labelled], torch.tensor([index for _, index in labelled])
         if not files:
             raise no_examples(where)
@@ -98,6 +100,8 @@ def _files(folder: Path, deep: bool) -> list[Path]:
 
 def _entries(folder: Path) -> list[Path]:
     try:
-        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        return sorted(
+            path for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _LEFT_BEHIND
+        )
     except OSError as error:
         raise bad("data", str(folder), f"cannot be read ({error})", "Check the path and its permissions") from None

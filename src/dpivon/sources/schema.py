@@ -10,14 +10,15 @@ from pydantic import Field
 
 from dpivon.durable.files import check_parent, replace
 from dpivon.errors import bad
-from dpivon.sources.columns import Column, Labels, Strict, is_missing, label, number
+from dpivon.sources.columns import PLAIN, Column, CSVFormat, Labels, is_missing, label, numbers
+from dpivon.sources.owner import named_like_an_id
 from dpivon.yaml_files import read_yaml, validated
 
 _FIX = "Compare it with examples/patients.yaml, or draft one with `dpivon train DATA --write-schema schema.yaml`"
 MOST_CATEGORIES = 20  # in a public sample; a column with more distinct texts is left to its owner
 
 
-class Schema(Strict):
+class Schema(CSVFormat):
     """``source`` says where ranges and categories come from; it is printed wherever they are."""
 
     columns: dict[str, Column] = Field(default_factory=dict)
@@ -43,49 +44,53 @@ def with_schema(given: dict[str, Any], base: Path | None = None) -> dict[str, An
     columns = {name: column.model_dump() for name, column in schema.columns.items()}
     merged["columns"] = {**columns, **(given.get("columns") or {})}
     merged["ignore"] = [*schema.ignore, *(given.get("ignore") or [])]
-    for name in ("target", "id", "classes", "source"):
-        if merged.get(name) is None and getattr(schema, name):
+    for name in schema.model_fields_set - {"columns", "ignore"}:
+        if merged.get(name) is None:
             merged[name] = getattr(schema, name)
     return merged
 
 
-def draft(names: list[str], target: str | None) -> str:
+def draft(names: list[str], target: str | None, form: CSVFormat = PLAIN) -> str:
     """A schema from the names of the columns alone: every number is left to somebody who knows it without the data."""
     head = [
         "# What is publicly known of each column. Nothing was read off the data: fill in every blank from what you know",
         "# without it (the range of the instrument, the limits of the form, a published reference), never from these rows.",
-        "# A column of texts or codes gets  categories: [first, second]  instead of min and max.",
+        "# A column of texts or codes gets  categories: [first, second]  instead of min and max; a column of dates gets",
+        "# {min: 2015-01-01, max: 2025-12-31}, and format: '%d.%m.%Y' if it is not written like that.",
         "source: ''  # where the numbers come from; it is printed wherever they are used",
     ]
-    return _written(head, target, [], dict.fromkeys(names, "{min: , max: }"))
+    return _written(head, target, [], dict.fromkeys(names, "{min: , max: }"), form)
 
 
-def draft_from_sample(columns: dict[str, list[Any]], target: str | None, sample: Path) -> str:
+def draft_from_sample(columns: dict[str, list[Any]], target: str | None, sample: Path, form: CSVFormat = PLAIN) -> str:
     """A schema from a sample that is public: the range of numbers there, and the texts that occur there."""
     head = [
         f"# Drafted from {sample}, which was declared public. Widen the ranges: values outside are clamped.",
         f"source: {_quoted(f'the public sample {sample.name}')}",
     ]
     classes = [] if target is None else sorted({label(cell) for cell in columns[target] if not is_missing(cell)})
-    return _written(head, target, classes, {name: _guess(cells) for name, cells in columns.items()})
+    return _written(head, target, classes, {name: _guess(cells, form) for name, cells in columns.items()}, form)
 
 
-def _written(head: list[str], target: str | None, classes: list[str], columns: dict[str, str]) -> str:
+def _written(head: list[str], target: str | None, classes: list[str], columns: dict[str, str], form: CSVFormat) -> str:
+    named = f"[{', '.join(map(_quoted, classes))}]" if classes else ""
+    own = next((name for name in columns if name != target and named_like_an_id(name)), "")
     lines = [
         *head,
         f"target: {_quoted(target) if target is not None else ' # the column to predict'}",
-        f"classes: [{', '.join(map(_quoted, classes))}]  # every value the target may have",
-        "id:  # the column that names a row or its person, if there is one: it is never learned from",
+        f"classes: {named}  # every value the target may have",
+        f"id: {_quoted(own) if own else ''}  # the column that names a row or its person, if any: it is never learned from",
         "ignore: []  # columns that are not used",
+        *(f"{name}: {_quoted(value)}" for name, value in form.model_dump(exclude_defaults=True).items()),
         "columns:",
-        *(f"  {_quoted(name)}: {declared}" for name, declared in columns.items() if name != target),
+        *(f"  {_quoted(name)}: {declared}" for name, declared in columns.items() if name not in (target, own)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _guess(cells: list[Any]) -> str:
+def _guess(cells: list[Any], form: CSVFormat) -> str:
     there = [cell for cell in cells if not is_missing(cell)]
-    values = np.array([number(cell) for cell in there])
+    values = numbers(form.points(there))
     if len(values) and np.isfinite(values).all() and values.min() < values.max():
         return f"{{min: {values.min():.6g}, max: {values.max():.6g}}}"
     texts = sorted({label(cell) for cell in there})
@@ -95,7 +100,7 @@ def _guess(cells: list[Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+    return '"\\t"' if text == "\t" else "'" + text.replace("'", "''") + "'"
 
 
 def write_draft(path: Path, text: str) -> None:

@@ -1,9 +1,8 @@
-"""Tables: CSV by the standard library, Parquet by pyarrow."""
+"""Tables: CSV by the standard library, Parquet by pyarrow; one file, or several with the same columns."""
 
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,18 +10,18 @@ from typing import Any, Literal
 import numpy as np
 
 from dpivon.errors import bad, need
-from dpivon.sources.base import Examples, Source, rows
-from dpivon.sources.columns import Categorical, Column, is_missing, label, number
+from dpivon.sources.base import Examples, Source, Targets, files_of, rows
+from dpivon.sources.columns import PLAIN, Categorical, Column, CSVFormat, label
+from dpivon.sources.owner import Finding, look_at_column
 
 
-class Table(Source):
+class Table(CSVFormat, Source):
     """Columns by their declared ranges and categories, side by side in the declared order."""
 
     kind: Literal["table"] = "table"
     columns: dict[str, Column]
     target: str
     id: str | None = None
-    delimiter: str = ","
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -31,14 +30,20 @@ class Table(Source):
     def told(self) -> str:
         return f"a row of {len(self.columns)} columns"
 
-    def read(self, where: str, classes: tuple[str, ...] | None) -> Examples:
-        wanted = [*self.columns, *([self.target] if classes is not None else [])]
-        if self.id is not None:
-            wanted.append(self.id)
-        cells = read_columns(Path(where), wanted, self.delimiter)
+    def read(self, where: str, targets: Targets | None) -> Examples:
+        numeric = targets is not None and not isinstance(targets, tuple)
+        others = {self.target: numeric} if targets is not None else {}
+        cells = self._cells(where, others | ({self.id: False} if self.id is not None else {}))
         encoded = np.concatenate([column.encode(cells[name]) for name, column in self.columns.items()], axis=1)
         ids = None if self.id is None else [label(cell) if cell is not None else "" for cell in cells[self.id]]
-        return rows(where, encoded, cells.get(self.target), classes, ids)
+        return rows(where, encoded, cells.get(self.target), targets, ids)
+
+    def _cells(self, where: str, others: dict[str, bool] | None = None) -> dict[str, list[Any]]:
+        """The cells of the columns, and of ``others`` (name: whether they are numbers), with points for decimal commas."""
+        numeric = {name: not isinstance(column, Categorical) for name, column in self.columns.items()} | (others or {})
+        parts = [read_columns(Path(path), list(numeric), self) for path in files_of(where)]
+        cells = {name: [cell for part in parts for cell in part[name]] for name in numeric}
+        return {name: self.points(column) if numeric[name] else column for name, column in cells.items()}
 
     def public(self) -> str:
         columns = "; ".join(f"{name}: {column.told()}" for name, column in self.columns.items())
@@ -48,35 +53,28 @@ class Table(Source):
         other = "No list of the values that occur: an undeclared category goes to one slot for all others."
         return [*super().not_chosen(), other]
 
-    def oddities(self, where: str) -> list[str]:
-        cells = read_columns(Path(where), list(self.columns), self.delimiter)
-        lines = []
-        for name, column in self.columns.items():
-            missing = sum(is_missing(cell) for cell in cells[name])
-            if isinstance(column, Categorical):
-                odd = sum(column.slot(cell) == len(column.categories) for cell in cells[name])
-                words = f"{odd} other than its categories"
-            else:
-                values = [number(cell) for cell in cells[name]]
-                unread = sum(math.isnan(value) for value in values) - missing
-                clamped = sum(value < column.min or value > column.max for value in values)
-                words = f"{clamped} clamped, {unread} that are no numbers"
-            lines.append(f"{name}: {words}, {missing} missing, of {len(cells[name])}")
-        return lines
+    def look(self, where: str, *, learning: bool = True) -> list[Finding]:
+        cells = self._cells(where)
+        mark = {",": ".", ".": ","}[self.decimal]
+        return [look_at_column(name, column, cells[name], mark, learning) for name, column in self.columns.items()]
 
 
-def column_names(path: Path, delimiter: str = ",") -> list[str]:
+def column_names(path: Path, form: CSVFormat = PLAIN) -> list[str]:
     """The header. Adding or removing a row does not change it, so it is public."""
     if path.suffix.lower() == ".parquet":
         names = _parquet(path, lambda file: file.schema_arrow.names)
     else:
-        names = next(_csv_rows(path, delimiter), [])
+        names = next(_csv_rows(path, form), [])
     names = [str(name).strip() for name in names]
     if not any(names):
         raise bad("data", str(path), "has no header", "Put the names of the columns in its first line")
     if len(set(names)) < len(names) or "" in names:
         twice = next(name for name in names if names.count(name) > 1 or not name)
         raise bad("data", str(path), f"has a column name {twice!r} twice or empty", "Give every column its own name")
+    if len(names) == 1 and (other := [mark for mark in ";\t|," if mark in names[0]]):
+        mark = "tab" if other[0] == "\t" else f"'{other[0]}'"
+        problem = f"leaves the header of {path} in one piece, {names[0]!r}"
+        raise bad("delimiter", form.delimiter, problem, f"State --delimiter {mark}")
     return names
 
 
@@ -85,9 +83,9 @@ def check_column(argument: str, name: str, names: Sequence[str]) -> None:
         raise bad(argument, name, "is not a column of the table", f"Name one of {', '.join(names)}")
 
 
-def read_columns(path: Path, wanted: list[str], delimiter: str = ",") -> dict[str, list[Any]]:
+def read_columns(path: Path, wanted: list[str], form: CSVFormat = PLAIN) -> dict[str, list[Any]]:
     """The cells of some columns, as texts or as Parquet has them."""
-    names = column_names(path, delimiter)
+    names = column_names(path, form)
     for name in wanted:
         if name not in names:
             problem = f"has no column {name!r}, but {', '.join(map(repr, names))}"
@@ -97,7 +95,7 @@ def read_columns(path: Path, wanted: list[str], delimiter: str = ",") -> dict[st
         return {name: table.column(name).to_pylist() for name in wanted}
     where = [names.index(name) for name in wanted]
     out: list[list[str]] = [[] for _ in wanted]
-    lines = _csv_rows(path, delimiter)
+    lines = _csv_rows(path, form)
     next(lines)
     for i, row in enumerate(lines, start=1):
         if not row:
@@ -110,11 +108,14 @@ def read_columns(path: Path, wanted: list[str], delimiter: str = ",") -> dict[st
     return dict(zip(wanted, out, strict=True))
 
 
-def _csv_rows(path: Path, delimiter: str) -> Any:
+def _csv_rows(path: Path, form: CSVFormat) -> Any:
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            yield from csv.reader(file, delimiter=delimiter, strict=True)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        with open(path, newline="", encoding=form.encoding) as file:
+            yield from csv.reader(file, delimiter=form.delimiter, strict=True)
+    except (UnicodeDecodeError, LookupError) as error:
+        fix = "Save it as UTF-8, or state its encoding, such as --encoding cp1252"
+        raise bad("encoding", form.encoding, f"is not that of {path} ({error})", fix) from None
+    except (OSError, csv.Error) as error:
         raise bad("data", str(path), f"cannot be read as CSV ({error})", "Save it as CSV in UTF-8") from None
 
 

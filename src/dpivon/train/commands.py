@@ -75,10 +75,13 @@ _FLAGS = {
     "heldout": _Flag(str, _DATA, "Scored after every epoch, never trained on. NOT private."),
     "calibration": _Flag(str, _DATA, "With --coverage: private rows that are not trained on; charged as a part of ε."),
     "coverage": _Flag(float, _MODEL, "Predict sets of classes that hold the true one so often, such as 0.9."),
-    "delimiter": _Flag(str, _DATA, "Of a CSV; a comma by default."),
+    "delimiter": _Flag(str, _DATA, "Of a CSV; a comma by default. tab for a tab."),
+    "decimal": _Flag(str, _DATA, "The decimal mark of a CSV: . (default) or ,"),
+    "encoding": _Flag(str, _DATA, "Of a CSV, such as cp1252; UTF-8 by default."),
     "write_schema": _Flag(Path, _DATA, "Draft a schema from the names of the columns, train nothing."),
     "public_sample": _Flag(Path, _DATA, "With --write-schema: a PUBLIC table to take ranges from."),
     "check": _Flag(bool, _DATA, "Show, to the owner, what does not fit. NOT private; train nothing.", ("--check",)),
+    "proceed": _Flag(bool, _DATA, "Train although the rows do not look as declared.", ("--proceed",)),
     "method": _Flag(str, _MODEL, "By its name in `dpivon methods`; dp-ivon-gradsq by default.", complete=_method_names),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
     "network": _Flag(str, _MODEL, "auto, mlp, small, paper, compact or wrn-16-4."),
@@ -108,10 +111,10 @@ _FLAGS = {
     "as_json": _Flag(bool, _RUN, "Print the summary as JSON.", ("--json",)),
     "quiet": _Flag(bool, _RUN, "Print nothing.", ("--quiet", "-q")),
 }
-_DATA_HELP = "A folder with one folder of images per class, a .csv or .parquet table, an .npz, or x.npy,y.npy."
+_DATA_HELP = "A folder with one folder of images per class, .csv or .parquet tables, an .npz, or x.npy,y.npy."
 
 
-def train(data: str | None = None, **flags: Any) -> None:
+def train(data: list[str] | None = None, **flags: Any) -> None:
     """Train a private classifier on your own data. Nothing is learned from the data without privacy.
 
     Classes, ranges, categories, image size and N are declared by you and become public; values outside a range are clamped.
@@ -127,16 +130,17 @@ def train(data: str | None = None, **flags: Any) -> None:
     """
     from dpivon.train.config import resolve
 
-    to, sample, config, check, as_json, quiet = map(
-        flags.pop, ("write_schema", "public_sample", "config", "check", "as_json", "quiet")
+    to, sample, config, check, proceed, as_json, quiet = map(
+        flags.pop, ("write_schema", "public_sample", "config", "check", "proceed", "as_json", "quiet")
     )
+    where = ",".join(data) if data else None
     if to is not None:
-        _draft(data, flags["target"], to, sample, flags["delimiter"] or ",")
+        _draft(where, flags, to, sample)
         return
     if sample is not None:
         raise bad("public-sample", str(sample), "was given without --write-schema", "Give --write-schema FILE too")
     option, bounds, categories = map(flags.pop, ("option", "bounds", "categories"))
-    given = {**flags, "data": data, "classes": _listed(flags["classes"]), "options": _options(option)}
+    given = {**flags, "data": where, "classes": _listed(flags["classes"]), "options": _options(option)}
     given |= {"hidden": _widths(_listed(flags["hidden"])), **_declared(bounds, categories)}
     given |= {
         "prior": _by_class("prior", flags["prior"], "count"),
@@ -145,14 +149,14 @@ def train(data: str | None = None, **flags: Any) -> None:
     with warnings_as_lines():
         settings = resolve(given, config)
         if check:
-            _show_oddities(settings)
+            _show_look(settings)
             return
-        _train(settings, as_json, quiet)
+        _train(settings, proceed, as_json, quiet)
 
 
 def _for_typer() -> None:
     """Give ``train`` the signature that typer reads its options from."""
-    data = Annotated[str | None, typer.Argument(help=_DATA_HELP)]
+    data = Annotated[list[str] | None, typer.Argument(help=_DATA_HELP)]
     first = Parameter("data", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=data)
     parameters = [first, *(flag.parameter(name) for name, flag in _FLAGS.items())]
     train.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -162,7 +166,7 @@ def _for_typer() -> None:
 _for_typer()
 
 
-def _train(settings: Any, as_json: bool, quiet: bool) -> None:
+def _train(settings: Any, proceed: bool, as_json: bool, quiet: bool) -> None:
     from rich.console import Console
 
     from dpivon.train.display import Display, conclude
@@ -172,7 +176,7 @@ def _train(settings: Any, as_json: bool, quiet: bool) -> None:
         why = "decides the privacy noise, so whoever knows it can take the noise away"
         say(f"warning: seed={settings.seed}: {why}. Leave it out unless the data is public.", err=True)
     try:
-        summary = run(settings, Display(quiet or as_json))
+        summary = run(settings, Display(quiet or as_json), proceed=proceed)
     except SystemExit:  # by a signal, after the checkpoint was written
         if not quiet:
             say(f"stopped and saved in {settings.out}; the same command goes on", err=True)
@@ -185,12 +189,13 @@ def _train(settings: Any, as_json: bool, quiet: bool) -> None:
 
 def predict(
     model: Annotated[Path, typer.Argument(help="The RUN folder of `dpivon train`, or the published model/ of one.")],
-    data: Annotated[str, typer.Argument(help="Data like that of training; labels are not needed and not read.")],
+    data: Annotated[list[str], typer.Argument(help="Data like that of training; labels are not needed and not read.")],
     out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv).")] = Path("predictions.csv"),
     samples: Annotated[
         int | None, typer.Option(help="Posterior draws to average; by default as trained. 0: the posterior mean.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the posterior draws; the same gives the same predictions.")] = 0,
+    proceed: Annotated[bool, typer.Option("--proceed", help="Predict although rows do not look as declared.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
@@ -209,7 +214,7 @@ def predict(
     samples = None if samples is None else check_whole("samples", samples, fix)
     if check_whole("seed", seed, "Use a small number such as 0") >= 2**63:
         raise bad("seed", seed, "is too large", "Use a small number such as 0")
-    found = predict_file(load(model), data, out, samples=samples, seed=seed)
+    found = predict_file(load(model), ",".join(data), out, samples=samples, seed=seed, proceed=proceed)
     stated = {
         "out": str(out),
         "examples": len(found.probs),
@@ -224,37 +229,45 @@ def predict(
         say(f"{stated['examples']} predictions in {out}, {how}; mean entropy {stated['mean_entropy']:.3f} nats")
 
 
-def _draft(data: str | None, target: str | None, to: Path, sample: Path | None, delimiter: str) -> None:
-    from dpivon.sources import kind_of
+def _draft(data: str | None, flags: dict[str, Any], to: Path, sample: Path | None) -> None:
+    from dpivon.sources import files_of, kind_of
+    from dpivon.sources.columns import CSVFormat
     from dpivon.sources.schema import draft, draft_from_sample, write_draft
     from dpivon.sources.table import check_column, column_names, read_columns
+    from dpivon.yaml_files import validated
 
     if data is None or kind_of(data) != "table":
         raise bad("data", data, "is not a table, and only tables have a schema", "Give a .csv or .parquet")
-    names = column_names(Path(data), delimiter)
+    given = {name: flags[name] for name in CSVFormat.model_fields if flags[name] is not None}
+    form, target = validated(CSVFormat, given, "format", fix="See `dpivon train --help`"), flags["target"]
+    files = [Path(path) for path in files_of(data)]
+    names = column_names(files[0], form)
     if target is not None:
         check_column("target", target, names)
     if sample is None:
-        text = draft(names, target)
+        text = draft(names, target, form)
     else:
-        if sample.exists() and sample.samefile(data):
+        if sample.exists() and any(sample.samefile(path) for path in files):
             fix = "Give a table that is public, or leave it out and fill in the blanks"
             raise bad("public-sample", str(sample), "is the private data itself", fix)
         kind_of(str(sample))
-        text = draft_from_sample(read_columns(sample, names, delimiter), target, sample)
+        text = draft_from_sample(read_columns(sample, names, form), target, sample, form)
     write_draft(to, text)
     say(f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}")
 
 
-def _show_oddities(settings: Any) -> None:
-    from dpivon.train.run import describe
+def _show_look(settings: Any) -> None:
+    from dpivon.sources.owner import NOT_PRIVATE
+    from dpivon.train.run import describe, look, people_of
 
-    inputs = describe(settings).inputs
-    examples = inputs.read(settings.data, settings.classes)
-    lines = inputs.oddities(settings.data)
-    say("NOT PRIVATE: these numbers are about single rows. Keep them with the data.", err=True)
-    for line in [*lines, f"{len(examples)} examples, every label is among the classes"]:
-        say(line)
+    inputs, people = describe(settings).inputs, people_of(settings, settings.data)
+    findings = look(settings, inputs, inputs.read(settings.data, settings.targets), people)
+    say(f"NOT PRIVATE: {NOT_PRIVATE}.", err=True)
+    for finding in findings:
+        say(finding.line)
+    for finding in findings:
+        if finding.problem:
+            say(f"does not look as declared: {finding.problem}")
 
 
 def _declared(bounds: Sequence[str] | None, categories: Sequence[str] | None) -> dict[str, Any]:

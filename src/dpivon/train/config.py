@@ -86,6 +86,11 @@ class Config(Declaration):
     physical_batch_size: Whole = 256
     checkpoint_seconds: Positive = 30.0
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What the targets may be."""
+        return self.classes
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         if len(set(self.classes)) < len(self.classes):

@@ -28,6 +28,7 @@ from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
 from dpivon.sources import AnySource, kind_of
 from dpivon.sources.columns import Labels
+from dpivon.sources.owner import stop_at
 from dpivon.sources.table import Table
 from dpivon.train.networks import Network
 from dpivon.yaml_files import validated
@@ -53,6 +54,11 @@ class Description(BaseModel):
     dataset_size: Annotated[int, Field(ge=1)]
     samples: Annotated[int, Field(ge=0, le=10_000)]
     source: str = ""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """What the targets may be."""
+        return self.classes
 
     def learner(self, generator: torch.Generator | None = None, ema: float | None = None) -> Learner:
         """The method at work on a new network of this kind."""
@@ -144,8 +150,11 @@ def predict_file(
     samples: int | None = None,
     seed: int = 0,
     abstain: float | None = None,
+    proceed: bool = False,
 ) -> ClassPrediction:
     """Read and encode ``where`` as the model's own data was, predict, and write a CSV. Spends no privacy.
+
+    Rows that do not look as declared stop it, unless ``proceed``.
 
     One line per example: the answer (``abstain`` where there is none), the set of classes if the model predicts sets, the
     probability of every class, and how uncertain the model is. Names of files and classes that a
@@ -155,6 +164,8 @@ def predict_file(
     if (kind := kind_of(where)) != source.kind:
         raise bad("data", where, f"is of the kind {kind}, and the model takes {source.told()}", "Give data like it")
     check_parent("out", out)
+    if not proceed:
+        stop_at("data", where, source.look(where, learning=False))
     examples = source.read(where, None)
     found = published.predict(examples.inputs, samples, seed)
     classes, decision = published.description.classes, published.decision

@@ -22,8 +22,9 @@ from dpivon.privacy.people import People
 from dpivon.report import build
 from dpivon.report.run_folder import PROGRESS, SUMMARY
 from dpivon.report.writer import REPORT
-from dpivon.sources import Examples, files_of, kind_of
+from dpivon.sources import Examples, Source, files_of, kind_of
 from dpivon.sources.columns import is_missing, label
+from dpivon.sources.owner import Finding, look_at_size, stop_at
 from dpivon.sources.table import check_column, column_names, read_columns
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
@@ -53,22 +54,29 @@ class Watcher:
         pass
 
 
-def train(config: Config, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Train within (ε, δ), or go on, or find it finished; the summary. Everything wrong with the data is said before step 0."""
+def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = False) -> dict[str, Any]:
+    """Train within (ε, δ), or go on, or find it finished; the summary.
+
+    Everything wrong with the data is said before step 0. Rows that do not look as declared stop a run that is not begun,
+    unless ``proceed``: no option of the run, so that nothing of it shows what was seen.
+    """
     watcher = watcher or Watcher()
     folder = Path(config.out)
     _check_folder(folder, config)
     device_of(config.device)
     if (folder / SUMMARY).exists():
-        return _again(config, folder, watcher)
+        return _again(config, folder, watcher, proceed)
     people = people_of(config, config.data)
     description = describe(config)
     with torch.random.fork_rng(devices=[]):
         description.learner(ema=config.ema)  # an option that it has not is named before the folder remembers it
-    examples = description.inputs.read(config.data, config.classes)
-    heldout = _read("heldout", config.heldout, config, description)
-    test = _read("test", config.test, config, description)
-    calibration = _read("calibration", config.calibration, config, description)
+    examples = description.inputs.read(config.data, config.targets)
+    proceed = proceed or (folder / CONFIG).exists()  # begun: it was looked at then
+    if not proceed:
+        stop_at("data", config.data, look(config, description.inputs, examples, people))
+    heldout = _read("heldout", config.heldout, config, description, proceed)
+    test = _read("test", config.test, config, description, proceed)
+    calibration = _read("calibration", config.calibration, config, description, proceed)
     held = None if config.calibration is None else people_of(config, config.calibration)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +104,12 @@ def _calibrate(loop: Loop, rows: Examples | None, people: People | None, watcher
         watcher.say("Releases that a crash lost had spent the budget: shares or prediction sets were not released.")
 
 
+def look(config: Config, source: Source, examples: Examples, people: People | None) -> list[Finding]:
+    """What the owner of the training data sees of it: not private."""
+    count, what = (len(examples), "examples") if people is None else (len(people), "people")
+    return [*source.look(config.data), look_at_size(count, config.dataset_size, what)]
+
+
 def describe(config: Config) -> Description:
     """``model.json``, before any row is encoded: a function of what was declared."""
     source = config.reader(config.data)
@@ -118,10 +132,10 @@ def people_of(config: Config, data: str) -> People | None:
         return None
     if kind_of(data) != "table":
         raise bad("unit", config.unit, "is the name of a column, and the data is not a table", "Leave it out")
-    check_column("unit", config.unit, column_names(Path(data), config.delimiter))
+    check_column("unit", config.unit, column_names(Path(files_of(data)[0]), config))
     if config.unit == config.target:
         raise bad("unit", config.unit, "is the column to predict", "Name the column that says whose a row is")
-    (cells,) = read_columns(Path(data), [config.unit], config.delimiter).values()
+    cells = [cell for path in files_of(data) for cell in read_columns(Path(path), [config.unit], config)[config.unit]]
     ids = ["" if is_missing(cell) else label(cell) for cell in cells]
     return People.of(ids, rows=config.rows_per_unit, unit=config.unit)
 
@@ -136,7 +150,7 @@ def _check_folder(folder: Path, config: Config) -> None:
         raise bad("out", str(folder), "is not empty and holds no run", "Give another --out folder")
 
 
-def _read(name: str, where: str | None, config: Config, description: Description) -> Examples | None:
+def _read(name: str, where: str | None, config: Config, description: Description, proceed: bool) -> Examples | None:
     """Examples to score. Never those of training: their scores would be released without any noise."""
     if where is None:
         return None
@@ -145,16 +159,18 @@ def _read(name: str, where: str | None, config: Config, description: Description
     ours, theirs = ({Path(part).resolve() for part in files_of(text)} for text in (config.data, where))
     if ours & theirs:
         raise bad(name, where, "is the training data, and scores on it are not private", "Give rows that are not in it")
-    return description.inputs.read(where, description.classes)
+    if not proceed:
+        stop_at(name, where, description.inputs.look(where, learning=False))
+    return description.inputs.read(where, description.targets)
 
 
-def _again(config: Config, folder: Path, watcher: Watcher) -> dict[str, Any]:
+def _again(config: Config, folder: Path, watcher: Watcher, proceed: bool) -> dict[str, Any]:
     """A finished run: its summary, with the scores on test data that was not given before."""
     summary: dict[str, Any] = read_json("out", folder / SUMMARY, "Remove it; the same command then writes it again")
     watcher.say(f"The run in {folder} is finished; nothing was trained.")
     if config.test is not None and config.test != configs.read(folder).test:
         published = load(folder)
-        test = _read("test", config.test, config, published.description)
+        test = _read("test", config.test, config, published.description, proceed)
         assert test is not None
         summary |= write_test(published, test, folder)
         write_json(folder / SUMMARY, summary)
