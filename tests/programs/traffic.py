@@ -61,7 +61,8 @@ def labelled(network=None):
     """The library's own parts, watched while they are traced; forward and backward of the network too, if it is given."""
     from dpivon.privacy.gradients.bookkeeping import BookKeeper
     from dpivon.privacy.layers.convolved import Convolved
-    from dpivon.privacy.layers.uses import Dense, Mapped, Outer, Rows
+    from dpivon.privacy.layers.made import Mapped
+    from dpivon.privacy.layers.uses import Dense, Outer, Rows
 
     stack = ExitStack()
 

@@ -17,7 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, position_sums
-from dpivon.privacy.layers.uses import Dense, Use, mapped, materialises, outer_or_dense
+from dpivon.privacy.layers.made import mapped
+from dpivon.privacy.layers.uses import Dense, Use, materialises, outer_or_dense
 from dpivon.privacy.precision import capturing, wide_dtype
 
 _ROUNDING = 1e-5  # of S: more than its own rounding and that of q² can be, so that a norm is never too small

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import PrivacyError
-from dpivon.privacy.layers.uses import Dense, Mapped, Outer, Rows, Use, merge, settled, unfolded
+from dpivon.privacy.layers.made import Mapped
+from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use, merge, settled, unfolded
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,11 @@ class Rows:
         rows = self.g.new_zeros(len(slots), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
         return slots // count, slots % count, rows
 
+    def joined(self, others: Sequence[Rows]) -> Rows:
+        """With others of the same table; their gradients add up."""
+        uses = [self, *others]
+        return Rows(torch.cat([u.index for u in uses], 1), torch.cat([u.g for u in uses], 1), self.shape)
+
     def materialise(self) -> Tensor:
         out = self.g.new_zeros(len(self.g), *self.shape)
         return out.scatter_add_(1, self.index.unsqueeze(2).expand_as(self.g), self.g)
@@ -255,44 +260,6 @@ class Rows:
         return Rows(index, g, self.shape)
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """g_i = M(Σ_t G_it ⊗ A_it), with M linear and the same for all examples.
-
-    Each gradient is made and mapped by itself, for the norm and for the sum: M may take away most of a gradient, and would
-    leave the rounding of a sum of them. ``copies`` tensors of a gradient's size are needed at once.
-    """
-
-    outer: Outer
-    linear: Callable[[Tensor], Tensor]  # of [B, *shape]
-    copies: int
-
-    def squared_norm(self) -> Tensor:
-        return measured_in_parts(self._rows, self.outer._examples(), self.copies * self.outer.shape.numel())
-
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        size = self.copies * self.outer.shape.numel()
-        return added_up_in_parts(self._rows, c, self.outer._examples(), size).reshape(self.outer.shape)
-
-    def _rows(self, examples: Tensor) -> Tensor:
-        some = replace(self.outer, a=self.outer.a[examples], g=self.outer.g[examples])
-        return self.linear(some.materialise()).flatten(1)
-
-    def materialise(self) -> Tensor:
-        return self.linear(self.outer.materialise())
-
-    def without(self, dropped: Tensor) -> Mapped:
-        return replace(self, outer=self.outer.without(dropped))
-
-    def grouped(self, rows: int) -> Mapped:
-        return replace(self, outer=self.outer.grouped(rows))
-
-
-def mapped(use: Use, linear: Callable[[Tensor], Tensor], copies: int) -> Use:
-    """The use of which every gradient is ``linear`` of one of ``use``'s."""
-    return Mapped(use, linear, copies) if isinstance(use, Outer) else Dense(linear(use.materialise()))
-
-
 def unfolded(use: Use) -> Use:
     """The same use as one of the kinds above. A use that knows norms and sums only has a method for it."""
     unfold = getattr(use, "unfolded", None)
@@ -306,13 +273,15 @@ def merge(uses: Sequence[Use]) -> Use:
     if hasattr(uses[0], "joined") and len({type(use) for use in uses}) == 1:
         return cast(Use, uses[0].joined(uses[1:]))
     uses = [unfolded(u) for u in uses]
-    outers = [u for u in uses if isinstance(u, Outer)]
-    if len(outers) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
-        merged = replace(outers[0], a=torch.cat([u.a for u in outers], 1), g=torch.cat([u.g for u in outers], 1))
-        return merged if merged._grams_pay() else settled(merged)
-    rows = [u for u in uses if isinstance(u, Rows)]
-    if len(rows) == len(uses):
-        return Rows(torch.cat([u.index for u in rows], 1), torch.cat([u.g for u in rows], 1), rows[0].shape)
+    outers, rows = [u for u in uses if isinstance(u, Outer)], [u for u in uses if isinstance(u, Rows)]
+    if len(outers) + len(rows) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
+        head = replace(outers[0], a=torch.cat([u.a for u in outers], 1), g=torch.cat([u.g for u in outers], 1))
+        if not rows:
+            return head if head._grams_pay() else settled(head)
+        if head.order is None and not head.transposed:
+            from dpivon.privacy.layers.made import Tied  # which is made of these
+
+            return Tied(head, rows[0].joined(rows[1:]))
     total = uses[0].materialise()
     for use in uses[1:]:
         total = total + use.materialise()

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dpivon.privacy.layers.conv import conv
 from dpivon.privacy.layers.linear import linear
+from dpivon.privacy.layers.made import Mapped
 from dpivon.privacy.layers.registry import register_rule
-from dpivon.privacy.layers.uses import Dense, Mapped, Outer, Use, unfolded
+from dpivon.privacy.layers.uses import Dense, Outer, Use, unfolded
 from dpivon.variational.layers import Spread, SpreadConv1d, SpreadConv2d, SpreadConv3d, SpreadLinear, variance_slope
 
 
