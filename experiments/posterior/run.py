@@ -86,7 +86,7 @@ def train(label: str, split: Split, *, toy: bool) -> tuple[list[dict[str, Any]],
             own = options if method == "dp-steady" else options | {"ema": window_decay(float(steps))}
             number = 7919 * seed + 104729 * list(METHODS).index(method) + 1299709 * list(SIGMAS).index(label)
             runs.append(Run(method, number, sigma, C, rates[label], batch, own))
-            spent = epsilon([(sigma, rate, steps), RESERVE], DELTA)
+            spent = epsilon([(sigma, rate, steps), RESERVE], DELTA, "rdp")
             facts.append({"method": method, "epsilon": label, "epsilon_spent": round(spent, 4), "seed": seed})
             facts[-1] |= {"noise_multiplier": sigma, "lr": rates[label]}
     network = PaperNetwork()
