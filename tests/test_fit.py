@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from typing import Any
 
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 
 import dpivon
 from dpivon.audit.stack_session import TracedNetwork
@@ -108,3 +110,38 @@ def test_a_wrong_plan_is_refused_by_name(digits):
         dpivon.fit(SmallCNN(), *digits, lr=0.1, batch_size=64, epochs=1, delta=1e-5)
     with pytest.raises(dpivon.ArgumentError, match="method"):
         dpivon.fit(SmallCNN(), *digits, lr=0.1, batch_size=64, epochs=1, delta=1e-5, noise_multiplier=1.0, method="sgd")
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-adam"])
+def test_people_are_the_unit_where_their_ids_are_given(method: str) -> None:
+    """A step on everyone with next to no noise: that of clipped means over people; with a row each it is the stack's."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 5, generator=generator), torch.randint(3, (40,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    ids = [i % 3 if i < 20 else i for i in range(40)]
+    n = len(set(ids))
+    plan: dict[str, Any] = {"method": method, "lr": 0.5, "epochs": 1, "options": {"weight_decay": 0.0}}
+    plan |= {"delta": 1e-5, "noise_multiplier": 1e-5, "max_grad_norm": 0.1}
+
+    def weights(**options: Any) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fitted = dpivon.fit(model, x, y, **plan, **options)
+        assert fitted.account.unit == ("person" if "user_ids" in options else None)
+        return torch.cat([p.detach().flatten() for p in fitted.model.parameters()])
+
+    alone = weights(batch_size=40, user_ids=range(40))
+    assert float((alone - weights(batch_size=40)).abs().max()) < 1e-4
+    if method == "dp-sgd":
+        total = torch.zeros(18)
+        for one in set(ids):
+            rows = [i for i, owner in enumerate(ids) if owner == one]
+            loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+            g = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+            total += g * min(1.0, 0.1 / float(g.norm()))
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert float((weights(batch_size=n, user_ids=ids) - (start - 0.5 * total / n)).abs().max()) < 1e-5
+    for options in ({"dtype": torch.bfloat16}, {"augment": dpivon.Augmentation(views=2)}):
+        with pytest.raises(dpivon.ArgumentError, match="user_ids='23 people': train in fp32 and without augmentations"):
+            weights(batch_size=n, user_ids=ids, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dpivon.errors import bad
+from dpivon.methods import describe
+from dpivon.methods import method as learner_of
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
@@ -17,6 +23,9 @@ from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.clipping import Clipping
+from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.losses import PerExampleLoss
+from dpivon.privacy.people import People
 from dpivon.stacked.networks import cross_entropy, network_for
 from dpivon.stacked.run import Run
 from dpivon.stacked.stack import Stack
@@ -77,6 +86,8 @@ def fit(
     also: History | None = None,
     augment: Augmentation | None = None,
     clipping: str | Clipping = "flat",
+    user_ids: Any = None,
+    rows_per_user: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
@@ -112,11 +123,17 @@ def fit(
         augment: augmentations of every drawn image, averaged before clipping (:class:`dpivon.Augmentation`); they cost no
             privacy.
         clipping: the rule that bounds every example at C, by its name or as an object.
+        user_ids: whose each row is, for privacy per person (:meth:`dpivon.PrivacyEngine.make_private`): N and b count people.
+            The steps are then those of a loop of your own, not one captured program.
+        rows_per_user: at most so many rows of a person in a step, drawn afresh; None for all.
         on_progress: ``on_progress(done, steps)`` is called after every block.
 
     A method that averages its iterates returns the average.
     """
-    n = len(inputs) if dataset_size is None else dataset_size
+    people = People.given(user_ids, rows_per_user)
+    if people is not None:
+        people.check(len(inputs))
+    n = len(inputs if people is None else people) if dataset_size is None else dataset_size
     plan = budget(
         dataset_size=n,
         batch_size=batch_size,
@@ -127,8 +144,17 @@ def fit(
         accountant=accountant,
         also=also,
     )
-    seed = secrets.randbits(62) if seed is None else seed
+    given, seed = seed, secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
+    if people is not None:
+        if augment is not None or dtype != torch.float32:
+            fix = "Leave augment and dtype out, or write the loop with PrivacyEngine.make_private(user_ids=…)"
+            raise bad("user_ids", f"{len(people)} people", "train in fp32 and without augmentations here", fix)
+        # Of a seed the engine's generators read 32 bits: without one they are seeded by the operating system.
+        own = None if given is None else torch.Generator().manual_seed(given)
+        engine = PrivacyEngine(accountant=accountant, generator=own)
+        data = DataLoader(TensorDataset(inputs, labels), batch_size=1)
+        return _by_person(run, model, data, people, plan, engine, PerExampleLoss(loss), clipping, on_progress)
     network = network_for(model, loss, augment, clipping)
     start = network.pack(model).unsqueeze(0)
     known: dict[str, Any] = {"dataset_size": n, "steps": plan.steps}
@@ -138,3 +164,50 @@ def fit(
         on_progress(done, plan.steps)
     at = {"averaged": run.averaged}
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
+
+
+def _by_person(
+    run: Run,
+    model: nn.Module,
+    data: DataLoader[Any],
+    people: People,
+    plan: Budget,
+    engine: PrivacyEngine,
+    loss: PerExampleLoss,
+    clipping: str | Clipping,
+    on_progress: Callable[[int, int], None],
+) -> Fitted:
+    """The same run with people as the unit of privacy, in a loop under :class:`dpivon.PrivacyEngine`."""
+    known = {"rescale_lr": False, "steps": float(plan.steps)}  # α is the paper's here
+    own = {name: value for name, value in known.items() if name in describe(run.method).defaults}
+    learner = learner_of(
+        run.method,
+        copy.deepcopy(model),
+        dataset_size=plan.dataset_size,
+        lr=run.lr,
+        generator=torch.Generator(next(model.parameters()).device).manual_seed(run.seed),  # of θ, which is no secret
+        **{**own, **run.options},  # type: ignore[arg-type]
+    )
+    private, optimizer, loader = learner.make_private(
+        engine,
+        data,
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=run.max_grad_norm,
+        dataset_size=plan.dataset_size,
+        expected_batch_size=plan.batch_size,
+        clipping=clipping,
+        criterion=loss,
+        user_ids=people,
+    )
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for step, (x, y) in enumerate(itertools.islice(batches, plan.steps), 1):
+        optimizer.zero_grad()
+        with learner.sample():
+            loss(private(x), y).backward()
+        optimizer.step()
+        on_progress(step, plan.steps)
+    posterior = learner.posterior()
+    with torch.no_grad():
+        for name, p in learner.model.named_parameters():
+            p.copy_(posterior.mean.get(name, p))
+    return Fitted(learner.model, posterior, plan, engine.accountant)

@@ -124,6 +124,16 @@ def test_the_run_is_the_plain_loops_run(digits, kind):
         assert torch.equal(ours.variance[f"net.{name}"], theirs.variance[name]), name
 
 
+def test_people_are_drawn_where_their_ids_are_given(digits):
+    private = callback(noise_multiplier=1.0, user_ids=[i % 200 for i in range(N)], rows_per_user=2)
+    trainer(private).fit(Digits(), loader(digits))
+    assert (private.engine.accountant.unit, private.engine.accountant.history) == (
+        "person",
+        [(1.0, B / 200, 2 * EPOCHS)],
+    )
+    assert private.optimizer.draws.sampler().people.rows == 2
+
+
 def test_a_named_network_may_be_called_by_itself(digits):
     module, private = Digits(inside=True), callback(network="net")
     fitted = trainer(private)

@@ -140,6 +140,17 @@ def test_a_target_range_must_be_stated(cancer):
         DPIVONRegressor(**QUICK).fit(cancer[0], cancer[1])
 
 
+def test_a_person_with_many_rows_is_one_of_n(cancer):
+    x, y, *_ = cancer
+    ids = np.arange(len(x)) // 9
+    fitted = classifier(rows_per_user=4, epochs=1).fit(x, y, user_ids=ids)
+    assert (fitted.budget_.dataset_size, fitted.budget_.batch_size) == (50, 50)
+    with pytest.raises(ArgumentError, match="user_ids=None"):
+        classifier(rows_per_user=4).fit(x, y)
+    with pytest.raises(ArgumentError, match="449 ids"):
+        classifier().fit(x, y, user_ids=ids[1:])
+
+
 def test_weights_of_examples_are_refused(cancer):
     x, y = cancer[:2]
     with pytest.raises(ArgumentError, match=r"sample_weight=.*before it is clipped"):

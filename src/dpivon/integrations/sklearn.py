@@ -26,6 +26,7 @@ from dpivon.bounds import Bounds
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, Loss, fit
 from dpivon.methods import describe
+from dpivon.privacy.people import People
 from dpivon.stacked.networks import cross_entropy
 
 Array = np.ndarray[Any, Any]
@@ -61,6 +62,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     epochs: int
     lr: float | None
     max_grad_norm: float
+    rows_per_user: int | None
     method: str
     options: Any
     samples: int
@@ -73,7 +75,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     # ---- training
 
-    def _train(self, X: Array, target: Tensor, outputs: int, loss: Loss, not_supported: dict[str, Any]) -> None:
+    def _train(
+        self, X: Array, target: Tensor, outputs: int, loss: Loss, user_ids: Any, not_supported: dict[str, Any]
+    ) -> None:
         for name, value in not_supported.items():
             if value is not None:
                 problem = "is not supported: a weight would scale an example's gradient before it is clipped"
@@ -84,7 +88,9 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         fix = "Pass a probability well below 1/N, such as 1e-5"
         delta = check_number("delta", self.delta, fix, above=0.0, below=1.0)
         fix = "Pass the public number of training examples, or None where their exact number is public"
-        n = check_whole("dataset_size", len(X) if self.dataset_size is None else self.dataset_size, fix, at_least=1)
+        people = People.given(user_ids, self.rows_per_user)
+        known = len(X if people is None else people) if self.dataset_size is None else self.dataset_size
+        n = check_whole("dataset_size", known, fix, at_least=1)
         b = check_whole("batch_size", self.batch_size, "Pass the expected number of examples in a batch", at_least=1)
         bounds = Bounds.check("bounds", self.bounds, X.shape[1])
         self._note_fit()
@@ -108,6 +114,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             options=self.options,
             loss=loss,
             seed=noise_seed,
+            user_ids=people,
         )
         self.bounds_, self.predict_seed_ = bounds, predict_seed
         self.model_, self.posterior_, self.budget_ = fitted.model, fitted.posterior, fitted.budget
@@ -188,7 +195,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     >>> classifier.fit(X, y).predict_proba(X_test)
 
     Args:
-        epsilon: the budget of one ``fit``, for adding or removing one row. Must be given.
+        epsilon: the budget of one ``fit``, for adding or removing one row; with ``fit(X, y, user_ids=…)`` one person with all
+            their rows, and ``dataset_size`` and ``batch_size`` count people. Must be given.
         delta: the δ of that budget, well below one over the number of rows. Must be given.
         classes: the labels that exist; stated, because which labels occur in ``y`` is private. ``"public"`` says that it is
             not, and takes them from ``y``.
@@ -201,6 +209,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         epochs: as in :func:`dpivon.fit`, like the next four.
         lr: step size; None takes the method's.
         max_grad_norm: C.
+        rows_per_user: with ``user_ids``, at most so many rows of a person in a step, drawn afresh; None for all.
         method: one of ``dpivon methods`` that can be stacked.
         options: the method's own, by name.
         samples: posterior draws that a prediction averages.
@@ -232,6 +241,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         epochs: int = 20,
         lr: float | None = None,
         max_grad_norm: float = 1.0,
+        rows_per_user: int | None = None,
         method: str = "dp-ivon-gradsq",
         options: Any = None,
         samples: int = 32,
@@ -240,8 +250,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
     ) -> None:
         self._keep(locals())
 
-    def fit(self, X: Any, y: Any, **not_supported: Any) -> DPIVONClassifier:
-        """Train within (ε, δ)."""
+    def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONClassifier:
+        """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
         X, y = validate_data(self, X, y)
         check_classification_targets(y)
         classes = self._classes(y)
@@ -250,7 +260,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
             raise bad(
                 "classes", self.classes, "y has labels that are not among them", "Name every label that may occur"
             )
-        self._train(X, torch.as_tensor(index), len(classes), cross_entropy, not_supported)
+        self._train(X, torch.as_tensor(index), len(classes), cross_entropy, user_ids, not_supported)
         self.classes_ = classes
         return self
 
@@ -319,6 +329,7 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         epochs: int = 20,
         lr: float | None = None,
         max_grad_norm: float = 1.0,
+        rows_per_user: int | None = None,
         method: str = "dp-ivon-gradsq",
         options: Any = None,
         samples: int = 32,
@@ -327,13 +338,13 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
     ) -> None:
         self._keep(locals())
 
-    def fit(self, X: Any, y: Any, **not_supported: Any) -> DPIVONRegressor:
-        """Train within (ε, δ)."""
+    def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONRegressor:
+        """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
         X, y = validate_data(self, X, y, y_numeric=True)
         target_bounds = Bounds.check("target_bounds", self.target_bounds, 1)
         width = check_number("noise_std", self.noise_std, "Pass a width such as 0.25", above=0.0)
         scaled = torch.as_tensor(target_bounds.scale(y), dtype=torch.float32)
-        self._train(X, scaled, 1, _SquaredError(width**2), not_supported)
+        self._train(X, scaled, 1, _SquaredError(width**2), user_ids, not_supported)
         self.target_bounds_, self.noise_variance_ = target_bounds, width**2
         return self
 
