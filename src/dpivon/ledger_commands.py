@@ -65,7 +65,8 @@ def show(
                 say(f"    {row['steps']} × {stated}, q = {row['sample_rate']:.6g}")
             for text, releases in account["drawn_by"].items():
                 say(f"    {releases} × {text}")
-            spent = ", ".join(f"{name} {value:.6g}" for name, value in account["epsilon"].items() if value != "inf")
+            proved = sorted((value, name) for name, value in account["epsilon"].items() if value != "inf")
+            spent = ", ".join(f"{name} {value:.6g}" for value, name in proved)
             say(f"    ε at δ = {one['delta']:g}{one['delta_from']}: {spent or 'inf'}")
 
 
@@ -99,20 +100,33 @@ def verify(run: _Run) -> None:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder that was given to dpivon.Checkpoints.")],
+    run: Annotated[Path, typer.Argument(help="The folder of `dpivon train`, or that was given to dpivon.Checkpoints.")],
     out: Annotated[Path, typer.Option(help="A new folder for what may be published.")],
     delta: _Delta = None,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Put the results on test data into the model card. They are NOT private.")
+    ] = False,
 ) -> None:
     """Write the model of a run for publication: no generators, no seeds, no gradients in it.
 
+    Of a `dpivon train` run the folder predicts by itself: `dpivon predict published new.csv`. It holds a model card.
+
     Example: dpivon export run --out published
     """
-    from dpivon.privacy.export import export as write
-
     delta, why = _delta(run / LEDGER, delta)
-    spent = write(run, out, delta)
-    stated = ", ".join(f"{name} {value:.6g}" for name, value in spent.items())
-    say(f"model in {out}; ε at δ = {delta:g}{why}: {stated}")
+    if (run / "model" / "model.json").exists():
+        from dpivon.train.publication import export_run
+
+        spent = export_run(run, out, delta, scores)
+    else:
+        from dpivon.privacy.export import export as write
+
+        if scores:
+            raise bad("scores", True, "but the folder is not of `dpivon train`", "Leave it out")
+        spent = write(run, out, delta)
+    least = min(spent, key=lambda name: spent[name])
+    others = ", ".join(f"{name} {value:.6g}" for name, value in spent.items() if name != least)
+    say(f"model in {out}; ε = {spent[least]:.6g} at δ = {delta:g}{why} by {least} ({others})")
     if removable := seeded(read(run / LEDGER), 0):
         say(
             f"warning: {removable} releases have noise of a seeded generator: publish this only if the data is public or "

@@ -35,13 +35,18 @@ class Seen:
         page.on("dialog", lambda d: (self.said.append(f"dialog: {d.message}"), d.dismiss()))
         page.on("request", lambda r: self.asked.append(r.url))
 
-    def open(self, name: str, *, width: int = 1100, media: str = "screen", colours: str = "light") -> Any:
-        """The report in a fresh state."""
+    def open(
+        self, name: str, *, width: int = 1100, media: str = "screen", colours: str = "light", unfolded: bool = True
+    ) -> Any:
+        """The report in a fresh state; ``unfolded`` with every section open."""
         self.page.set_viewport_size({"width": width, "height": 900})
         self.page.emulate_media(media=media, color_scheme=colours)
         self.page.goto(self.reports[name].as_uri())
         self.page.evaluate("localStorage.clear()")
         self.page.reload()
+        if unfolded:
+            self.page.evaluate("document.querySelectorAll('.fold').forEach((fold) => fold.open = true)")
+            self.page.wait_for_timeout(50)  # until figures have the width of their sections
         return self.page
 
 
@@ -98,6 +103,17 @@ def test_every_section_and_figure_of_a_run_is_there(seen: Seen) -> None:
     assert page.locator("#confusion tbody tr").count() == 10
     assert page.locator(".examples li").count() == 24
     assert page.locator(".examples img").first.evaluate("i => i.naturalWidth") == 64
+
+
+def test_sections_fold_and_links_open_them(seen: Seen) -> None:
+    page = seen.open("run", unfolded=False)
+    assert page.locator("#confusion").is_visible()
+    assert not page.locator("#fig-width").is_visible()
+    page.locator("nav a[href='#width']").click()
+    page.wait_for_timeout(50)
+    assert page.locator("#fig-width svg[data-panel]").is_visible()
+    page.locator("#width summary h2").click()
+    assert not page.locator("#fig-width").is_visible()
 
 
 def test_series_are_toggled_by_the_legend(seen: Seen) -> None:
@@ -230,7 +246,7 @@ def test_nothing_runs_out_of_the_window(seen: Seen, name: str, width: int) -> No
 @pytest.mark.parametrize("name", ["run", "study"])
 def test_paper_gets_everything(seen: Seen, name: str) -> None:
     width = 673  # of A4 between the margins, in pixels
-    page = seen.open(name, width=width, media="print")
+    page = seen.open(name, width=width, media="print", unfolded=False)
     cut = page.evaluate(
         """() => [...document.querySelectorAll("main :not(.hidden)")].filter((e) => e.checkVisibility() && !e.closest("svg")
            && (e.getBoundingClientRect().right > innerWidth + 1

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpivon import Accountant, metrics
+from dpivon.decisions import Decision
 from dpivon.report import privacy, testset, write
 from dpivon.report.run import width_chart
-from dpivon.report.run_folder import TestSet
+from dpivon.report.run_folder import Layer, TestSet
 from dpivon.report.run_folder import read as read_run
 from dpivon.study.results import html_report, table
 from dpivon.study.results.summary import load as read_study
@@ -94,7 +95,7 @@ def test_small_cases_in_words() -> None:
         "∞",
     )
     assert privacy.Reading(1.0, 1e-5).delta_in_words == "one in 100,000"
-    assert privacy.Reading(1.0, 1e-5).two_rows == "ε = 2.00, δ = 5.5e-05"  # 2e·10⁻⁵ = 5.437e-5
+    assert privacy.Reading(1.0, 1e-5).two_rows == "ε = 2.00, δ = 3.8e-05"  # (1 + e)·10⁻⁵ = 3.718e-5
     assert [privacy.Reading(e, 0.1).factor for e in (1.0, 6.0, 10.0, 30.0)] == [
         "2.719",
         "403.5",
@@ -173,9 +174,34 @@ def test_many_classes_give_the_most_frequent_mistakes() -> None:
     labels = torch.tensor([0] * 5 + [1] * 3 + [2] * 4)
     guesses = torch.tensor([7] * 5 + [9] * 3 + [2] * 4)
     p = torch.nn.functional.one_hot(guesses, k).float()
-    told = testset.confusion(TestSet(p, p, labels), tuple(f"c{i}" for i in range(k)))
+    told = testset.confusion(TestSet(p, p, labels), tuple(f"c{i}" for i in range(k)), Decision())
     assert told["matrix"] == []
     assert told["mistakes"] == [("c0", "c7", 5), ("c1", "c9", 3)]
+
+
+def test_two_rows_are_two_steps() -> None:
+    """P ≤ e^ε Q + δ, twice: P ≤ e^ε (e^ε R + δ) + δ."""
+    for epsilon, delta in ((0.5, 1e-5), (3.0, 1e-4)):
+        shown = float(privacy.Reading(epsilon, delta).two_rows.split("δ = ")[1])
+        assert delta + math.exp(epsilon) * delta <= shown <= 1.1 * (delta + math.exp(epsilon) * delta)
+
+
+def test_the_classes_table_is_that_of_the_metrics(run: Path) -> None:
+    found = read_run(run)
+    table = testset.by_class(found.test, found.classes, Decision())
+    scores = metrics.class_scores(found.test.averaged, found.test.labels)
+    assert [row[0] for row in table] == list(found.classes)
+    assert [int(row[1]) for row in table] == scores.count.tolist()
+    assert [row[3] for row in table] == [f"{v:.3f}" for v in scores.recall.tolist()]
+    assert [row[5] for row in table] == [f"{v:.3f}" for v in scores.auroc.tolist()]
+
+
+def test_an_axis_of_equal_widths_begins_at_zero() -> None:
+    """Between 0.01411 and 0.01416 there is nothing to see."""
+    layers = tuple(Layer(name=n, numel=4, sd_q05=0.01411, sd_median=0.01413, sd_q95=0.01416) for n in "ab")
+    assert width_chart(layers).x.low == 0.0
+    wide = (*layers, Layer(name="c", numel=4, sd_q05=0.1, sd_median=0.2, sd_q95=0.3))
+    assert width_chart(wide).x.log
 
 
 def test_widths_are_those_of_the_file(run: Path) -> None:
@@ -190,7 +216,8 @@ def test_the_ledger_bears_the_summary_out(run: Path) -> None:
     found = read_run(run)
     checked = privacy.check(found)
     assert checked.holds
-    assert checked.epsilon == found.summary.epsilon <= 6.0
+    assert checked.epsilon == min(checked.by_accountant.values()) < found.summary.epsilon <= 6.0
+    assert checked.by in ("pld", "prv")
     assert checked.releases == found.summary.steps
     assert set(checked.by_accountant) == {"rdp", "prv", "pld"}
 

@@ -139,10 +139,10 @@ def test_findings_say_what_a_constant_answer_is_worth() -> None:
     y = torch.tensor([0] * 170 + [1] * 30)
     p1 = torch.cat([torch.linspace(0.01, 0.2, 170), torch.linspace(0.1, 0.4, 30)])
     said = findings(torch.stack([1 - p1, p1], 1), y, Decision(), ("no", "yes"))
-    assert said["findings"][0] == "Recognised: 0 of 30 yes (0.0 %), 170 of 170 no (100.0 %)."
+    assert said["findings"][0] == "It recognises: 0 of 30 “yes” (0.0 %), 170 of 170 “no” (100.0 %)."
     assert "Balanced accuracy 50.0 %, where a constant answer has 50.0 %." in said["findings"][1]
-    assert "Accuracy 85.0 %, where always answering no has 85.0 %." in said["findings"][1]
-    assert said["warnings"][0].startswith("Never answered: yes. Its probabilities do tell yes apart")
+    assert "Accuracy 85.0 %, where always answering “no” has 85.0 %." in said["findings"][1]
+    assert said["warnings"][0].startswith("The model never answers “yes”. Its probabilities do tell “yes” apart")
     useful = findings(torch.stack([1 - p1, p1], 1), y, Decision(costs=(1.0, 6.0)), ("no", "yes"))
     assert useful["warnings"] == []
     with pytest.raises(ArgumentError, match="labels"):

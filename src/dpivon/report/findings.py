@@ -27,18 +27,20 @@ def findings(probs: Tensor, labels: Tensor, decision: Decision, classes: tuple[s
     if len(named) > _FEW:
         named = sorted(present, key=lambda k: float(scores.recall[k]))[:3]
     found = [
-        f"{int((scores.recall[k] * scores.count[k]).round())} of {int(scores.count[k])} {classes[k]} "
+        f"{int((scores.recall[k] * scores.count[k]).round())} of {int(scores.count[k])} “{classes[k]}” "
         f"({percent(float(scores.recall[k]))})"
         for k in named
     ]
-    least = "; least of all" if len(present) > _FEW else ""
-    said = [f"Recognised{least}: {', '.join(found)}."]
+    least = "; of these the least" if len(present) > _FEW else ""
+    said = [f"It recognises{least}: {', '.join(found)}."]
     answered = given >= 0
     common = classes[int(scores.count.argmax())]
+    of_answers = "" if bool(answered.all()) else " of its answers"
     balanced = percent(float(scores.recall.nanmean()))
+    right = percent(float((given == labels)[answered].double().mean()))
     said.append(
         f"Balanced accuracy {balanced}, where a constant answer has {percent(1 / len(present))}. "
-        f"Accuracy {percent(float((given == labels)[answered].double().mean()))}, where always answering {common} has "
+        f"Accuracy{of_answers} {right}, where always answering “{common}” has "
         f"{percent(majority_accuracy(probs, labels))}."
     )
     if not bool(answered.all()):
@@ -57,14 +59,16 @@ def findings(probs: Tensor, labels: Tensor, decision: Decision, classes: tuple[s
 def _ranking(scores: ClassScores, present: list[int], classes: tuple[str, ...]) -> str:
     mean = float(scores.auroc.nanmean())
     if math.isnan(mean):
-        return f"All test examples are {classes[present[0]]}, so nothing can be said of how it tells classes apart."
+        return f"All test examples are “{classes[present[0]]}”, so nothing can be said of how it tells classes apart."
     if len(classes) > 2:
         precision = float(scores.average_precision.nanmean())
         return f"AUROC {mean:.3f} and average precision {precision:.3f}, on average over the classes."
     rare = min(present, key=lambda k: int(scores.count[k]))
+    share, name = int(scores.count[rare]) / int(scores.count.sum()), classes[rare]
     return (
-        f"AUROC {mean:.3f} (0.5 is chance); average precision of {classes[rare]} {float(scores.average_precision[rare]):.3f}, "
-        f"where chance has {int(scores.count[rare]) / int(scores.count.sum()):.3f}."
+        f"AUROC {mean:.3f} (0.5 is chance); average precision of “{name}” {float(scores.average_precision[rare]):.3f}, where "
+        f"chance has {share:.3f}. Its probabilities of “{name}” are {percent(float(scores.mean_probability[rare]))} on "
+        f"average, and {percent(share)} of the examples are."
     )
 
 
@@ -74,17 +78,17 @@ def _warnings(scores: ClassScores, present: list[int], classes: tuple[str, ...])
     if not never and (len(present) < 2 or float(scores.recall.nanmean()) > chance + 0.1 * (1 - chance)):
         return []
     worst = never or [min(present, key=lambda k: float(scores.recall[k]))]
-    names = ", ".join(classes[k] for k in worst[:_FEW])
-    said = [
-        f"Never answered: {names}." if never else f"Hardly better than a constant answer: {names} is rarely recognised."
-    ]
+    names = ", ".join(f"“{classes[k]}”" for k in worst[:_FEW])
+    first = classes[worst[0]]
+    said = (
+        f"The model never answers {names}. "
+        if never
+        else f"Hardly better than a constant answer: it misses most {names}. "
+    )
     ranked = float(torch.nan_to_num(scores.auroc[worst]).max())
     if ranked > _USEFUL:
-        said.append(
-            f"Its probabilities do tell {classes[worst[0]]} apart to some extent (AUROC {ranked:.2f}): declare what not "
-            f"recognising it costs, such as --cost {classes[worst[0]]}=5, or decide at the classes’ shares (--prior, --cost "
-            "balanced)."
-        )
-    else:
-        said.append("Its probabilities hardly tell it apart either: more rows, a larger ε or other columns are needed.")
-    return [" ".join(said)]
+        return [
+            f"{said}Its probabilities do tell “{first}” apart to some extent (AUROC {ranked:.2f}): declare what missing it "
+            f"costs, such as `--cost {first}=5`, or decide at the classes’ shares, `--prior count --cost balanced`."
+        ]
+    return [f"{said}Its probabilities hardly tell it apart either: it takes more rows, a larger ε or other columns."]

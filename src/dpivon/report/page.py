@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from dpivon._version import __version__
 from dpivon.report.chart import Chart
@@ -37,11 +37,16 @@ class Section:
     values: dict[str, Any] = field(default_factory=dict)
     charts: tuple[Chart, ...] = ()
     left_out: str = ""
+    folded: bool = False  # until the reader opens it
 
 
 @dataclass(frozen=True)
 class Content:
-    """All that a page says of a folder of some ``kind``: ``facts`` are the few numbers at its top."""
+    """All that a page says of a folder of some ``kind``.
+
+    At its top: ``unit`` is the first line, ``about`` says what and whose it is, ``warnings`` and ``findings`` are what a
+    reader must know, and ``facts`` a few numbers.
+    """
 
     kind: str
     title: str
@@ -51,6 +56,11 @@ class Content:
     confusion: tuple[tuple[str, ...], list[list[int]]] | None = (
         None  # classes and counts, as a figure besides the charts
     )
+
+    unit: str = ""
+    about: Sequence[tuple[str, str]] = ()
+    warnings: Sequence[str] = ()
+    findings: Sequence[str] = ()
 
     @property
     def charts(self) -> list[Chart]:
@@ -72,12 +82,11 @@ def page(content: Content, command: str) -> str:
         charts, body = {chart.id: chart for chart in section.charts}, ""
         if not section.left_out:
             body = environment.get_template(section.template).render(section.values, charts=charts)
-        shown.append({"id": section.id, "title": section.title, "left_out": section.left_out, "body": Markup(body)})
+        own = {"id": section.id, "title": section.title, "left_out": section.left_out, "folded": section.folded}
+        shown.append({**own, "body": Markup(body)})
     data = {chart.id: chart.data() for chart in content.charts}
     return environment.get_template("page.html").render(
-        title=content.title,
-        intro=content.intro,
-        facts=content.facts,
+        content=content,
         sections=shown,
         command=command,
         generator=GENERATOR,
@@ -114,9 +123,15 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["code"] = _code
     environment.filters["digits"] = lambda value, n=4: f"{value:.{n}g}"
     environment.filters["fixed"] = lambda value, n=3: f"{value:.{n}f}"
     return environment
+
+
+def _code(text: str) -> Markup:
+    """Escaped, with what stands between backticks as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(clean(text)))))
 
 
 def _asset(name: str) -> str:

@@ -91,8 +91,8 @@ class Reading:
 
     @property
     def two_rows(self) -> str:
-        """A person with two rows: group privacy."""
-        delta = _up(2 * factor(self.epsilon) * self.delta, 2)
+        """A person with two rows, by group privacy: from one to the other in two steps, δ + e^ε δ."""
+        delta = _up((1 + factor(self.epsilon)) * self.delta, 2)
         return f"ε = {shown(2 * self.epsilon)}, δ = {min(1.0, delta):.2g}"
 
 
@@ -118,9 +118,10 @@ def _up(value: float, digits: int) -> float:
 
 @dataclass(frozen=True)
 class Checked:
-    """ε as it is reported: the summary's, or the ledger's where that is larger."""
+    """ε as it is reported: by each accountant the summary's, or the ledger's where that is larger; the least of them holds."""
 
     epsilon: float
+    by: str
     by_accountant: dict[str, float]
     problems: tuple[str, ...]
     releases: int | None = None
@@ -135,7 +136,7 @@ def check(run: RunFolder) -> Checked:
     summary, stated = run.summary, dict(run.summary.epsilon_by_accountant)
     stated.setdefault(summary.accountant, summary.epsilon)
     if run.ledger is None:
-        return Checked(max(summary.epsilon, stated[summary.accountant]), stated, ())
+        return Checked(max(summary.epsilon, stated[summary.accountant]), summary.accountant, stated, ())
     problems = []
     if summary.ledger_digest and run.ledger.digest != summary.ledger_digest:
         problems.append(
@@ -148,7 +149,8 @@ def check(run: RunFolder) -> Checked:
             )  # an accountant that falls back to RDP gives an upper bound too
             counted = epsilons(history(run.ledger.record, 0), summary.delta)
     except (DpivonError, IndexError) as error:
-        return Checked(math.inf, stated, (*problems, f"No ε can be computed from the ledger: {error}"))
+        problems.append(f"No ε can be computed from the ledger: {error}")
+        return Checked(math.inf, summary.accountant, stated, tuple(problems))
     larger = {name: max(value, stated.get(name, 0.0)) for name, value in counted.items()}
     for name, value in counted.items():
         if value > stated.get(name, math.inf) * (1 + _SLACK):
@@ -156,9 +158,8 @@ def check(run: RunFolder) -> Checked:
                 f"By {name.upper()} the ledger's releases cost ε = {shown(value)}, more than the {shown(stated[name])} of the "
                 "summary. The ledger's is reported here."
             )
-    together = stated | larger
-    epsilon = max(summary.epsilon, together.get(summary.accountant, summary.epsilon))
-    return Checked(epsilon, together, tuple(problems), run.ledger.record.releases)
+    least = min(larger, key=lambda name: larger[name])  # of those that the ledger bears out
+    return Checked(larger[least], least, stated | larger, tuple(problems), run.ledger.record.releases)
 
 
 def _title(accountant: str) -> str:
@@ -168,7 +169,7 @@ def _title(accountant: str) -> str:
 def section(run: RunFolder, checked: Checked) -> Section:
     summary = run.summary
     accountants = [
-        (_title(name), Reading(value, summary.delta), name == summary.accountant)
+        (_title(name), Reading(value, summary.delta), name == checked.by, name == summary.accountant)
         for name, value in sorted(checked.by_accountant.items(), key=lambda item: item[1])
     ]
     return Section(
@@ -178,7 +179,7 @@ def section(run: RunFolder, checked: Checked) -> Section:
         {
             "reading": Reading(checked.epsilon, summary.delta),
             "summary": summary,
-            "accountant": _title(summary.accountant),
+            "accountant": _title(checked.by),
             "accountants": accountants,
             "checked": checked,
             "has_ledger": run.ledger is not None,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from dpivon.methods import METHODS
-from dpivon.metrics import accuracy, ece
+from dpivon.metrics import auroc, balanced_accuracy, ece
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.report import privacy, testset
 from dpivon.report.chart import GREEN, ORANGE, Axis, Chart, Panel, Point, Series, View
+from dpivon.report.findings import findings, percent
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.run_folder import Layer, RunFolder, read
 
@@ -24,9 +26,9 @@ def content(folder: Path, again: str) -> Content:
     seconds = "" if summary.seconds is None else f"{summary.seconds:.1f} s"
     machine = {"hardware": summary.hardware, "training took": seconds, **summary.versions}
     sections = [
+        testset.section(run),
         privacy.section(run, checked),
         _training(run),
-        testset.section(run),
         testset.examples(run),
         _width(run),
         Section(
@@ -35,6 +37,7 @@ def content(folder: Path, again: str) -> Content:
             "configuration.html",
             {"config": run.config},
             left_out="" if run.config is not None else "The folder holds no config.yaml.",
+            folded=True,
         ),
         Section(
             "choices",
@@ -42,26 +45,53 @@ def content(folder: Path, again: str) -> Content:
             "choices.html",
             {"choices": summary.choices_not_made},
             left_out="" if summary.choices_not_made else "The summary names none.",
+            folded=True,
         ),
         _ledger(run),
-        versions(machine, again),
+        replace(versions(machine, again), folded=True),
     ]
     reading = privacy.Reading(checked.epsilon, summary.delta)
     facts = [("ε", reading.shown), ("δ", f"{summary.delta:g}"), ("an attacker guesses right at most", reading.guess)]
+    said: dict[str, list[str]] = {
+        "warnings": [],
+        "findings": ["No test data was given: how good the model is is not known."],
+    }
     if run.test is not None:
-        t = run.test
-        facts += [("test accuracy", f"{accuracy(t.averaged, t.labels):.1%}".replace("%", " %"))]
-        facts += [("test ECE", f"{ece(t.averaged, t.labels):.3f}")]
+        t, decision = run.test, summary.decision
+        given = decision.labels(t.averaged)
+        balanced = balanced_accuracy(t.averaged, t.labels, given)
+        facts += [("balanced accuracy", percent(balanced))]
+        facts += [("AUROC (chance: 0.5)", f"{auroc(t.averaged, t.labels):.3f}")]
+        facts += [("calibration error (ECE)", f"{ece(t.averaged, t.labels):.3f}")]
+        said = findings(t.averaged, t.labels, decision, run.classes)
+    elif summary.metrics:
+        said["findings"] = []
+    return Content("run", _title(run), "", facts, sections, testset.confusion_of(run), _unit(run), _about(run), **said)
+
+
+def _title(run: RunFolder) -> str:
+    """The configuration's, or what is predicted from what; never the algorithm alone."""
+    about, target = run.summary.about, run.summary.task.target
+    if about.title or not about.dataset:
+        return about.title or "A private model: what it can do, and what it reveals"
+    return f"{about.dataset}: predicting {target}" if target else about.dataset
+
+
+def _unit(run: RunFolder) -> str:
+    """The page's first line."""
+    summary = run.summary
+    size = "" if summary.dataset_size is None else f" of {summary.dataset_size:,}"
+    if summary.unit:
+        return f"Unit of privacy: one person{size}, with all their rows (column {summary.unit})."
+    return f"Unit of privacy: one row{size} of the data. A person with several rows is protected less."
+
+
+def _about(run: RunFolder) -> list[tuple[str, str]]:
+    summary, about = run.summary, run.summary.about
     method = METHODS[summary.method].title if summary.method in METHODS else summary.method
-    size = (
-        ""
-        if summary.dataset_size is None
-        else f" on {summary.dataset_size:,} {'people' if summary.unit else 'examples'}"
-    )
-    words = [part for part in (summary.task.inputs, summary.task.network) if part]
-    intro = f"One private training{size}{': ' + '; '.join(words) if words else ''}."
-    title = f"{method}: privacy and predictions"
-    return Content("run", title, intro, facts, sections, testset.confusion_of(run))
+    model = "; ".join(part for part in (summary.task.inputs, summary.task.network, method) if part)
+    rows = [("purpose", about.purpose), ("data", about.dataset), ("responsible", about.responsible)]
+    return [(name, value) for name, value in (*rows, ("date", about.date), ("model", model)) if value]
 
 
 def _training(run: RunFolder) -> Section:
@@ -81,10 +111,11 @@ def _training(run: RunFolder) -> Section:
     views = []
     for column, label in _HELDOUT.items():
         if points := tuple(Point(e.step, y) for e in run.progress if (y := getattr(e, column)) is not None):
-            views.append(View(label, Axis(label), (Panel("", (Series(label, points, GREEN, marker="o"),)),)))
+            axis = Axis(label, low=0, high=1) if column == "heldout_accuracy" else Axis(label, low=0)
+            views.append(View(label, axis, (Panel("", (Series(label, points, GREEN, marker="o"),)),)))
     caption = "Computed from held-out examples without noise: not private, and no part of the model."
     heldout = Chart("heldout", "Scores on held-out data", caption, Axis("step", low=0), tuple(views))
-    return Section("training", title, "figures.html", charts=(epsilon, heldout) if views else (epsilon,))
+    return Section("training", title, "figures.html", charts=(epsilon, heldout) if views else (epsilon,), folded=True)
 
 
 def _width(run: RunFolder) -> Section:
@@ -92,7 +123,7 @@ def _width(run: RunFolder) -> Section:
     if not run.layers:
         left_out = "The model is a point estimate (no posterior.json), so it has no width."
         return Section("width", title, left_out=left_out)
-    return Section("width", title, "figures.html", charts=(width_chart(run.layers),))
+    return Section("width", title, "figures.html", charts=(width_chart(run.layers),), folded=True)
 
 
 def width_chart(layers: tuple[Layer, ...]) -> Chart:
@@ -107,7 +138,7 @@ def width_chart(layers: tuple[Layer, ...]) -> Chart:
         "width",
         "Posterior standard deviation of the weights",
         "Dots are medians, bars hold 90 % of a layer’s weights. Narrow: the releases determined them well.",
-        Axis("posterior standard deviation σ", log=spread > 5),
+        Axis("posterior standard deviation σ", log=spread > 5, low=None if spread > 5 else 0.0),
         (
             View(
                 "σ",
@@ -131,4 +162,4 @@ def _ledger(run: RunFolder) -> Section:
         "show": shlex.join(["dpivon", "ledger", "show", str(run.folder), "--delta", f"{run.summary.delta:g}"]),
         "sum": shlex.join(["sha256sum", str(run.folder / LEDGER)]),
     }
-    return Section("ledger", title, "ledger.html", values)
+    return Section("ledger", title, "ledger.html", values, folded=True)

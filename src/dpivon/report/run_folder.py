@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from dpivon.decisions import Decision
 from dpivon.durable.files import read_json
 from dpivon.durable.ledger import Record
 from dpivon.durable.ledger import read as read_ledger
@@ -38,14 +39,26 @@ class _Values(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
 
+class About(_Values):
+    """What the configuration says the model is."""
+
+    title: str = ""
+    date: str = ""
+    purpose: str = ""
+    responsible: str = ""
+    dataset: str = ""
+
+
 class Task(_Values):
     classes: tuple[str, ...] = ()
+    target: str | None = None
     inputs: str = ""
     network: str = ""
 
 
 class Summary(_Values):
     format: Literal[1]
+    about: About = About()
     method: str
     epsilon: float
     delta: float
@@ -62,6 +75,7 @@ class Summary(_Values):
     versions: dict[str, str] = {}
     task: Task = Task()
     metrics: dict[str, float | None] | None = None
+    decision: Decision = Decision()
     public_inputs: tuple[str, ...] = ()
     choices_not_made: tuple[str, ...] = ()
     ledger_digest: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +12,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.metrics import accuracy, adaptive_ece, aurc, brier, ece, nll, reliability_bins, risk_coverage, wilson
+from dpivon.decisions import Decision
+from dpivon.metrics import (
+    accuracy,
+    adaptive_ece,
+    aurc,
+    auroc,
+    average_precision,
+    balanced_accuracy,
+    brier,
+    class_scores,
+    ece,
+    majority_accuracy,
+    nll,
+    reliability_bins,
+    risk_coverage,
+    wilson,
+)
 from dpivon.report.chart import BLUE, GREY, ORANGE, Axis, Chart, Panel, Point, Series, View
 from dpivon.report.page import Section
 from dpivon.report.run_folder import RunFolder, TestSet
 
 BINS, MOST_POINTS, MOST_CLASSES, MOST_EXAMPLES = 15, 200, 20, 12
 _SCORES = (
-    ("accuracy", accuracy, "higher is better"),
+    ("accuracy", accuracy, "of the most probable class; higher is better"),
+    ("accuracy of a constant answer", majority_accuracy, "always the most frequent class: what accuracy has to exceed"),
+    ("balanced accuracy", balanced_accuracy, "mean recall of the classes; a constant answer has 1 over their number"),
+    ("AUROC", auroc, "mean over the classes; 0.5 is chance"),
+    ("average precision", average_precision, "mean over the classes; chance is a class’s share"),
     ("NLL (nats)", nll, "lower is better"),
     ("Brier score", brier, "0 to 2, lower is better"),
     (f"ECE ({BINS} bins)", ece, "lower is better"),
@@ -36,10 +57,23 @@ def section(run: RunFolder) -> Section:
         return Section("test", title, left_out=left_out)
     t = run.test
     scores = [(name, score(t.averaged, t.labels), score(t.mean, t.labels), better) for name, score, better in _SCORES]
+    decision = run.summary.decision
     values: dict[str, Any] = {"scores": scores, "n": len(t.labels), "same": torch.equal(t.averaged, t.mean)}
-    return Section(
-        "test", title, "test.html", values | confusion(t, run.classes), (reliability(_both(t), t.labels), risk(t))
-    )
+    values |= {"by_class": by_class(t, run.classes, decision), "decision": decision.told(run.classes)}
+    values |= confusion(t, run.classes, decision)
+    return Section("test", title, "test.html", values, (reliability(_both(t), t.labels), risk(t)))
+
+
+def by_class(t: TestSet, classes: tuple[str, ...], decision: Decision) -> list[list[str]]:
+    """A row of the table of classes: name, counts, and scores, a dash where one is not defined."""
+    s = class_scores(t.averaged, t.labels, decision.labels(t.averaged))
+    shares = s.count / len(t.labels)
+    scores = (s.recall, s.precision, s.auroc, s.average_precision, s.mean_probability, shares)
+    return [
+        [name, f"{int(s.count[k])}", f"{int(s.predicted[k])}"]
+        + ["–" if math.isnan(v := float(score[k])) else f"{v:.3f}" for score in scores]
+        for k, name in enumerate(classes)
+    ]
 
 
 def _both(t: TestSet) -> tuple[tuple[str, Tensor, str], ...]:
@@ -106,31 +140,33 @@ def risk(t: TestSet) -> Chart:
     )
 
 
-def counts(t: TestSet, k: int) -> Tensor:
-    """Examples by true and predicted class, [k, k]."""
-    return torch.bincount(t.labels * k + t.averaged.argmax(1), minlength=k * k).reshape(k, k)
+def counts(t: TestSet, k: int, decision: Decision) -> Tensor:
+    """Examples by true class and answer, [k, k]; without those that got none."""
+    given = decision.labels(t.averaged)
+    return torch.bincount((t.labels * k + given)[given >= 0], minlength=k * k).reshape(k, k)
 
 
-def confusion(t: TestSet, classes: tuple[str, ...]) -> dict[str, Any]:
+def confusion(t: TestSet, classes: tuple[str, ...], decision: Decision) -> dict[str, Any]:
     """The confusion matrix; with many classes only the most frequent mistakes."""
     k = len(classes)
-    found = counts(t, k)
+    found = counts(t, k, decision)
+    abstained = len(t.labels) - int(found.sum())
     if k <= MOST_CLASSES:
         shares = found / found.sum(1, keepdim=True).clamp_min(1)
         level = (shares * 10).ceil().long().clamp(0, 10)
         matrix = [list(zip(row, shade, strict=True)) for row, shade in zip(found.tolist(), level.tolist(), strict=True)]
-        return {"classes": classes, "matrix": matrix, "mistakes": []}
+        return {"classes": classes, "matrix": matrix, "mistakes": [], "abstained": abstained}
     wrong = found.clone().fill_diagonal_(0).flatten()
     order = wrong.argsort(descending=True, stable=True)[:MOST_CLASSES].tolist()
     mistakes = [(classes[i // k], classes[i % k], int(wrong[i])) for i in order if wrong[i] > 0]
-    return {"classes": classes, "matrix": [], "mistakes": mistakes}
+    return {"classes": classes, "matrix": [], "mistakes": mistakes, "abstained": abstained}
 
 
 def confusion_of(run: RunFolder) -> tuple[tuple[str, ...], list[list[int]]] | None:
     """The matrix for a figure, if there are few enough classes to read it."""
     if run.test is None or len(run.classes) > MOST_CLASSES:
         return None
-    return run.classes, counts(run.test, len(run.classes)).tolist()
+    return run.classes, counts(run.test, len(run.classes), run.summary.decision).tolist()
 
 
 def examples(run: RunFolder) -> Section:
@@ -148,7 +184,8 @@ def examples(run: RunFolder) -> Section:
     surest, least = (
         [_example(t, i, run.classes, images) for i in part] for part in (order[:half], order[half:][::-1][:half])
     )
-    return Section("examples", title, "examples.html", {"groups": (("Most certain", surest), ("Least certain", least))})
+    groups = {"groups": (("Most certain", surest), ("Least certain", least))}
+    return Section("examples", title, "examples.html", groups, folded=True)
 
 
 def _example(t: TestSet, i: int, classes: tuple[str, ...], images: dict[int, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpivon.errors import bad, check_whole
+from dpivon.errors import bad, check_number, check_whole
 from dpivon.methods import METHODS
 from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT
 from dpivon.terminal import say, warnings_as_lines
@@ -195,6 +195,10 @@ def predict(
         int | None, typer.Option(help="Posterior draws to average; by default as trained. 0: the posterior mean.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the posterior draws; the same gives the same predictions.")] = 0,
+    abstain: Annotated[
+        float | None,
+        typer.Option(help="Answer `abstain` where no class reaches this probability; by default as trained."),
+    ] = None,
     proceed: Annotated[bool, typer.Option("--proceed", help="Predict although rows do not look as declared.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
@@ -212,9 +216,11 @@ def predict(
 
     fix = "Use a whole number of draws, or 0 for the posterior mean"
     samples = None if samples is None else check_whole("samples", samples, fix)
+    if abstain is not None:
+        check_number("abstain", abstain, "Use a probability such as 0.7", at_least=0.0, below=1.0)
     if check_whole("seed", seed, "Use a small number such as 0") >= 2**63:
         raise bad("seed", seed, "is too large", "Use a small number such as 0")
-    found = predict_file(load(model), ",".join(data), out, samples=samples, seed=seed, proceed=proceed)
+    found = predict_file(load(model), ",".join(data), out, samples=samples, seed=seed, abstain=abstain, proceed=proceed)
     stated = {
         "out": str(out),
         "examples": len(found.probs),

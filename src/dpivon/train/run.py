@@ -229,6 +229,7 @@ def _finish(
         "task": {
             "kind": description.inputs.kind,
             "classes": list(config.classes),
+            "target": config.target,
             "inputs": description.inputs.told(),
             "network": description.network.told(),
         },

@@ -20,3 +20,11 @@
   button.hidden = false;
   tell();
 })();
+
+// A link to a folded section opens it; paper gets all of them.
+(() => {
+  const open = () => document.getElementById(location.hash.slice(1))?.querySelector(".fold")?.setAttribute("open", "");
+  addEventListener("hashchange", open);
+  open();
+  addEventListener("beforeprint", () => document.querySelectorAll(".fold").forEach((fold) => fold.setAttribute("open", "")));
+})();
