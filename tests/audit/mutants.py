@@ -55,6 +55,7 @@ from noise_bugs import (
     shared_seed,
     wrong_variance,
 )
+from people_bugs import n_counts_rows, people_cut_in_two, rows_added_up, rows_clipped_apart, rows_drawn
 from rank_bugs import (
     all_of_the_batch_on_every_rank,
     averaged_over_ranks,
@@ -209,6 +210,7 @@ def mutants() -> list[Mutant]:
         Mutant("all of the batch on every rank", "every example W times", poisson, all_of_the_batch_on_every_rank()),
         Mutant("a rank skips its empty part", "its absence is seen, or awaited", first_once, empty_part_skipped()),
         *_of_views(definition=definition, moves=moves),
+        *_of_people(definition=definition, moves=moves, poisson=poisson, first_once=first_once),
         Mutant(
             "only the first rank charges", "ε as another rank states it is 0", first_once, other_ranks_do_not_charge()
         ),
@@ -252,4 +254,15 @@ def _of_views(definition: str, moves: str) -> list[Mutant]:
     return [
         Mutant("views clipped apart", "K·C under one charge", moves, views_clipped_apart(), views),
         Mutant("views added up, not averaged", "another gradient", definition, views_added_up(), views),
+    ]
+
+
+def _of_people(definition: str, moves: str, poisson: str, first_once: str) -> list[Mutant]:
+    people = {"rows_per_user": 3}
+    return [
+        Mutant("rows of a person clipped apart", "as many times C as rows", moves, rows_clipped_apart(), people),
+        Mutant("rows of a person added up", "where the mean is stated", definition, rows_added_up(), people),
+        Mutant("rows drawn, not people", "who has many is there more often", poisson, rows_drawn(), people),
+        Mutant("N counts rows", "q is charged too small", first_once, n_counts_rows(), people),
+        Mutant("a person cut in two", "by micro-batches: 2C", "in parts", people_cut_in_two(), people),
     ]

@@ -19,7 +19,7 @@ from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.probes import probe
 from dpivon.audit.run import CHECKS
 from dpivon.audit.session import silence, start
-from dpivon.audit.subject import PATHS, VARIED_PATHS, Setting
+from dpivon.audit.subject import PATHS, PEOPLE_PATHS, VARIED_PATHS, Setting
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.cli import app
@@ -66,6 +66,14 @@ def test_it_passes_with_views_too(path: str, views: int) -> None:
     assert sum(f.holds is True for f in findings) >= 14
 
 
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("path", PEOPLE_PATHS)
+def test_it_passes_with_people_too(path: str) -> None:
+    findings = [check(probe(path, METHOD, rows_per_user=3)) for check in (*TIER_A, *TIER_B)]
+    assert [f for f in findings if f.holds is False] == []
+    assert sum(f.holds is True for f in findings) >= 14
+
+
 @pytest.mark.parametrize("method", ["dp-calm", "dp-steady"])
 @pytest.mark.parametrize("path", ["bookkeeping", "stacked"])
 def test_a_curvature_that_overflows_is_no_trace_of_the_data(path: str, method: str) -> None:
@@ -85,6 +93,8 @@ def test_it_passes_inside_the_callers_autocast(path: str) -> None:
 def test_what_a_path_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match="views=3: is not for path='distributed'"):
         probe("distributed", METHOD, views=3)
+    with pytest.raises(ArgumentError, match="rows_per_user=3: is not for path='stacked'"):
+        probe("stacked", METHOD, rows_per_user=3)
 
 
 @pytest.mark.parametrize("path", [p for p in RUNNABLE if p in ("bookkeeping", "distributed")])

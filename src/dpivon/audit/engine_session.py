@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from dpivon.audit.session import Answer, Observed, Session
 from dpivon.audit.subject import Setting, Subject
@@ -20,6 +21,7 @@ from dpivon.optim.ivon import IVON
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.layers.registry import forward_for, rule_for
+from dpivon.privacy.logical_batch import _Split
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.mechanism import NoiseSpec
 
@@ -80,15 +82,18 @@ class EngineSession(Session):
         self.engine = engine or PrivacyEngine(generator=torch.default_generator)  # equal settings, equal streams
         self.module, self.inner = make_optimizer(subject, setting)
         self.criterion, self._t = PerExampleLoss(subject.loss), 0
+        self._owners = torch.tensor([i for i in range(len(subject.inputs)) for _ in range(subject.rows_of(i))])
+        self._data = TensorDataset(subject.inputs[self._owners], subject.labels[self._owners])
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=self.module,
             optimizer=self.inner,
-            data_loader=DataLoader(TensorDataset(subject.inputs, subject.labels), batch_size=1),
+            data_loader=DataLoader(self._data, batch_size=1),
             noise_multiplier=setting.sigma,
             max_grad_norm=setting.bound,
             dataset_size=setting.size,
             expected_batch_size=setting.batch,
             augmentations=subject.views,
+            user_ids=self._owners if subject.rows_per_user > 1 else None,
         )
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
 
@@ -104,13 +109,15 @@ class EngineSession(Session):
 
     def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
         next(iter(self.loader))
-        size = max(1, -(-len(rows) // 3))
-        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        chosen = _Chosen(self._rows(rows), self._sizes(rows))
+        split = _Split(chosen, max(1, -(-len(chosen.rows) // 3)), even=False)
         seen = []
-        for i, part in enumerate(parts):
-            self.optimizer.begin_micro_batch(first=i == 0, last=i == len(parts) - 1)
+        for part in split:
+            first, last, sizes = split.flags.popleft()
+            self.optimizer.begin_micro_batch(first=first, last=last)
+            self.optimizer.draws.sizes = sizes
             before = self.optimizer.last_release
-            observed = self._step(*self._batch(part))
+            observed = self._step(*self._taken(part))
             if self.optimizer.last_release is not before:
                 seen.append(observed)
         self.optimizer.abandon_virtual_batch()
@@ -132,8 +139,20 @@ class EngineSession(Session):
             self._step(*(t.repeat_interleave(self.subject.views, 0) for t in (x, y)))
 
     def _batch(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch of these examples; where they are people, with all their rows, and the optimizer knows whose each is."""
+        self.optimizer.draws.sizes = self._sizes(rows)
+        return self._taken(self._rows(rows))
+
+    def _sizes(self, examples: Sequence[int]) -> tuple[int, ...] | None:
+        return tuple(map(self.subject.rows_of, examples)) if self.subject.rows_per_user > 1 else None
+
+    def _rows(self, examples: Sequence[int]) -> list[int]:
+        return [row for i in examples for row in (self._owners == i).nonzero().flatten().tolist()]
+
+    def _taken(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(list(rows), dtype=torch.int64).repeat_interleave(self.subject.views)
-        return self.subject.inputs[index], self.subject.labels[index]
+        inputs, labels = self._data.tensors
+        return inputs[index], labels[index]
 
     def _step(self, x: Tensor, y: Tensor) -> Observed:
         torch.manual_seed(self.setting.seed + 1000 + self._t)  # a random forward pass draws the same in two worlds
@@ -164,7 +183,10 @@ class EngineSession(Session):
     def sampled(self, steps: int) -> list[list[int]]:
         sampler = self.loader.batch_sampler
         sampler.steps = steps
-        return list(sampler)
+        drawn = list(sampler)
+        if self.subject.rows_per_user > 1:
+            drawn = [list(dict.fromkeys(self._owners[rows].tolist())) for rows in drawn]
+        return drawn
 
     def state(self) -> list[Tensor]:
         posterior = self.optimizer.posterior()
@@ -177,6 +199,17 @@ class EngineSession(Session):
 
     def means(self) -> Tensor:
         return torch.cat([p.detach().flatten().double() for p in self.optimizer.params])
+
+
+class _Chosen(Sampler[list[int]]):
+    """A sampler of one batch, which the auditor chose."""
+
+    def __init__(self, rows: list[int], sizes: tuple[int, ...] | None) -> None:
+        self.rows, self.people = rows, sizes
+        self.sizes = deque([] if sizes is None else [sizes])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield self.rows
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

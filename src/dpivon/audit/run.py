@@ -100,6 +100,7 @@ def audit(
     seed: int = 0,
     views: int = 1,
     autocast: bool = False,
+    rows_per_user: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> Audit:
     """Look for signs that private training of this model, by this method on this path, is not as private as it says.
@@ -122,11 +123,13 @@ def audit(
         seed: of all randomness in the audited runs.
         views: several of every example, averaged before clipping; all alike, so that what they must give is known.
         autocast: make every step inside bf16 autocast, as a caller may who wants speed.
+        rows_per_user: audit privacy per person: examples are people who have from one to so many rows, all alike.
         progress: called with the name of each check before it runs.
     """
     inputs, labels = _take(data)
     views = check_whole("views", views, "Use 1 for the example itself", at_least=1)
-    subject = Subject(model, inputs, labels, method, path, loss, seed, views, autocast)
+    most = check_whole("rows_per_user", rows_per_user, "Use 1 where the unit of privacy is the row", at_least=1)
+    subject = Subject(model, inputs, labels, method, path, loss, seed, views, autocast, most)
     if path == "distributed":
         check_forks(path)
     begun, tell = time.perf_counter(), progress or (lambda name: None)
@@ -143,6 +146,7 @@ def audit(
     spent = round(time.perf_counter() - begun, 1)
     how = [path, *([f"{views} views"] if views > 1 else [])]
     how += ["autocast"] if autocast else []
+    how += [f"people of up to {most} rows"] if most > 1 else []
     return Audit(", ".join(how), subject.name, type(model).__name__, size, findings, audited, spent)
 
 

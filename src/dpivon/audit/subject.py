@@ -27,6 +27,8 @@ STACK_PATHS = ("stacked", "captured")
 PATHS = (*ENGINE_PATHS, *STACK_PATHS)
 #: Those that can average over views.
 VARIED_PATHS = ("bookkeeping", "alone", *STACK_PATHS)
+#: Those that can have people as the unit of privacy, and an audit of it.
+PEOPLE_PATHS = ("bookkeeping", "alone")
 #: Opacus's names for ways to compute gradients.
 MODES = ("hooks", "functorch", "ew", "ghost")
 
@@ -78,6 +80,9 @@ class Subject:
     seed: int = 0  # of all randomness in its runs
     views: int = 1  # of every example, all alike, so that their mean is what one of them gives
     autocast: bool = False  # whether all of a step is made inside the caller's bf16 autocast
+    rows_per_user: int = (
+        1  # example i is a person with 1 + i mod so many rows, all alike, so that their mean is one of them
+    )
 
     def __post_init__(self) -> None:
         check_path(self.path)
@@ -90,6 +95,9 @@ class Subject:
         if self.views > 1 and self.path not in VARIED_PATHS:
             fix = f"Use one of {', '.join(map(repr, VARIED_PATHS))}"
             raise bad("views", self.views, f"is not for path={self.path!r}", fix)
+        if self.rows_per_user > 1 and self.path not in PEOPLE_PATHS:
+            fix = f"Use one of {', '.join(map(repr, PEOPLE_PATHS))}"
+            raise bad("rows_per_user", self.rows_per_user, f"is not for path={self.path!r}", fix)
         if self.stacked and self.views > 1 and self.inputs.dim() != 4:
             problem = f"are of images on path={self.path!r}, and the inputs have shape {tuple(self.inputs.shape)}"
             raise bad(
@@ -97,6 +105,10 @@ class Subject:
             )
         if len(self.inputs) != len(self.labels) or len(self.inputs) < 4:
             raise bad("data", (len(self.inputs), len(self.labels)), "is too small", "Give at least 4 labelled examples")
+
+    def rows_of(self, example: int) -> int:
+        """How many rows an example has, where it is a person."""
+        return 1 + example % self.rows_per_user
 
     @property
     def stacked(self) -> bool:
