@@ -19,6 +19,7 @@ from torch import Tensor
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.ivon_rule import std
+from dpivon.optim.prior import damping
 from dpivon.posterior import Posterior
 
 
@@ -168,7 +169,7 @@ class Diagnostics:
                 h = inner.state[p].get("hess") if p in inner.state else None
                 if h is not None:
                     hess.append(h)
-                    width.append(std(h, ess=group["ess"], weight_decay=group["weight_decay"]))
+                    width.append(std(h, ess=group["ess"], weight_decay=damping(inner.state[p], group)))
         return (Spread.of(hess), Spread.of(width)) if hess else (Spread(), Spread())
 
     def _step(self) -> int:

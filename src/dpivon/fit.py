@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ def fit(
     clipping: str | Clipping = "flat",
     user_ids: Any = None,
     rows_per_user: int | None = None,
+    prior: Posterior | str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
@@ -126,6 +128,7 @@ def fit(
         user_ids: whose each row is, for privacy per person (:meth:`dpivon.PrivacyEngine.make_private`): N and b count people.
             The steps are then those of a loop of your own, not one captured program.
         rows_per_user: at most so many rows of a person in a step, drawn afresh; None for all.
+        prior: of the weights, as for :class:`dpivon.IVON`; begin at its mean by putting that into ``model``.
         on_progress: ``on_progress(done, steps)`` is called after every block.
 
     A method that averages its iterates returns the average.
@@ -147,9 +150,9 @@ def fit(
     given, seed = seed, secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
     if people is not None:
-        if augment is not None or dtype != torch.float32:
-            fix = "Leave augment and dtype out, or write the loop with PrivacyEngine.make_private(user_ids=…)"
-            raise bad("user_ids", f"{len(people)} people", "train in fp32 and without augmentations here", fix)
+        if augment is not None or prior is not None or dtype != torch.float32:
+            fix = "Leave augment, prior and dtype out, or write the loop with PrivacyEngine.make_private(user_ids=…)"
+            raise bad("user_ids", f"{len(people)} people", "train in fp32, without augmentations or prior here", fix)
         # Of a seed the engine's generators read 32 bits: without one they are seeded by the operating system.
         own = None if given is None else torch.Generator().manual_seed(given)
         engine = PrivacyEngine(accountant=accountant, generator=own)
@@ -158,7 +161,7 @@ def fit(
     network = network_for(model, loss, augment, clipping)
     start = network.pack(model).unsqueeze(0)
     known: dict[str, Any] = {"dataset_size": n, "steps": plan.steps}
-    known |= {"augment": augment, "clipping": clipping, "accountant": accountant}
+    known |= {"augment": augment, "clipping": clipping, "accountant": accountant, "prior": prior}
     stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, **known)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from dpivon.errors import DpivonError, PrivacyError, bad, check_whole
 from dpivon.optim import curvature as curvatures
 from dpivon.optim.curvature import CurvatureEstimator, Evidence, memory_of
 from dpivon.optim.ivon_rule import DEFAULTS, ivon_step, std, variance
-from dpivon.optim.parameters import dense, follow, full_dtype, full_means, restore
+from dpivon.optim.parameters import dense, follow, full_dtype, full_means, ready, restore
+from dpivon.optim.prior import damping, dampings
 from dpivon.optim.rule import check_hyper
 from dpivon.optim.rule import debias as one_minus_power
 from dpivon.optim.rule_optimizer import NO_GRADIENT, ReleaseOptimizer
@@ -24,7 +26,7 @@ from dpivon.optim.tensors import TensorList
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, set_aside
 from dpivon.posterior import Posterior
 from dpivon.release import Release
-from dpivon.shards import is_sharded, local
+from dpivon.shards import local
 
 _MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
@@ -61,6 +63,10 @@ class IVON(ReleaseOptimizer):
         hess_approx: upstream's name for ``curvature`` (``"price"`` or ``"gradsq"``), for those who migrate.
         curvature_decay: ρ of the averages over steps that some estimators keep (in the state, under ``curvature_…``).
         generator: source of the posterior samples; the device's default generator if None.
+        prior: N(μ, diag v) in place of N(0, 1/(N_ess δ)): a :class:`dpivon.Posterior` or its file, of public or synthetic data
+            or an earlier private training whose ε composes with this one's (:mod:`dpivon.optim.prior`). Steps pull towards μ
+            with v's precision; the first mean stays the model's. ``weight_decay`` then only scales α (``rescale_lr``). Name the
+            parameters: ``model.named_parameters()``. State keeps its prior: a resumed run has the one it was saved with.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class IVON(ReleaseOptimizer):
         hess_approx: str | None = None,
         curvature_decay: float = DEFAULTS["curvature_decay"],
         generator: torch.Generator | None = None,
+        prior: Posterior | str | os.PathLike[str] | None = None,
     ) -> None:
         if hess_approx is not None:
             if curvature is not None:
@@ -98,6 +105,7 @@ class IVON(ReleaseOptimizer):
         numbers = {"lr": lr, "ess": ess, "hess_init": hess_init, "beta1": beta1, "beta2": beta2}
         numbers |= {"weight_decay": weight_decay, "clip_radius": clip_radius, "curvature_decay": curvature_decay}
         super().__init__(params, {**numbers, "debias": debias, "rescale_lr": rescale_lr})
+        self._take_prior(prior)
 
     # ---- sampling
 
@@ -140,8 +148,9 @@ class IVON(ReleaseOptimizer):
         parts = []
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.requires_grad]:
-                hess = TensorList([state["hess"] for state in self._states(params, group)])
-                sigma = std(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+                states = self._states(params, group)
+                hess = TensorList([state["hess"] for state in states])
+                sigma = std(hess, ess=group["ess"], weight_decay=dampings(states, group))
                 parts.append((params, self._standard_normals(hess) * sigma))
         return Perturbation(parts)
 
@@ -203,11 +212,11 @@ class IVON(ReleaseOptimizer):
         lr, beta1, t = group["lr"], group["beta1"], [state["step"] for state in states]
         memory = {n: TensorList([state[_MEMORY + n] for state in states]) for n in memory_of(estimator)}
         here = [local(p) for p in params]
+        before = {"mean": TensorList(full_means(here, states))}
+        for key in ("momentum", "prior_mean") if "prior_mean" in states[0] else ("momentum",):
+            before[key] = TensorList([state[key] for state in states])
         new = ivon_step(
-            {
-                "mean": TensorList(full_means(here, states)),
-                "momentum": TensorList([state["momentum"] for state in states]),
-            },
+            before,
             replace(evidence, t=t, memory=memory),
             estimator,
             lr=lr * (group["hess_init"] + group["weight_decay"]) if group["rescale_lr"] else lr,
@@ -228,7 +237,7 @@ class IVON(ReleaseOptimizer):
         facts: dict[str, Any] = {
             "hess": hess,
             "ess": group["ess"],
-            "weight_decay": group["weight_decay"],
+            "weight_decay": dampings([self.state[p] for p in params], group),
             "decay": group["curvature_decay"],
         }
         if release is None and self._average is not None:
@@ -326,7 +335,8 @@ class IVON(ReleaseOptimizer):
             raise DpivonError("posterior() inside sampled_params: call it after the `with` block.")
 
         def width(p: Tensor, group: dict[str, Any]) -> Tensor:
-            return variance(self._state(p, group)["hess"], ess=group["ess"], weight_decay=group["weight_decay"])
+            state = self._state(p, group)
+            return variance(state["hess"], ess=group["ess"], weight_decay=damping(state, group))
 
         return self._gaussian(model, width, method="ivon", curvature=self.curvature.name)
 
@@ -340,6 +350,8 @@ class IVON(ReleaseOptimizer):
             state["step"] = 0
             state["momentum"] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
             state["hess"] = torch.full_like(here, group["hess_init"], dtype=dtype, requires_grad=False)
+        if "prior_mean" not in state:
+            state.update(self._prior_of(p, group))
         for name in memory_of(estimator):
             if _MEMORY + name not in state:
                 if state["step"]:
@@ -352,8 +364,8 @@ class IVON(ReleaseOptimizer):
         return state
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        plain = not memory_of(self.curvature)
-        return [self.state[p] if plain and _ready(self.state[p], p) else self._state(p, group) for p in params]
+        plain = not memory_of(self.curvature) and self._prior is None
+        return [self.state[p] if plain and ready(self.state[p], p) else self._state(p, group) for p in params]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -378,20 +390,7 @@ class IVON(ReleaseOptimizer):
             raise DpivonError(
                 "copying or pickling inside sampled_params: the mean is not in place; do it after the block."
             )
-        own = ("mc_samples", "_curvature", "generator", "_private", "_in_closure", "_warned_unsampled")
+        own = ("mc_samples", "_curvature", "generator", "_private", "_prior", "_in_closure", "_warned_unsampled")
         state = super().__getstate__() | {key: getattr(self, key) for key in own}
         # A sample that is pending belongs to gradients that are not part of the copy.
         return state | {"_inside": None, "_samples": ThetaSamples(), "_average": None, "_aside": []}
-
-
-def _ready(state: dict[str, Any], p: Tensor) -> bool:
-    """Whether it is ``step``, ``momentum`` and ``hess`` alone, in the parameter's own precision, which is full, and place."""
-    momentum, hess = state.get("momentum"), state.get("hess")
-    return (
-        len(state) == 3
-        and momentum is not None
-        and hess is not None
-        and momentum.dtype is hess.dtype is p.dtype is full_dtype(p)
-        and momentum.device == hess.device == p.device
-        and not is_sharded(p)
-    )

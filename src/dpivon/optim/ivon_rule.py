@@ -28,6 +28,7 @@ from dpivon.optim.curvature import (
     memory_of,
     remembered,
 )
+from dpivon.optim.prior import damping, kept, pull
 from dpivon.optim.rule import Hyper, full_like
 from dpivon.optim.rule import debias as one_minus_power
 from dpivon.optim.tensors import Values
@@ -78,13 +79,14 @@ def ivon_update(
     weight_decay: Any,
     debias: Any = 1.0,
     clip_radius: float = math.inf,
+    prior_mean: Values | None = None,
 ) -> IVONState[Values]:
-    """One step. ``debias`` is 1 − β₁ᵗ (or 1); ``h_hat=None`` leaves the curvature as it is."""
+    """One step. ``debias`` is 1 − β₁ᵗ (or 1); ``h_hat=None`` leaves the curvature as it is. ``prior_mean`` is 0 if None."""
     m, s, h = state.mean, state.momentum, state.hess
     s = s * beta1 + g * (1.0 - beta1)
     if h_hat is not None:
         h = curvature_update(h, h_hat, beta2=beta2, weight_decay=weight_decay)
-    step = (s / debias + m * weight_decay) / (h + weight_decay)
+    step = (s / debias + pull(m, weight_decay, prior_mean)) / (h + weight_decay)
     if math.isfinite(clip_radius):
         step = step.clamp(min=-clip_radius, max=clip_radius)
     return IVONState(mean=m - step * lr, momentum=s, hess=h)
@@ -109,10 +111,11 @@ def ivon_step(
         None if fixed else estimate(estimator, evidence, matrices),
         beta2=beta2,
         weight_decay=evidence.weight_decay,
+        prior_mean=state.get("prior_mean"),
         **numbers,
     )
     # Not vars(new): torch.compile 2.13 makes an empty dictionary of it.
-    return {"mean": new.mean, "momentum": new.momentum, "hess": new.hess, **evidence.memory}
+    return {"mean": new.mean, "momentum": new.momentum, "hess": new.hess, **evidence.memory, **kept(state)}
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class IVONRule:
     name: ClassVar[str] = "ivon"
     defaults: ClassVar[Mapping[str, float]] = DEFAULTS
     draws: ClassVar[bool] = True
+    takes_prior: ClassVar[bool] = True
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
         own = {name: full_like(mean, 0.0) for name in memory_of(self.estimator)}
@@ -135,13 +139,13 @@ class IVONRule:
 
     def perturbation(self, state: Mapping[str, Values], normal: Values, hyper: Hyper) -> Values:
         """θ − m."""
-        return normal * std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
+        return normal * std(state["hess"], ess=hyper["ess"], weight_decay=damping(state, hyper))
 
     def step(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
     ) -> dict[str, Values]:
         assert normal is not None
-        width = std(state["hess"], ess=hyper["ess"], weight_decay=hyper["weight_decay"])
+        width = std(state["hess"], ess=hyper["ess"], weight_decay=damping(state, hyper))
         evidence: Evidence[Values] = Evidence(
             g=g,
             g_squared=g.square(),
@@ -149,7 +153,7 @@ class IVONRule:
             noise_variance=noise_variance,
             hess=state["hess"],
             ess=hyper["ess"],
-            weight_decay=hyper["weight_decay"],
+            weight_decay=damping(state, hyper),
             batch_size=hyper["batch_size"],
             t=t,
             decay=hyper["curvature_decay"],

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, bad
 from dpivon.posterior import unwrap
+from dpivon.shards import is_sharded
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -92,3 +93,16 @@ def parameter_names(optimizer: Optimizer, model: nn.Module | None) -> dict[Tenso
         }
     trained = [p for p in params if p.requires_grad]
     return {p: str(i) for i, p in enumerate(trained)}
+
+
+def ready(state: dict[str, Any], p: Tensor) -> bool:
+    """Whether it is ``step``, ``momentum`` and ``hess`` alone, in the parameter's own precision, which is full, and place."""
+    momentum, hess = state.get("momentum"), state.get("hess")
+    return (
+        len(state) == 3
+        and momentum is not None
+        and hess is not None
+        and momentum.dtype is hess.dtype is p.dtype is full_dtype(p)
+        and momentum.device == hess.device == p.device
+        and not is_sharded(p)
+    )

@@ -56,6 +56,11 @@ class UpdateRule(Protocol):
         ...
 
 
+def takes_prior(rule: UpdateRule) -> bool:
+    """Whether its steps pull towards a prior's mean (:mod:`dpivon.optim.prior`)."""
+    return bool(getattr(rule, "takes_prior", False))
+
+
 def debias(beta: Any, t: Any) -> Any:
     """1 − βᵗ; 1 where β = 1, whose average never moves from its start. In double: at β = .99999 a float loses it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch.optim import Optimizer
 
 from dpivon.errors import DpivonError, PrivacyError, bad
 from dpivon.optim.parameters import dense, follow, full_dtype, full_mean, full_means, parameter_names, restore
-from dpivon.optim.rule import UpdateRule, check_hyper
+from dpivon.optim.prior import PRIOR, as_prior, prior_state
+from dpivon.optim.rule import UpdateRule, check_hyper, takes_prior
 from dpivon.optim.tensors import TensorList
 from dpivon.posterior import Posterior
 from dpivon.release import Release
-from dpivon.shards import local, whole
+from dpivon.shards import local, part_of, whole
 
 
 class ReleaseOptimizer(Optimizer):
@@ -23,6 +25,24 @@ class ReleaseOptimizer(Optimizer):
 
     generator: torch.Generator | None = None
     _private = False
+    _prior: Posterior | None = None
+
+    def _take_prior(self, prior: Posterior | str | os.PathLike[str] | None) -> None:
+        """From now on new state has this prior in it; one that does not fit is refused before any step."""
+        if prior is None:
+            return
+        self._prior = as_prior(prior)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self._prior_of(p, group)
+
+    def _prior_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """What the state of p has of the prior: the part that is here."""
+        if self._prior is None:
+            return {}
+        found = prior_state(self._prior, parameter_names(self, None)[p], p, group["ess"])
+        return {key: part_of(value, p).to(local(p).device, full_dtype(p)) for key, value in found.items()}
 
     def bind_to_releases(self) -> None:
         """From now on learn from releases only: ``p.grad`` is never read. Called by ``dpivon.DPOptimizer``."""
@@ -88,11 +108,19 @@ class RuleOptimizer(ReleaseOptimizer):
         rule: the update.
         lr: step size α.
         generator: source of the rule's own normals, if it draws any; the device's default generator if None.
+        prior: as for :class:`dpivon.IVON`, for rules that take one.
         **hyper: the rule's hyperparameters; those left out have the rule's defaults.
     """
 
     def __init__(
-        self, params: Any, rule: UpdateRule, *, lr: float, generator: torch.Generator | None = None, **hyper: float
+        self,
+        params: Any,
+        rule: UpdateRule,
+        *,
+        lr: float,
+        generator: torch.Generator | None = None,
+        prior: Posterior | str | os.PathLike[str] | None = None,
+        **hyper: float,
     ) -> None:
         unknown = sorted(set(hyper) - set(rule.defaults))
         if unknown:
@@ -104,6 +132,9 @@ class RuleOptimizer(ReleaseOptimizer):
             )
         self.rule, self.generator = rule, generator
         super().__init__(params, {"lr": lr, **rule.defaults, **hyper})
+        if prior is not None and not takes_prior(rule):
+            raise bad("prior", prior, f"is not used by {rule.name!r}", "Use IVON, 'dp-steady' or 'dp-calm'")
+        self._take_prior(prior)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, release: Release | None = None) -> Any:
@@ -152,6 +183,8 @@ class RuleOptimizer(ReleaseOptimizer):
         if not state:
             started = self.rule.start(TensorList([local(p.detach()).to(full_dtype(p))]), group)
             state.update({"step": 0, **{key: value[0] for key, value in started.items() if key != "mean"}})
+        if "prior_mean" not in state:
+            state.update(self._prior_of(p, group))
         follow(local(p), state)
         return state
 
@@ -177,7 +210,7 @@ class RuleOptimizer(ReleaseOptimizer):
         started = self.rule.start(TensorList([torch.zeros(1)]), self.param_groups[0])
         ours = {"step", *started} - {"mean"}
         for saved in state_dict["state"].values():
-            theirs = set(saved) - {"mean"}
+            theirs = set(saved) - {"mean", *PRIOR}
             if theirs and theirs != ours:
                 raise bad(
                     "state_dict",
@@ -187,7 +220,7 @@ class RuleOptimizer(ReleaseOptimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {key: getattr(self, key) for key in ("rule", "generator", "_private")}
+        return super().__getstate__() | {key: getattr(self, key) for key in ("rule", "generator", "_private", "_prior")}
 
     def __repr__(self) -> str:
         return f"{self.rule.name}: {super().__repr__()}"

@@ -56,6 +56,7 @@ from dpivon.optim.curvature import (
     resolve,
 )
 from dpivon.optim.ivon_rule import curvature_update, variance
+from dpivon.optim.prior import damping, kept, pull
 from dpivon.optim.rule import REQUIRED, Hyper, debias, full_like
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.optim.tensors import Values
@@ -64,10 +65,20 @@ from dpivon.release import Release
 
 
 def calm_step(
-    mean: Values, momentum: Values, moment: Values, *, lr: Any, noise_variance: Any, decay: Any, nu: Any
+    mean: Values,
+    momentum: Values,
+    moment: Values,
+    *,
+    lr: Any,
+    noise_variance: Any,
+    decay: Any,
+    nu: Any,
+    prior_mean: Values | None = None,
 ) -> Values:
-    """m − α (s̄ + δ m) / (√(max(v̂, 0) + s²) + ν)."""
-    return mean - (momentum + mean * decay) / ((moment.clamp(min=0.0) + noise_variance).sqrt() + nu) * lr
+    """m − α (s̄ + δ (m − μ)) / (√(max(v̂, 0) + s²) + ν)."""
+    return (
+        mean - (momentum + pull(mean, decay, prior_mean)) / ((moment.clamp(min=0.0) + noise_variance).sqrt() + nu) * lr
+    )
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class Calm:
 
     name: ClassVar[str] = "calm"
     draws: ClassVar[bool] = False
+    takes_prior: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, float]] = {
         "ess": REQUIRED,
         "batch_size": 1.0,  # a release says it; without privacy g counts as the gradient of one example
@@ -115,7 +127,7 @@ class Calm:
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
     ) -> dict[str, Values]:
         assert isinstance(self.estimator, SecondMoment)
-        mean, beta1, weight_decay = state["mean"], hyper["beta1"], hyper["weight_decay"]
+        mean, beta1, weight_decay = state["mean"], hyper["beta1"], damping(state, hyper)
         evidence: Evidence[Any] = Evidence(
             g=g,
             g_squared=g.square(),
@@ -140,9 +152,10 @@ class Calm:
             noise_variance=noise_variance,
             decay=weight_decay,
             nu=hyper["nu"],
+            prior_mean=state.get("prior_mean"),
         )
         hess = curvature_update(state["hess"], h_hat, beta2=hyper["beta2"], weight_decay=weight_decay)
-        return {"mean": mean, "momentum": momentum, "hess": hess, **evidence.memory}
+        return {"mean": mean, "momentum": momentum, "hess": hess, **evidence.memory, **kept(state)}
 
 
 @dataclass(frozen=True)
@@ -207,7 +220,8 @@ class CalmOptimizer(RuleOptimizer):
         params: parameters, named parameters, or parameter groups.
         lr: step size α.
         curvature: an estimator of a second moment, by name or as an object; None for the rule's own.
-        **hyper: ``ess`` (N_ess, needed), ``temperature`` T, and the other hyperparameters of the rule.
+        **hyper: ``ess`` (N_ess, needed), ``temperature`` T, ``prior`` as for :class:`dpivon.IVON`, and the other
+            hyperparameters of the rule.
     """
 
     rule: Calm
@@ -229,8 +243,8 @@ class CalmOptimizer(RuleOptimizer):
         """N(m, diag T/(N_ess (h + δ))), named as by :meth:`dpivon.IVON.posterior`."""
 
         def width(p: Tensor, group: dict[str, Any]) -> Tensor:
-            h = self._state(p, group)["hess"]
-            return variance(h, ess=group["ess"], weight_decay=group["weight_decay"]) * group["temperature"]
+            state = self._state(p, group)
+            return variance(state["hess"], ess=group["ess"], weight_decay=damping(state, group)) * group["temperature"]
 
         return self._gaussian(model, width, method=self.rule.name, curvature=self.rule.estimator.name)
 

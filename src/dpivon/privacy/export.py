@@ -18,6 +18,7 @@ from dpivon.durable.ledger import read
 from dpivon.durable.tensors import write_tensors
 from dpivon.errors import bad
 from dpivon.optim.ivon_rule import variance
+from dpivon.optim.prior import damping
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, history, own_delta
 
@@ -84,7 +85,7 @@ def _posterior(state: Mapping[str, Any]) -> Posterior | None:
                 continue
             hess: Tensor = own["hess"]
             mean[name] = own.get("mean", state["model"][name]).to(hess.dtype)
-            spread[name] = variance(hess, ess=group["ess"], weight_decay=group["weight_decay"])
+            spread[name] = variance(hess, ess=group["ess"], weight_decay=damping(own, group))
     if not mean:
         return None
     with torch.no_grad():

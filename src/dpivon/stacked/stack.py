@@ -7,6 +7,7 @@ own account.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from dpivon.errors import PrivacyError, PrivacyWarning, bad, check_whole
 from dpivon.methods import METHODS
 from dpivon.optim.average import window_decay
 from dpivon.optim.ivon_rule import variance
+from dpivon.optim.prior import as_prior, damping, prior_state
+from dpivon.optim.rule import takes_prior
 from dpivon.optim.steady import weight_scale
 from dpivon.posterior import Posterior
 from dpivon.privacy.accounting import DEFAULT
@@ -57,6 +60,7 @@ class Stack:
         clipping: the rule that bounds every example at its run's C, by its name or as an object.
         mechanism: how the noise of all runs is drawn and charged.
         accountant: what computes :meth:`epsilon`.
+        prior: of the weights of all runs, as for :class:`dpivon.IVON`, under the names of the network's parameters.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Stack:
         clipping: str | Clipping = "flat",
         mechanism: str | Mechanism = "gaussian",
         accountant: str = DEFAULT,
+        prior: Posterior | str | os.PathLike[str] | None = None,
     ) -> None:
         if not runs:
             raise bad("runs", [], "there is nothing to train", "Give at least one Run")
@@ -119,6 +124,7 @@ class Stack:
         rows = [network.initial(runs[i].seed) if start is None else start[i] for i in self.order]
         mean = torch.stack(rows).to(self.device, torch.float32)
         self._eps = torch.zeros_like(mean)
+        self._prior = None if prior is None else as_prior(prior)
         self.parts = [self._part(kind, mean, n) for kind in dict.fromkeys(r.kind for r in self.runs)]
         self._buffers: BatchBlock | None = None
         self._replay = Replay(self._step, self.device)
@@ -141,7 +147,23 @@ class Stack:
         place = slice(rows[0], rows[-1] + 1)
         hyper["noise_variance"] = self.mechanism.variance[place]
         made = Rows(rule_of(method, curvature, self.network.matrices), averaged, traced)
-        return _Part(made, place, made.start(mean[place].clone(), hyper), hyper)
+        state = made.start(mean[place].clone(), hyper)
+        return _Part(made, place, state | self._prior_rows(method, made, hyper), hyper)
+
+    def _prior_rows(self, method: str, rows: Rows, hyper: State) -> State:
+        """μ and δ of every run of one method, [K, P] each."""
+        if self._prior is None:
+            return {}
+        if not takes_prior(rows.rule):
+            raise bad("prior", self._prior, f"is not used by {method!r}", "Use 'dp-steady', 'dp-calm' or a DP-IVON")
+        first = self.network.model(torch.zeros(self.network.size))
+        each = [prior_state(self._prior, n, p, 1.0) for n, p in first.named_parameters() if p.requires_grad]
+        mean, weight = (torch.cat([own[key].flatten() for own in each]) for key in ("prior_mean", "prior_decay"))
+        ess = hyper["ess"].double()
+        return {
+            "prior_mean": mean.to(self.device, torch.float32).expand(len(ess), -1).clone(),
+            "prior_decay": (weight.to(self.device) / ess).float(),
+        }
 
     def _own(self, run: Run, mean: Tensor, n: int) -> dict[str, float]:
         """What no table of defaults can know."""
@@ -338,7 +360,7 @@ def _std(part: _Part) -> Tensor:
     h, state = part.hyper, part.state
     v = torch.zeros_like(state["mean"])
     if "hess" in state:
-        v = variance(state["hess"], ess=h["ess"], weight_decay=h["weight_decay"])
+        v = variance(state["hess"], ess=h["ess"], weight_decay=damping(state, h))
         v = v * h["temperature"] if "temperature" in h else v
     if "spread" in state:
         v = v + state["spread"] * h["trace"]

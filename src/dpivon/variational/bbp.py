@@ -69,8 +69,8 @@ class BayesByBackprop(RuleOptimizer):
             raise bad("model", type(self.model).__name__, "has no Gaussian layers", fix)
         rule = Adam() if rule is None else rule
         own = {"weight_decay": 0.0, "ess": self.dataset_size}
-        hyper = {**{key: value for key, value in own.items() if key in rule.defaults}, **hyper}
-        super().__init__(self.model.parameters(), rule, lr=lr, generator=generator, **hyper)
+        named: dict[str, Any] = {**{key: value for key, value in own.items() if key in rule.defaults}, **hyper}
+        super().__init__(self.model.parameters(), rule, lr=lr, generator=generator, **named)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], release: Release | None) -> None:
         """The rule's step on gradient + (T/N) ∇KL. ``p.grad`` stays what it was."""

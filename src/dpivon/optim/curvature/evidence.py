@@ -152,6 +152,8 @@ def _slice(evidence: Evidence[Tensor], at: int, rows: int, columns: int) -> Evid
 def _mapped(
     evidence: Evidence[Any], values: Callable[[Any], Any], number: Callable[[Any], Any], t: Any
 ) -> Evidence[Tensor]:
+    wd = evidence.weight_decay  # a number, or as many as there are weights
+    whole = isinstance(wd, TensorList) or (isinstance(wd, Tensor) and wd.shape == evidence.hess.shape)
     return Evidence(
         g=values(evidence.g),
         g_squared=values(evidence.g_squared),
@@ -159,7 +161,7 @@ def _mapped(
         noise_variance=number(evidence.noise_variance),
         hess=values(evidence.hess),
         ess=number(evidence.ess),
-        weight_decay=number(evidence.weight_decay),
+        weight_decay=values(wd) if whole else number(wd),
         batch_size=number(evidence.batch_size),
         t=t,
         decay=number(evidence.decay),
