@@ -49,6 +49,7 @@ def test_learning_goes_on_for_longer_and_features_have_their_unit(prior: Path, t
         other.restore(out)
 
 
+@pytest.mark.slow
 def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None:
     cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 0.4, 2)
     a = argparse.Namespace(heads=None, work=tmp_path, prior=prior, toy=True, until=float("inf"))
