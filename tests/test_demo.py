@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dpivon
-from dpivon.data.digits import PIXEL_RANGE, load_digits
+from dpivon.data.images import PIXEL_RANGE, load_digits
 from dpivon.demo import BATCH_SIZE, Result, run_demo, stream, train
 from dpivon.machine import one_thread
 from dpivon.methods import METHODS

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon._version import __version__
-from dpivon.data.digits import Digits, Split, load_digits
+from dpivon.data.images import Digits, Split, load_digits
 from dpivon.diagnostics import Diagnostics, Row
 from dpivon.errors import bad, check_number, check_whole
 from dpivon.machine import cpu_name, one_thread

@@ -264,7 +264,7 @@ class SampledPosterior(_Weights):
 
 def _model_names(shapes: dict[str, torch.Size], model: nn.Module) -> dict[str, str]:
     """The model's name for each of a posterior's tensors, or an error naming the first misfit."""
-    from dpivon.variational.convert import plain_parameters  # here: it makes posteriors itself
+    from dpivon.variational.layers import plain_parameters  # here: it makes posteriors itself
 
     params = plain_parameters(model)
     if all(name.isdecimal() for name in shapes) and not shapes.keys() <= params.keys():

@@ -15,7 +15,7 @@ from dpivon.dropout import LiveDropout, is_live
 from dpivon.errors import bad, check_choice, check_number, check_whole
 from dpivon.posterior import Posterior, SampledPosterior, unwrap
 from dpivon.shards import is_sharded
-from dpivon.variational.convert import is_variational, plain
+from dpivon.variational.layers import is_variational, plain
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian"]
 

@@ -272,7 +272,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 def test_the_page_names_what_may_be_sharded() -> None:
-    from dpivon.privacy.ranks.sharded import LAYERS
+    from dpivon.privacy.ranks.team import LAYERS
 
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     listed = page.split("and these layers: ")[1].split(" (tied")[0]
@@ -285,7 +285,7 @@ def test_the_page_names_what_may_be_sharded() -> None:
 
 
 def with_bug(rank: int, bug: str) -> Any:
-    from dpivon.privacy.ranks import sharded
+    from dpivon.privacy.ranks import team as sharded
 
     if bug == "averaged over ranks":
         right = sharded.Group.reduce_scatter

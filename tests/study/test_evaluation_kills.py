@@ -26,11 +26,10 @@ from dpivon.study.plan.plan import PlannedRun, noise_seed
 from dpivon.study.results import table
 from dpivon.study.results.folder import status_lines, under_way
 from dpivon.study.run import evaluation, runner
-from dpivon.study.run.evaluation import StackEvaluation
+from dpivon.study.run.evaluation import ASKED, StackEvaluation, TemperatureQueries
 from dpivon.study.run.progress import Progress
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
-from dpivon.study.run.temperature_queries import ASKED, TemperatureQueries
 from dpivon.study.run.work import Custody, Work
 
 # Since Python 3.12 a fork beside other threads is warned of; here nobody else computes.

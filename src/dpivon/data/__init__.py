@@ -1,9 +1,8 @@
 """Image data sets from their official files, checked against what they should hold, and scikit-learn's digits."""
 
 from dpivon.data.cifar10 import load_cifar10
-from dpivon.data.digits import load_digits
 from dpivon.data.fashion_mnist import load_fashion_mnist, load_fashion_mnist_test
-from dpivon.data.images import MEAN, STD, DataSet, Images, digest, normalised, tuning_split
+from dpivon.data.images import MEAN, STD, DataSet, Images, digest, load_digits, normalised, tuning_split
 
 __all__ = [
     "MEAN",

@@ -34,9 +34,9 @@ from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.people import People
 from dpivon.privacy.ranks.group import Group, current
-from dpivon.privacy.ranks.sharded import Sharded
 from dpivon.privacy.ranks.start import choose_team, starting, unwrap_parallel
 from dpivon.privacy.ranks.states import FollowedLedger, open_ledger
+from dpivon.privacy.ranks.team import Sharded
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 

@@ -26,8 +26,7 @@ from dpivon.optim.rule import UpdateRule
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, unwrap
 from dpivon.release import Release
-from dpivon.variational.convert import is_variational, posterior
-from dpivon.variational.layers import Variational, std, std_slope
+from dpivon.variational.layers import Variational, is_variational, posterior, std, std_slope
 
 
 class BayesByBackprop(RuleOptimizer):

@@ -16,8 +16,7 @@ from dpivon.durable.tensors import bytes_of
 from dpivon.errors import bad
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group
-from dpivon.privacy.ranks.sharded import Sharded, check_sharded, fsdp_modules
-from dpivon.privacy.ranks.team import Replicated
+from dpivon.privacy.ranks.team import Replicated, Sharded, check_sharded, fsdp_modules
 from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import held_tensors
 

@@ -5,13 +5,27 @@ A group is what is evaluated in about ``checkpoint_seconds``, by default a minut
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from dpivon.durable.files import replace
+from dpivon.durable.ledger import Terms
+from dpivon.errors import PrivacyError
+from dpivon.machine import one_thread
+from dpivon.metrics import batch_scores
+from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.noise import SEEDED, TorchNoise
+from dpivon.privacy.stack import StackedMechanism
+from dpivon.privacy.temperature import BOUND, HALVINGS, choose, temperature_releases, temperature_spec
+from dpivon.study.plan.data import StudyData
 from dpivon.study.plan.plan import sample_seed
 from dpivon.study.results import table
 from dpivon.study.results.folder import Results
@@ -27,10 +41,161 @@ from dpivon.study.run.predict import (
 )
 from dpivon.study.run.progress import Left, Pace
 from dpivon.study.run.robustness import robustness_rows
-from dpivon.study.run.temperature_queries import RunPredictions, TemperatureQueries, tempered_scores
+from dpivon.temperature import log_probabilities, temper
 
 if TYPE_CHECKING:
     from dpivon.study.run.work import Work
+
+ASKED = "asked.json"
+
+
+class ChangedSum(Exception):
+    """A sum that differs from the one that was recorded."""
+
+
+class TemperatureQueries:
+    """Private temperatures of a stack's runs: k noisy sums over the training data each, recorded on disk before they are drawn.
+
+    The runs are evaluated in groups, but the ledger charges all of them alike, so all are charged for k answers before the
+    first group asks. ``asked.json`` in ``folder`` then gets a keyed digest of every sum before noise is added to it. After a
+    crash the same sums are asked again and get the same noise, so the answers are those that were lost. Where a sum differs,
+    or the file is gone, noise is new and all runs are charged once more.
+
+    ``ahead`` is called before a charge is made and before the file is written: it raises where a newer process works on the
+    stack.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mechanism: StackedMechanism,
+        noise_multiplier: float,
+        ahead: Callable[[Terms, int], None],
+    ) -> None:
+        self.path, self.mechanism, self.ahead = folder / ASKED, mechanism, ahead
+        self.spec = temperature_spec(noise_multiplier).replace(drawn_by=(SEEDED, SEEDED))
+        self.at, self.sums = self._read()  # the number of the first answer's release; digests by run and halving
+
+    def cover(self) -> None:
+        """Charge every run for its answers, unless that was done."""
+        assert self.mechanism.ledger is not None
+        record = self.mechanism.ledger.record
+        if self.at < 0 or any(record.terms_at(self.at + i) != self._terms for i in range(HALVINGS)):
+            self.charge()
+
+    def charge(self) -> None:
+        """Charge every run for new answers. The file is written first: it says what the charge is for."""
+        self.at, self.sums = self.mechanism.charged, {}
+        self._write()
+        self.mechanism.charge_beside(self.spec, HALVINGS)
+
+    def covers(self, spec: NoiseSpec) -> None:
+        """Stand in for a charge that was made before."""
+        if spec.terms != self.spec.terms:
+            raise PrivacyError(f"{self.path}: covers {self.spec.terms}, not {spec.terms}. Charge it by itself.")
+
+    def seed(self, seed: int) -> int:
+        """The seed of a run's noise: its own for its first answers, another whenever it is charged again."""
+        assert self.mechanism.ledger is not None
+        record = self.mechanism.ledger.record
+        if temperature_releases(record) == temperature_releases(record, since=self.at):
+            return seed
+        return int.from_bytes(hashlib.sha256(f"{seed} temperature {self.at}".encode()).digest()[:8], "big") >> 1
+
+    def questions(self, runs: Sequence[str]) -> Callable[[Sequence[Tensor]], None]:
+        """A callback for runs that ask together, halving by halving: records their sums, or raises if one has changed."""
+        step = 0
+
+        def before(sums: Sequence[Tensor]) -> None:
+            nonlocal step
+            at, step = self.at + step, step + 1
+            new = False
+            for run, total in zip(runs, torch.stack(list(sums)).double().cpu(), strict=True):
+                noted, evidence = self.sums.setdefault(run, []), self.mechanism.evidence(total, at)
+                if len(noted) < step:
+                    noted.append(evidence)
+                    new = True
+                elif noted[step - 1] != evidence:
+                    raise ChangedSum
+            if new:
+                self._write()
+
+        return before
+
+    @property
+    def _terms(self) -> Terms:
+        return self.mechanism.named([self.spec.terms] * len(self.mechanism.specs))
+
+    def _read(self) -> tuple[int, dict[str, list[str]]]:
+        """A file that is missing or damaged covers nothing."""
+        try:
+            found = json.loads(self.path.read_text())
+            return int(found["at"]), {str(run): list(map(str, sums)) for run, sums in found["sums"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return -1, {}
+
+    def _write(self) -> None:
+        """Write the file, unless a newer process has taken over. Locks keep an older one from the folder, but where they do not
+        hold it would replace newer queries; asked again, those could get the noise that another sum has had."""
+        self.ahead(self._terms, self.at + HALVINGS)
+        replace(self.path, json.dumps({"at": self.at, "sums": self.sums}).encode())
+
+
+@dataclass(frozen=True, eq=False)
+class RunPredictions:
+    """Probabilities on the test set and on the training data, and the seed of the run's noise."""
+
+    test: Tensor
+    training: Tensor
+    seed: int
+
+
+@one_thread()
+@torch.no_grad()
+def tempered_scores(
+    queries: TemperatureQueries, data: StudyData, predictions: Mapping[str, RunPredictions], *, noise_multiplier: float
+) -> dict[str, dict[str, float]]:
+    """The temperature of every run, by its id, and its scores after it; NaN where the run has diverged."""
+    training = [_usable(run.training) for run in predictions.values()]
+    labels = data.labels.to(training[0].device)
+    log_probs = [log_probabilities(probs) for probs in training]
+    queries.cover()
+    while True:
+        noises = [_HostNoise(queries.seed(run.seed)) for run in predictions.values()]
+        try:
+            before = queries.questions(list(predictions))
+            found = choose(log_probs, labels, noise_multiplier, BOUND, HALVINGS, noises, queries.covers, before)
+            break
+        except ChangedSum:
+            queries.charge()
+    return {
+        run: _scores(temperature, predictions[run].test, data)
+        for run, (temperature, _) in zip(predictions, found, strict=True)
+    }
+
+
+class _HostNoise:
+    """Drawn on the host wherever the sum is: a study's seeds are public, and its noise is the same on every machine."""
+
+    origin = SEEDED
+
+    def __init__(self, seed: int) -> None:
+        self._noise = TorchNoise(torch.Generator().manual_seed(seed))
+
+    def normal(self, like: Tensor, std: float) -> Tensor:
+        return self._noise.normal(like.cpu(), std).to(like.device)
+
+
+def _scores(temperature: float, probs: Tensor, data: StudyData) -> dict[str, float]:
+    tempered = temper(probs, temperature) if bool(torch.isfinite(probs).all()) else probs
+    (after,) = batch_scores(tempered.unsqueeze(0), data.eval_labels)
+    return {"temperature": temperature} | {f"tempered_{key}": value for key, value in after.items()}
+
+
+def _usable(probs: Tensor) -> Tensor:
+    """Uniform for a run that has diverged; the others still get their temperature."""
+    return probs if bool(torch.isfinite(probs).all()) else torch.full_like(probs, 1.0 / probs.shape[1])
+
 
 Keep = Callable[[Results], None]
 
