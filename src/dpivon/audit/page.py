@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import platform
 from collections.abc import Sequence
-from html import escape
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,40 @@ import torch
 
 from dpivon._version import __version__
 from dpivon.audit.run import CHECKS, Audit
+from dpivon.audit.subject import Check
 from dpivon.audit.tier_c import Audited
 from dpivon.errors import bad
+from dpivon.report.chart import GREY, ORANGE, Axis, Chart, Panel, Point, Series, View
+from dpivon.report.figures import draw
+from dpivon.report.page import Content, Section, page
 
-# Okabe and Ito's palette, which colour-blind readers can distinguish.
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#F0E442", "#D55E00"]
-MARKS = ["o", "s", "^", "D", "v", "P", "X", "*"]
-RED = "#D55E00"
-_STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;width:100%;font-size:13px}td,th{padding:.3em .6em;border-bottom:1px solid #ddd;text-align:left;
-vertical-align:top}.ok{color:#00724f}.bad{color:#b33c00;font-weight:bold}.na{color:#888}img{max-width:100%}
-.small{font-size:12px;color:#555}"""
-_MARK = {True: ("ok", "✓"), False: ("bad", "✗"), None: ("na", "–")}
+# Of Okabe and Ito's palette, which colour-blind readers can distinguish.
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"]
+MARKS = ["o", "s", "^", "D"]
+_MARK = {True: ("good", "✓"), False: ("wrong", "✗"), None: ("small", "–")}
 
 
 def write(audits: Sequence[Audit], out: Path | str, broken: Sequence[tuple[str, Audited]] = ()) -> None:
-    """``audit.json``, ``audit.png`` and ``audit.html`` in the folder ``out``, which is made if need be."""
+    """``audit.json`` and ``audit.html`` in the folder ``out``, made if need be; ``audit.png`` if there are bounds to draw.
+
+    ``broken`` are bounds on engines with a planted bug, to show what a failure looks like.
+    """
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise bad("out", str(folder), "is a file", "Name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"dpivon": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    content = {
+    values = {
         "made_with": facts,
         "holds": all(a.holds for a in audits),
         "audits": [_plain(a.as_dict()) for a in audits],
         "with_a_bug": [{"bug": name} | _plain(vars(a)) for name, a in broken],
     }
-    (folder / "audit.json").write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    plot(audits, folder / "audit.png", broken)
-    (folder / "audit.html").write_text(_html(audits, (folder / "audit.png").read_bytes(), facts))
+    (folder / "audit.json").write_text(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    shown = content(audits, facts, broken)
+    (folder / "audit.png").unlink(missing_ok=True)  # of an earlier audit
+    draw(shown.charts, None, folder, ("png",))
+    (folder / "audit.html").write_text(page(shown, "dpivon audit"), encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -55,104 +58,94 @@ def _plain(value: Any) -> Any:
     return finite(value) if isinstance(value, float) else value
 
 
-def _html(audits: Sequence[Audit], figure: bytes, facts: dict[str, str]) -> str:
+def content(audits: Sequence[Audit], facts: dict[str, str], broken: Sequence[tuple[str, Audited]] = ()) -> Content:
+    """What the page says."""
+    first, bounds = audits[0], [(a.path, b) for a in audits for b in a.audited]
     failures = [f"{a.path}: {text}" for a in audits for text in a.failures]
-    verdict = (
-        f"<p class=bad>{len(failures)} findings against the guarantee:</p><ul>"
-        + "".join(f"<li>{escape(text)}</li>" for text in failures)
-        + "</ul>"
-        if failures
-        else "<p class=ok><b>Nothing was found against the guarantee.</b> An audit can refute a claim; it cannot prove one.</p>"
+    found = "Nothing was found against the guarantee. An audit can refute a claim; it cannot prove one."
+    intro = f"{first.model} ({first.parameters} parameters), trained by {first.method}, on {len(audits)} path"
+    rows = [row for check in CHECKS if (row := _row(check, audits)) is not None]
+    left_out = (
+        ""
+        if bounds or broken
+        else "The quick audit makes one bound, which is among the checks: leave out `--quick` for the curve."
     )
-    first = audits[0]
-    data = base64.b64encode(figure).decode()
-    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>dpivon audit</title><style>{_STYLE}</style>
-<h1>Privacy audit</h1><p>{escape(first.model)} ({first.parameters} parameters), trained by {escape(first.method)}, on
-{len(audits)} path{"s" if len(audits) > 1 else ""};
-dpivon {facts["dpivon"]}, torch {facts["torch"]}, Python {facts["python"]}.</p>
-{verdict}<img alt="audited against claimed epsilon" src="data:image/png;base64,{data}">
-<h2>Checks</h2><table><tr><th>tier<th>question{"".join(f"<th>{a.path}" for a in audits)}<th>what it can see</tr>
-{"".join(_row(i, audits) for i in range(len(CHECKS)))}</table>
-<h2>Lower bounds on ε</h2><table><tr><th>path<th>attack<th>σ<th>guesses<th>audited<th>claimed<th>correct engine<th>notices noise
-too small by</tr>{"".join(_bound(a.path, b) for a in audits for b in a.audited)}</table>
-<p class=small>Tier A is exact on the data it saw and says nothing of others. Tier B fails by chance about once in a million
-tests. Tier C: bounds of single releases hold with confidence 1 − 1e-6, those of one training run with 0.99; they are lower
-bounds, so one far below the claim is a weak attack or a safe mechanism, and cannot tell which.</p></html>
-"""
+    sections = [
+        Section(
+            "bounds",
+            "Lower bounds on ε",
+            "audit-bounds.html",
+            {"bounds": [_bound(*b) for b in bounds]},
+            left_out=left_out,
+        ),
+        Section("checks", "Checks", "audit-checks.html", {"paths": [a.path for a in audits], "rows": rows}),
+    ]
+    if not left_out:
+        sections[0] = replace(sections[0], charts=(chart(audits, broken),))
+    checked = sum(f.holds is not None for a in audits for f in a.findings)
+    return Content(
+        "audit",
+        "Privacy audit",
+        f"{intro}{'s' if len(audits) > 1 else ''}.",
+        [("checks made", str(checked)), ("against the guarantee", str(len(failures))), *facts.items()],
+        sections,
+        warnings=failures,
+        findings=[] if failures else [found],
+    )
 
 
-def _row(i: int, audits: Sequence[Audit]) -> str:
-    check = CHECKS[i]
+def _row(check: Check, audits: Sequence[Audit]) -> dict[str, Any] | None:
     found = [next((f for f in a.findings if f.check == check.name), None) for a in audits]
     if all(f is None for f in found):
-        return ""
-    cells = ""
-    for f in found:
-        kind, mark = _MARK[f.holds if f is not None else None]
-        cells += f'<td class={kind} title="{escape(f.detail if f is not None else "not run")}">{mark}'
+        return None
+    cells = [(*_MARK[None if f is None else f.holds], "not run" if f is None else f.detail) for f in found]
     detail = next((f.detail for f in found if f is not None and f.holds is not None), "")
-    power = f"<br><span class=small>{escape(detail)}</span>"
-    return f"<tr><td>{check.tier}<td>{escape(check.question)}{power}{cells}<td class=small>{escape(check.power)}</tr>"
+    return {"tier": check.tier, "question": check.question, "detail": detail, "cells": cells, "power": check.power}
 
 
-def _bound(path: str, a: Audited) -> str:
+def _bound(path: str, a: Audited) -> list[str]:
     expected = "" if finite(a.expected) is None else f"{a.expected:.2f}"
     notices = f"{a.notices:.2f}×" if expected else "gross errors only"
-    kind = "ok" if a.holds else "bad"
-    return (
-        f"<tr><td>{path}<td>{a.attack}<td>{a.sigma:g}<td>{a.guesses}<td class={kind}>{a.audited:.2f}<td>{a.claimed:.2f}"
-        f"<td>{expected}<td>{notices}</tr>"
-    )
+    audited = f"{a.audited:.2f}" if a.holds else f"✗ {a.audited:.2f}"
+    return [path, a.attack, f"{a.sigma:g}", str(a.guesses), audited, f"{a.claimed:.2f}", expected, notices]
 
 
-def plot(audits: Sequence[Audit], path: Path, broken: Sequence[tuple[str, Audited]] = ()) -> None:
-    """Draw lower bounds by path, without pyplot and so without global state.
-
-    ``broken`` are bounds on engines with a planted bug, to show what a failure looks like.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.2, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.subplots()
+def chart(audits: Sequence[Audit], broken: Sequence[tuple[str, Audited]] = ()) -> Chart:
+    """Lower bounds against claims, one line per path and attack."""
     points = [a for audit in audits for a in audit.audited] + [a for _, a in broken]
     top = 1.6 * max([a.claimed for a in points] + [1.0])
     low = 0.6 * min([a.claimed for a in points if a.claimed > 0] + [1.0])
-    axes.fill_between([low, top], [low, top], [3 * top, 3 * top], color=RED, alpha=0.08, lw=0)
-    axes.plot([low, top], [low, top], color="#666666", lw=1.2)
-    axes.text(low * 1.1, 2.2 * top, "above the line: the claim is refuted", color=RED, fontsize=9)
+    series = [
+        Series(
+            "audited = claimed: above it the claim is refuted", (Point(low, low), Point(top, top)), GREY, "reference"
+        )
+    ]
     if single := [a for audit in audits[:1] for a in audit.audited if a.attack == "single releases"]:
         line = sorted((a.claimed, a.expected) for a in single)
-        axes.plot(*zip(*line, strict=True), color="#999999", ls="--", lw=1, label="expected of a correct engine")
+        series.append(Series("expected of a correct engine", tuple(Point(*p) for p in line), GREY, dash="--"))
     for i, audit in enumerate(audits):
-        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
-        # Paths agree so well that their marks would hide each other: set them a little apart.
-        shift = 1.0 + 0.018 * (i - (len(audits) - 1) / 2)
-        for attack, fill in (("single releases", colour), ("own model", "none"), ("one training run", "white")):
-            found = [a for a in audit.audited if a.attack == attack]
-            style = {"marker": mark, "ms": 8 if attack == "one training run" else 6, "mfc": fill, "mec": colour}
-            label = audit.path if attack == "single releases" else None
-            places = [a.claimed * shift for a in found], [max(a.audited, low * 0.6) for a in found]
-            axes.plot(*places, ls="", label=label, **style)
-    if any(a.attack == "one training run" for audit in audits for a in audit.audited):
-        style = {"marker": "o", "ms": 8, "mfc": "white", "mec": "#666666"}
-        axes.plot([], [], ls="", label="open: one training run, or own model", **style)
+        for j, attack in enumerate(("single releases", "own model", "one training run")):
+            if found := sorted((a.claimed, max(a.audited, low * 0.6)) for a in audit.audited if a.attack == attack):
+                points_of = tuple(Point(*p) for p in found)
+                colour, dash = COLOURS[i % len(COLOURS)], ("-", ":", "--")[j]
+                series.append(Series(f"{audit.path}: {attack}", points_of, colour, dash=dash, marker=MARKS[j]))
     for name, a in broken:
-        at = (a.claimed, min(a.audited, 2.6 * top))
-        axes.plot(*at, ls="", marker="x", ms=9, mew=2, color=RED)
-        axes.annotate(name, at, xytext=(-9, -3), textcoords="offset points", ha="right", fontsize=8, color=RED)
-    axes.set(xscale="log", yscale="log")
-    for axis, most in ((axes.xaxis, top), (axes.yaxis, 3 * top)):
-        ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low * 0.5 <= t <= most]
-        axis.set_ticks(ticks, [f"{t:g}" for t in ticks])
-        axis.set_ticks([], minor=True)
-    axes.set(xlim=(low, top), ylim=(low * 0.5, 3 * top))
-    axes.set(xlabel="claimed ε at δ = 1e-5", ylabel="audited: ε is at least this")
-    axes.set_title("What attackers with canaries can prove, against what is claimed")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=140)
+        series.append(
+            Series(f"planted bug: {name}", (Point(a.claimed, min(a.audited, 2.6 * top)),), ORANGE, marker="D")
+        )
+    return Chart(
+        "audit",
+        "What attackers with canaries can prove, against what is claimed",
+        "Each point is a lower bound on ε that holds with high confidence. A point above the line refutes the claim.",
+        Axis("claimed ε at δ = 1e-5", log=True, low=low, high=top),
+        (
+            View(
+                "ε",
+                Axis("audited: ε is at least this", log=True, low=low * 0.5, high=3 * top),
+                (Panel("", tuple(series)),),
+            ),
+        ),
+    )
 
 
 def finite(value: float) -> float | None:
