@@ -12,7 +12,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager as OpacusManager
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import dpivon
 from dpivon import ArgumentError, BatchMemoryManager, PrivacyEngine, PrivacyError
@@ -268,6 +268,30 @@ def test_rows_that_are_not_those_of_the_batch_are_refused() -> None:
     opacus = OpacusManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer)
     with opacus as batches, pytest.raises(PrivacyError, match="Opacus's BatchMemoryManager with user_ids"):
         next(iter(batches))
+
+
+@pytest.mark.filterwarnings("ignore::dpivon.PrivacyWarning")
+def test_rows_in_another_order_are_refused() -> None:
+    """Sorted by the collate function, or in the loop; what is computed from rows in their order is not."""
+
+    def by_size(rows: list[Any]) -> Any:
+        return default_collate(sorted(rows, key=lambda row: float(row[0].sum())))
+
+    net, loader = Net(), DataLoader(data(torch.float32), batch_size=4)
+    shared = {"module": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "noise_multiplier": 1.0}
+    shared |= {"max_grad_norm": 1.0, "user_ids": IDS}
+    with pytest.raises(ArgumentError, match="data_loader='collate_fn': puts rows in another order"):
+        PrivacyEngine().make_private(
+            data_loader=DataLoader(data(torch.float32), batch_size=4, collate_fn=by_size), **shared
+        )
+    model, _, loader = PrivacyEngine(generator=torch.Generator().manual_seed(2)).make_private(
+        data_loader=loader, **shared
+    )
+    x, _, _ = next(iter(loader))
+    assert len(x) > 7
+    model(2 * x)
+    with pytest.raises(PrivacyError, match="was given the rows of its batch in another order"):
+        model(x[x.sum(1).argsort()])
 
 
 @pytest.mark.filterwarnings("ignore::dpivon.PrivacyWarning")

@@ -18,6 +18,10 @@ from dpivon.privacy.people import GRADIENTS
 from dpivon.variational.layers import SpreadLinear
 
 
+def _same(groups: Groups, rows: int, inputs: Any) -> Groups:
+    return groups
+
+
 class Bare(nn.Module):
     """A parameter that no rule is for: its module runs row by row."""
 
@@ -61,7 +65,7 @@ def test_every_kind_of_layer_adds_up_the_rows_of_a_person(
     weight = torch.randn(8192, generator=generator, dtype=torch.float64)
     owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     for reduction in GRADIENTS:
-        groups = partial(Groups.of_people, sizes, augmentations=1, mean=reduction == "mean")
+        groups = Groups.of_people(sizes, len(x), 1, mean=reduction == "mean")
         for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
             model.double()
             params = [p for p in model.parameters() if p.requires_grad]
@@ -76,6 +80,6 @@ def test_every_kind_of_layer_adds_up_the_rows_of_a_person(
             bound = FlatClipping(0.9 * math.sqrt(sum(float(o[0].square().sum()) for o in own)))
             expected = clipped_sum(own, bound)
             torch.manual_seed(0)
-            found = book(model.to(dtype), x.to(dtype), weight.to(dtype), bound, people=groups)
+            found = book(model.to(dtype), x.to(dtype), weight.to(dtype), bound, people=partial(_same, groups))
             off = math.sqrt(sum(float((e - f).square().sum()) for e, f in zip(expected, found, strict=True)))
             assert off <= tolerance * bound.sensitivity

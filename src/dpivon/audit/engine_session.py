@@ -115,7 +115,7 @@ class EngineSession(Session):
         for part in split:
             first, last, sizes = split.flags.popleft()
             self.optimizer.begin_micro_batch(first=first, last=last)
-            self.optimizer.draws.sizes = sizes
+            self.optimizer.draws.sizes, self.optimizer.draws.batch = sizes, None
             before = self.optimizer.last_release
             observed = self._step(*self._taken(part))
             if self.optimizer.last_release is not before:
@@ -140,7 +140,7 @@ class EngineSession(Session):
 
     def _batch(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch of these examples; where they are people, with all their rows, and the optimizer knows whose each is."""
-        self.optimizer.draws.sizes = self._sizes(rows)
+        self.optimizer.draws.sizes, self.optimizer.draws.batch = self._sizes(rows), None
         return self._taken(self._rows(rows))
 
     def _sizes(self, examples: Sequence[int]) -> tuple[int, ...] | None:

@@ -177,9 +177,8 @@ class PrivacyEngine(OpacusVerbs, Compiles):
             drawing["the optimizer's generator"] = getattr(optimizer, "generator", None)
             check_noise_alone(noise_generator, drawing)
             people = People.given(user_ids, rows_per_user, user_gradient, poisson_sampling=poisson_sampling)
-            sampling = declare(
-                data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size, people=people
-            )
+            public: dict[str, Any] = {"dataset_size": dataset_size, "expected_batch_size": expected_batch_size}
+            sampling = declare(data_loader, **public, people=people)
             trainable = sum(p.requires_grad for p in module.parameters())
             clip = make_clipping(clipping, max_grad_norm, trainable)
             spec = NoiseSpec(
@@ -219,7 +218,7 @@ class PrivacyEngine(OpacusVerbs, Compiles):
             keeper = BookKeeper(
                 module,
                 **layout,
-                people=None if people is None else people.groups(loader, augmentations),
+                people=None if people is None else people.groups(loader, layout),
                 samples=optimizer.mc_samples if isinstance(optimizer, IVON) else 1,
                 scatter=team.scatter if isinstance(team, Sharded) else None,
                 accumulates=not poisson_sampling,
@@ -320,9 +319,8 @@ class PrivacyEngine(OpacusVerbs, Compiles):
                 "does not cover. Use a new PrivacyEngine, or make_private with a noise_multiplier."
             )
         people = People.given(**options)
-        sampling = declare(
-            data_loader, dataset_size=dataset_size, expected_batch_size=expected_batch_size, people=people
-        )
+        public: dict[str, Any] = {"dataset_size": dataset_size, "expected_batch_size": expected_batch_size}
+        sampling = declare(data_loader, **public, people=people)
         mechanism = options.get("mechanism", "gaussian")
         limit = planned(
             self.accountant, sampling, target_epsilon, target_delta, epochs=epochs, mechanism=mechanism, also=also
@@ -333,9 +331,7 @@ class PrivacyEngine(OpacusVerbs, Compiles):
             data_loader=data_loader,
             noise_multiplier=limit.noise_multiplier,
             max_grad_norm=max_grad_norm,
-            dataset_size=dataset_size,
-            expected_batch_size=expected_batch_size,
-            **{**options, "user_ids": people},
+            **{**options, **public, "user_ids": people},
         )
         self._limit = limit
         return made

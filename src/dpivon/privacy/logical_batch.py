@@ -302,7 +302,7 @@ class MicroBatches:
             first, last, sizes = split.flags.popleft()
             self.optimizer.begin_micro_batch(first=first, last=last)
             if self.optimizer.draws is not None:
-                self.optimizer.draws.sizes = sizes
+                self.optimizer.draws.sizes, self.optimizer.draws.batch = sizes, batch if sizes is not None else None
             yield batch
         self.optimizer.abandon_virtual_batch()
 

@@ -7,7 +7,7 @@ over their rows, and it is clipped once. So a person moves the sum by at most C,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from dpivon.durable.tensors import bytes_of
-from dpivon.errors import bad, check_choice, check_whole
+from dpivon.errors import PrivacyError, bad, check_choice, check_whole
+from dpivon.privacy.gradients.model_io import tensors_in
 from dpivon.privacy.layers.groups import Groups
 
 GRADIENTS = ("mean", "sum")
 PERSON = "person"
+_LOOKS = 3  # batches of a loop in which it is looked whether rows are in their order
+_FEW = 7  # rows in which an order is seen
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +102,23 @@ class People:
         """Of who is whose, for ranks that must agree."""
         return hashlib.sha256(bytes_of(self.of_row)).hexdigest()[:16]
 
-    def groups(self, loader: Any, augmentations: int) -> Callable[[int], Groups]:
-        """From a number of rows to which of them are one person's, in the batch that ``loader`` last handed out."""
-        draws, mean = loader.draws, self.gradient == "mean"
-        return lambda rows: Groups.of_people(draws.sizes, rows, augmentations, mean=mean)
+    def groups(self, loader: Any, layout: Mapping[str, Any]) -> Callable[[int, Any], Groups]:
+        """From a number of rows, and the inputs that they are of, to which of them are one person's.
+
+        The rows are those of the batch that ``loader`` last handed out, in its order: a collate_fn or a loop that is seen to
+        change the order is refused. In the loop that is looked for in the first batches, of inputs that were not changed.
+        """
+        draws, mean, dim = loader.draws, self.gradient == "mean", 0 if layout["batch_first"] else 1
+        _check_collate(loader, dim)
+        looks = iter(range(_LOOKS))
+
+        def of_batch(rows: int, inputs: Any) -> Groups:
+            groups = Groups.of_people(draws.sizes, rows, layout["augmentations"], mean=mean)
+            if rows > _FEW and len(groups.sizes) > 1 and next(looks, None) is not None:
+                _check_loop(tensors_in(inputs), tensors_in(draws.batch), dim)
+            return groups
+
+        return of_batch
 
     def rows_of(self, drawn: Tensor, uniform: Callable[[int], Tensor]) -> list[list[int]]:
         """The rows to use of each of the people ``drawn``. ``uniform(n)`` draws n numbers in [0, 1)."""
@@ -117,6 +133,45 @@ class People:
             shuffled = torch.argsort(owner + uniform(len(owner)))  # within each person
             rows, counts = rows[shuffled][place < self.rows], counts.clamp(max=self.rows)
         return [part.tolist() for part in rows.split(counts.tolist())] if len(drawn) else []
+
+
+def _check_collate(loader: Any, dim: int) -> None:
+    """Refuse a collate_fn that orders rows in a way of its own, such as by their length."""
+    last = len(loader.dataset) - 1
+    rows = [loader.dataset[i] for i in sorted({last * i // _FEW for i in range(_FEW + 1)})]
+    forth, back = (tensors_in(loader.collate_fn(list(given))) for given in (rows, rows[::-1]))
+    for one, other in zip(forth, back, strict=False):
+        if other.dim() > dim and _reordered(one, other.flip(dim), dim):
+            fix = "Leave the rows of a batch in the order in which they are given"
+            raise bad("data_loader", "collate_fn", "puts rows in another order, so that it is lost whose they are", fix)
+
+
+def _check_loop(inputs: Sequence[Tensor], batch: Sequence[Tensor], dim: int) -> None:
+    """Refuse inputs of the model that are those of the batch with its rows in another order."""
+    for given in inputs:
+        alike = [t for t in batch if t.shape == given.shape and t.dtype == given.dtype and t.dim() > dim]
+        pairs = [(given.detach().to(t.device), t) for t in alike]
+        if any(torch.equal(*pair) for pair in pairs):
+            continue
+        if any(_reordered(one, other, dim) and len(_kinds(one, dim)[0]) == one.shape[dim] for one, other in pairs):
+            raise PrivacyError(
+                "user_ids: the model was given the rows of its batch in another order, so it is lost whose they are and no "
+                "person could be clipped. Leave them in the order of the loader."
+            )
+
+
+def _reordered(one: Tensor, other: Tensor, dim: int) -> bool:
+    """Whether they have the same rows in another order."""
+    if one.shape != other.shape or one.dim() <= dim or torch.equal(one, other):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(_kinds(one, dim), _kinds(other, dim), strict=True))
+
+
+def _kinds(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The different rows, and how often each occurs."""
+    rows = t.detach().movedim(dim, 0).flatten(1) if t.dim() > 1 else t.detach().unsqueeze(1)
+    found: tuple[Tensor, Tensor] = rows.unique(dim=0, return_counts=True)
+    return found
 
 
 def _numbered(ids: Iterable[Any]) -> list[int]:

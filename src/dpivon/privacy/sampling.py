@@ -51,6 +51,7 @@ class Draws:
     redeemed: int = 0  # in this pass
     ignored: bool = False  # whether the batch last handed out has labels of -100
     sizes: tuple[int, ...] | None = None  # and how many rows each of its people has; None if rows are examples
+    batch: Any = None  # and itself, where people are drawn
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
     sampler: Callable[[], PoissonSampler | None] = lambda: None  # who draws
     drawn_in: tuple[int, int] = field(default_factory=this_process)
@@ -69,8 +70,8 @@ class Draws:
         self.redeemable, self.drawn_in = True, this_process()
         self._tell("next_batch_drawn")
 
-    def deliver(self, sizes: tuple[int, ...] | None = None) -> None:
-        self.redeemable, self.sizes = True, sizes
+    def deliver(self, sizes: tuple[int, ...] | None = None, batch: Any = None) -> None:
+        self.redeemable, self.sizes, self.batch = True, sizes, batch
         self._tell("next_batch_delivered")
 
     def redeem(self) -> None:
@@ -85,7 +86,7 @@ class Draws:
                 "step() in a forked process on a batch that was drawn before the fork: the parent may release the same batch. "
                 "Take the next batch from the data loader in this process."
             )
-        self.redeemable, self.sizes = False, None
+        self.redeemable, self.sizes, self.batch = False, None, None
         self.redeemed += 1
 
     def _tell(self, event: str) -> None:
@@ -213,7 +214,7 @@ class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
                 )
             self.draws.ignored = has_ignored(batch)
             sizes = sampler.sizes if sizes is None else sizes  # of this pass, also if another one has begun since
-            self.draws.deliver(None if sampler.people is None else sizes.popleft())
+            self.draws.deliver(*([] if sampler.people is None else [sizes.popleft(), batch]))
             yield batch
 
 

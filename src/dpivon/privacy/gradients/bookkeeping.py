@@ -64,7 +64,7 @@ class BookKeeper(LayerWatch):
         loss_reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over the rows of a batch.
         samples: how many passes over the same examples are averaged.
         augmentations: how many consecutive rows are one example, or one row of a person.
-        people: which of so many rows at hand are one person's, where an example is a person.
+        people: which of so many rows at hand, of these inputs, are one person's, where an example is a person.
         scatter: keeps a part of each sum, where the model is sharded.
         accumulates: whether several batches may be summed in one step, which is not private under Poisson sampling.
         keeps_gradients: whether per-example gradients are left in ``p.grad_sample``, as Opacus does.
@@ -79,7 +79,7 @@ class BookKeeper(LayerWatch):
         loss_reduction: str,
         samples: int = 1,
         augmentations: int = 1,
-        people: Callable[[int], Groups] | None = None,
+        people: Callable[[int, Any], Groups] | None = None,
         scatter: Callable[[Tensor, Tensor], Tensor] | None = None,
         accumulates: bool = False,
         keeps_gradients: bool = False,
@@ -131,7 +131,8 @@ class BookKeeper(LayerWatch):
         if self._recording(module):
             self.rows = self._rows_of(args, kwargs)
             self.positions = self.positions_of(args, kwargs)
-            self._groups = self.people(self.rows) if self.people and not self.rehearses else self._alike
+            people = None if self.rehearses else self.people
+            self._groups = self._alike if people is None else people(self.rows, (args, kwargs))
             self._announce(args, kwargs)
             if self._passes.arrived and not self.accumulates:
                 self._passes.second = True
