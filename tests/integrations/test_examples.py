@@ -23,6 +23,7 @@ RUNS = [
     ("tensorboard_digits.py", [], "tensorboard", "tensorboard", 0.4),
     ("tensorboard_digits.py", ["--mlflow"], "mlflow", "mlflow", 0.4),
     ("huggingface_lora.py", [], "peft", "huggingface", 0.7),
+    ("huggingface_trainer.py", [], "peft", "huggingface", 0.7),
 ]
 
 

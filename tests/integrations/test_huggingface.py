@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 through the book-keeping: its clipped sums are those of a loop over examples."""
+"""Models of transformers through the engine: clipped sums are those of a loop over examples, for stock models as they are."""
 
 from __future__ import annotations
 
@@ -6,64 +6,102 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
+import dpivon
 from dpivon.errors import PrivacyError, pip_line
-from dpivon.privacy.clipping import FlatClipping
-from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
 transformers = pytest.importorskip("transformers", reason=pip_line("huggingface"))
-peft = pytest.importorskip("peft", reason=pip_line("huggingface"))
-C = 0.05
+pytest.importorskip("peft", reason=pip_line("huggingface"))
+from transformer_models import MODELS, TUNINGS, loss_of_each, make, make_batch  # noqa: E402
+
+from dpivon.integrations.huggingface import per_example_loss  # noqa: E402
+
+C, ROWS = 0.05, 5
+CASES = [(name, task, tuning) for tuning in TUNINGS for name, task in MODELS]
 
 
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=12, n_positions=6, n_embd=8, n_layer=2, n_head=2, num_labels=3, pad_token_id=0, bos_token_id=0,
-        eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.GPT2ForSequenceClassification(config).double()
+def clipped_by_a_loop(model: nn.Module, inputs, labels, task: str) -> list[torch.Tensor]:
+    """Σ_i g_i min(1, C/(‖g_i‖ + 1e-6)), each example run by itself."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    total = [torch.zeros_like(p) for p in params]
+    for i in range(ROWS):
+        some = {key: value[i : i + 1] for key, value in inputs.items()}
+        loss = loss_of_each(model(**some).logits, labels[i : i + 1], task).sum()
+        found = torch.autograd.grad(loss, params, allow_unused=True)
+        g = [torch.zeros_like(p) if t is None else t for p, t in zip(params, found, strict=True)]
+        norm = float(torch.cat([t.flatten() for t in g]).norm())
+        total = [s + t * min(1.0, C / (norm + 1e-6)) for s, t in zip(total, g, strict=True)]
+    return total
 
 
-def with_lora() -> nn.Module:
-    lora = peft.LoraConfig(
-        task_type="SEQ_CLS", r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False
+def released(model: nn.Module, inputs, labels, parts: int = 1) -> list[torch.Tensor]:
+    """What one step without noise releases, times the batch: the engine's, in the ordinary loop."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    rows = [({key: value[i] for key, value in inputs.items()}, labels[i]) for i in range(ROWS)]
+    private, optimizer, loader = dpivon.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(params, lr=0.0),
+        data_loader=DataLoader(rows, batch_size=ROWS),
+        noise_multiplier=0.0,
+        max_grad_norm=C,
+        expected_batch_size=ROWS,  # q = 1: everyone is in every batch
     )
-    return peft.get_peft_model(gpt2(), lora)
+    loss_fn = per_example_loss(model)
+    with dpivon.BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=-(-ROWS // parts), optimizer=optimizer
+    ) as batches:
+        for some, y in batches:
+            optimizer.zero_grad()
+            loss_fn(private(**some), y).backward()
+            optimizer.step()
+    return [ROWS * p.grad for p in params]
 
 
-def test_positions_looked_up_once_for_the_batch_are_refused():
-    model = gpt2().train()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.campaign(keep=5)
+@pytest.mark.parametrize(("name", "task", "tuning"), CASES)
+def test_clipped_sums_are_those_of_a_loop_over_examples(name, task, tuning):
+    model = make(name, task, tuning).double()
+    inputs, labels = make_batch(name, task, ROWS)
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    expected = clipped_by_a_loop(model, inputs, labels, task)
+    size = float(torch.cat([t.flatten() for t in expected]).norm())
+    assert size > C / 10
+    for parts in (1, 2):  # micro-batches of one logical batch
+        found = released(make_again(model), inputs, labels, parts)
+        off = float(torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)]).norm())
+        assert off <= 1e-6 * size, (parts, off / size)  # the release itself is rounded to fp32
+
+
+def make_again(model: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_positions_that_serve_the_batch_are_refused_where_nothing_was_tried():
+    model = make("gpt2", "sequence classification")
     keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
     with pytest.raises(PrivacyError, match="saw 1 rows in a batch of 5"):
         F.cross_entropy(model(input_ids=torch.randint(1, 12, (5, 6))).logits, torch.randint(3, (5,))).backward()
     keeper.clear()
 
 
-@pytest.mark.parametrize("build", [gpt2, with_lora])
-def test_clipped_sums_are_those_of_a_loop_over_examples(build):
-    model = build().double().train()
-    assert has_rules(model)
-    x = torch.randint(1, 12, (5, 6))
-    y = torch.randint(3, (5,))
-    places = torch.arange(6).expand(
-        5, 6
-    )  # one row an example: left out, GPT-2 looks its positions up once for all of them
-    params = [p for p in model.parameters() if p.requires_grad]
-    expected, clipped = [torch.zeros_like(p) for p in params], 0
-    for i in range(5):
-        row = slice(i, i + 1)
-        loss = F.cross_entropy(model(input_ids=x[row], position_ids=places[row]).logits, y[row])
-        grads = torch.autograd.grad(loss, params, allow_unused=True)
-        g = [torch.zeros_like(p) if t is None else t for p, t in zip(params, grads, strict=True)]
-        norm = float(torch.cat([t.flatten() for t in g]).norm())
-        clipped += norm > C  # by C/(‖g‖ + 1e-6), as Opacus does
-        expected = [e + t * min(1.0, C / (norm + 1e-6)) for e, t in zip(expected, g, strict=True)]
-    assert clipped == 5  # or the bound would not be tested
-
-    keeper = BookKeeper(model, batch_first=True, loss_reduction="mean")
-    F.cross_entropy(model(input_ids=x, position_ids=places).logits, y).backward()
-    sums = keeper.clipped_sums(params, FlatClipping(C))
-    assert float(torch.cat([e.flatten() for e in expected]).norm()) > C / 10
-    for found, wanted in zip(sums, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+def test_the_loss_that_a_model_takes_itself_is_refused_where_labels_are_ignored():
+    model = make("gpt2", "causal LM")
+    inputs, labels = make_batch("gpt2", "causal LM", ROWS)
+    rows = [{**{key: value[i] for key, value in inputs.items()}, "labels": labels[i]} for i in range(ROWS)]
+    private, optimizer, loader = dpivon.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(rows, batch_size=ROWS),
+        noise_multiplier=1.0,
+        max_grad_norm=C,
+        expected_batch_size=ROWS,
+    )
+    loss = private(**next(iter(loader))).loss
+    with pytest.raises(PrivacyError, match="ignore_index=-100 and reduction='mean'"):
+        loss.backward()
+    assert optimizer.last_release is None

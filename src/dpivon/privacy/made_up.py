@@ -130,6 +130,7 @@ class _SameForEveryRow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        _check_indices(func.overloadpacket.__name__, args)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             out = func(*args, **kwargs)
             self._note_precision(func, args, out)
@@ -159,6 +160,24 @@ class _SameForEveryRow(TorchDispatchMode):
         shape = like.shape[1:] if like.dim() else like.shape
         row = torch.rand(shape.numel(), generator=generator, dtype=torch.float64).reshape(shape)
         return row.to(like.device).expand(like.shape)
+
+
+def _check_indices(name: str, args: Any) -> None:
+    """An error for made-up integers that are no index. A GPU would end the process's use of it where a CPU raises an error."""
+    t: Any = args[0] if args else None
+    found: list[tuple[Tensor, int]] = []
+    if name == "embedding":
+        found = [(args[1], len(args[0]))]
+    elif name in ("gather", "index_select", "scatter", "scatter_add"):
+        found = [(args[2], t.shape[args[1]] if t.dim() else 1)]
+    elif name == "index":
+        found = [(i, n) for i, n in zip(args[1], t.shape, strict=False) if i is not None and i.dtype != torch.bool]
+    elif name in ("nll_loss_forward", "nll_loss2d_forward"):
+        found = [(args[1][args[1] != args[4]], t.shape[min(1, t.dim() - 1)])]
+    for index, size in found:
+        lowest = -size if name == "index" else 0
+        if index.numel() and not bool(((index >= lowest) & (index < size)).all()):
+            raise IndexError(f"a made-up index is out of range for {name} of {size}")
 
 
 def _below(u: Tensor, p: Any) -> Tensor:

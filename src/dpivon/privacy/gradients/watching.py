@@ -145,7 +145,8 @@ class LayerWatch(RowsOfBatch):
         if not any(p.requires_grad for p in module.parameters()):
             return
         forward, rule = forward_for(module), rule_for(module)
-        if is_parametrized(module):  # its weights are computed from other parameters, at every look
+        # Weights that are computed from other parameters: at every look, or by a variant of LoRA such as DoRA.
+        if is_parametrized(module) or getattr(module, "lora_variant", None):
             self._run_alone(module)
         elif forward is not None and (rule is None or self.batch_first):  # a forward puts the batch first
             self._replace_forward(module, forward)

@@ -1,0 +1,150 @@
+"""``transformers.Trainer`` made private: the weights of the plain loop, one charge per logical batch, a resumed account."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import dpivon
+from dpivon.errors import ArgumentError, BudgetSpent, pip_line
+
+transformers = pytest.importorskip("transformers", reason=pip_line("huggingface"))
+pytest.importorskip("peft", reason=pip_line("huggingface"))
+from transformer_models import VOCABULARY, loss_of_each, make, make_batch  # noqa: E402
+
+from dpivon.integrations.huggingface import PrivateTrainer, per_example_loss, token_uncertainty  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+N, SIGMA = 24, 1.0
+
+
+def rows(count: int = N) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(3, VOCABULARY, (count, 6), generator=torch.Generator().manual_seed(7))
+    return [{"input_ids": t, "labels": t} for t in tokens]
+
+
+def arguments(folder, **options):
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 1, **options}
+    return transformers.TrainingArguments(
+        str(folder), max_grad_norm=0.1, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
+        lr_scheduler_type="constant", **settings,
+    )  # fmt: skip
+
+
+def seeded() -> dpivon.PrivacyEngine:
+    return dpivon.PrivacyEngine(generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("kind", ["ivon", "adamw"])
+def test_it_trains_as_the_plain_loop_in_parts_and_charges_a_logical_batch_once(kind, tmp_path):
+    def optimizer(model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        draws = torch.Generator().manual_seed(1)
+        return (
+            dpivon.IVON(trained, lr=0.1, ess=N, generator=draws)
+            if kind == "ivon"
+            else torch.optim.AdamW(trained, lr=0.1)
+        )
+
+    model, engine = make("gpt2", "causal LM", "LoRA"), seeded()
+    trainer = PrivateTrainer(
+        model, arguments(tmp_path), delta=1e-3, noise_multiplier=SIGMA, engine=engine, train_dataset=rows(),
+        eval_dataset=rows(5), optimizers=(optimizer(model), None),
+    )  # fmt: skip
+    trainer.train()
+
+    plain, account = make("gpt2", "causal LM", "LoRA"), seeded()
+    private, dp, loader = account.make_private(
+        module=plain, optimizer=optimizer(plain), data_loader=DataLoader(rows(), batch_size=8), noise_multiplier=SIGMA,
+        max_grad_norm=0.1,
+    )  # fmt: skip
+    loss_fn = per_example_loss(plain)
+    with dpivon.BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=dp) as batches:
+        for batch in batches:
+            dp.zero_grad()
+            with dp.sampled_params(train=True) if kind == "ivon" else torch.enable_grad():
+                loss_fn(private(input_ids=batch["input_ids"]), batch["labels"]).backward()
+            dp.step()
+    assert len(engine.accountant) == len(account.accountant) == 3
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    logged = trainer.state.log_history
+    assert [row["epsilon"] for row in logged if "epsilon" in row][-1] == account.get_epsilon(1e-3)
+    assert not any(name in row for row in logged for name in ("loss", "train_loss", "grad_norm"))
+    assert "eval_loss" in trainer.evaluate()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = tmp_path / "saved" / "posterior.safetensors"
+    assert saved.exists() == (kind == "ivon")
+    if kind == "ivon":
+        held = dpivon.Posterior.load(saved)
+        assert held.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        entropy, information = token_uncertainty(model, held, {"input_ids": rows(2)[0]["input_ids"][None]}, samples=3)
+        assert information.shape == (1, 6)
+        assert bool(((information >= 0) & (information <= entropy)).all())
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_goes_on_with_its_ledger_and_stops_at_its_budget(tmp_path):
+    def trainer(**options):
+        settings = arguments(tmp_path, num_train_epochs=2, save_strategy="steps", save_steps=2)
+        return PrivateTrainer(
+            make("gpt2", "causal LM", "LoRA"), settings, delta=1e-3, target_epsilon=4.0, train_dataset=rows(), **options
+        )
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+            return control
+
+    first = trainer(callbacks=[Stop()])
+    first.train()
+    assert len(first.engine.accountant) == 3
+    first.engine.ledger.close()
+    second = trainer()
+    assert len(second.engine.accountant) == 3
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(second.engine.accountant) == 6  # of which one was lost: as many as were planned
+    assert second.state.global_step == 5
+    assert second.epsilon <= 4.0
+    entries = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert len(entries) >= 6
+    second.engine.ledger.close()
+    third = trainer()
+    with pytest.raises(BudgetSpent):
+        third.train()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("label_smoothing_factor", 0.1), ("torch_compile", True), ("max_grad_norm", 0.0), ("auto_find_batch_size", True)],
+)
+def test_what_would_reach_raw_gradients_is_refused(option, value, tmp_path):
+    settings = arguments(tmp_path)
+    setattr(settings, option, value)
+    with pytest.raises(ArgumentError, match=option):
+        PrivateTrainer(make("gpt2", "causal LM"), settings, delta=1e-3, noise_multiplier=1.0, train_dataset=rows())
+
+
+@pytest.mark.parametrize("task", ["causal LM", "token classification", "sequence classification"])
+def test_the_loss_is_that_of_each_example_alone(task):
+    model = make("gpt2", task)
+    inputs, labels = make_batch("gpt2", task, 5)
+    outputs = model(**inputs)
+    expected = loss_of_each(outputs.logits, labels, task)
+    torch.testing.assert_close(per_example_loss(model)(outputs, labels), expected.mean())
+    alone = [model(**{k: v[i : i + 1] for k, v in inputs.items()}, labels=labels[i : i + 1]).loss for i in (2, 3, 4)]
+    torch.testing.assert_close(expected[2:], torch.stack(alone))
+
+
+def test_regression_and_several_labels_have_a_loss_per_example():
+    model = make("bert", "sequence classification")
+    z, targets = torch.randn(4, 3), torch.rand(4, 3).round()
+    several = F.binary_cross_entropy_with_logits(z, targets)
+    torch.testing.assert_close(per_example_loss(model)(z, targets), several)
+    z, targets = torch.randn(4, 1), torch.randn(4)
+    torch.testing.assert_close(per_example_loss(model)(z, targets), F.mse_loss(z[:, 0], targets))
