@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A newcomer's first five commands, from the built wheel to a report on a table of their own, in an empty folder: `make newcomer`.
+# A newcomer's first commands, from the built wheel to a published model of a table of their own, in an empty folder: `make newcomer`.
 # The table is scikit-learn's breast cancer data; for the blanks of the drafted schema stands examples/patients.yaml.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -26,4 +26,7 @@ cp "$root/examples/patients.yaml" patients.yaml
 step dpivon train patients.csv --schema patients.yaml --epsilon 3 --delta 1e-4 --dataset-size 400 --test new-patients.csv --out run
 step dpivon predict run new-patients.csv --out predictions.csv
 step dpivon report run
-ls run/report.html predictions.csv
+step dpivon export run --out published
+step dpivon predict published new-patients.csv --out published.csv
+cmp predictions.csv published.csv
+ls run/report.html published/model-card.md
