@@ -1,7 +1,12 @@
 """Train every cell of a plan, one process per core; rows are appended as they are finished, and finished ones are skipped.
 
-python -m experiments.tables.run --plan tune --jobs 16 --until 540 --table rows.csv --data carry/tables
+python -m experiments.tables.run --plan final --jobs 16 --until 540 --table rows.csv --data carry/tables
 python -m experiments.tables.run --sigmas     # noise multipliers by PLD, into sigmas.json, where dp-accounting is installed
+
+``final`` has two arms per table and ε: "before", the network, bound, batch and length that the library had until now, and
+"rule", those of ``dpivon.defaults``. In both each method's step size is tuned on validation data by one run each; the best
+is then trained with five other seeds. The default itself, with the rule's own step size, is trained with the same five.
+``explore`` is a wider grid at one or two seeds.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from dpivon.defaults import table_defaults
 from experiments.tables.data import NAMES, load
 from experiments.tables.train import HIDDEN, Net, Spec, evaluate, train
 
@@ -35,19 +41,21 @@ RATES = {
     "dp-ivon-gradsq": (0.03, 0.1, 0.3, 1.0, 3.0),
 }
 BOUNDS = (1.0, 3.0, 10.0)
+SEEDS = 5
 SIGMAS = Path(__file__).parent / "sigmas.json"
-KEYS = ("table", "epsilon", "network", "batch", "steps", "method", "lr", "bound", "seed", "iterate")
+KEYS = ("arm", "table", "epsilon", "network", "batch", "steps", "method", "lr", "bound", "seed", "iterate")
 SCORES = ("accuracy", "nll", "balanced_nll", "auc", "balanced_accuracy")
 FIELDS = (*KEYS, *(f"{part}_{s}" for part in ("validation", "test") for s in SCORES), "sigma", "seconds")
 
 
 class Job(NamedTuple):
+    arm: str
     table: str
     epsilon: float
     network: str
     batch: int
     steps: int
-    seed: int
+    seed: int  # the best of each method is trained with seeds 1 to 5 besides, where this is 0 and the arm is not "explore"
     specs: tuple[Spec, ...]
 
     @property
@@ -66,13 +74,13 @@ def shapes(n):
     return [(old, 40 * math.ceil(n / old)), (large, 100), (large, 400)]
 
 
-def tuning():
+def explore():
     """Seed 0 of everything at ε = 1 and 3, then at the others, then seed 1."""
     specs = tuple(Spec(m, lr, c) for m, rates in RATES.items() for c in BOUNDS for lr in rates)
     for seed in (0, 1):
         for several in (EPSILONS[:2], EPSILONS[2:]):
             jobs = [
-                Job(table, epsilon, network, b, t, seed, specs)
+                Job("explore", table, epsilon, network, b, t, seed, specs)
                 for table in NAMES
                 for epsilon in several
                 for network in NETWORKS
@@ -81,10 +89,24 @@ def tuning():
             yield from sorted(jobs, key=lambda job: -job.cost)  # the longest first, so that all cores end together
 
 
-def listed(path):
-    """Jobs from a JSON file: rows of [table, epsilon, network, batch, steps, seed, [[method, lr, bound], …]]."""
-    for *rest, specs in json.loads(Path(path).read_text()):
-        yield Job(*rest, tuple(Spec(*s) for s in specs))
+def final():
+    """One job per arm, method, table and ε, the longest first."""
+    jobs = []
+    for table, n in ROWS.items():
+        for epsilon in EPSILONS:
+            rule = table_defaults(n, epsilon)
+            steps = rule.epochs * math.ceil(n / rule.batch_size)
+            new = ("mlp3" if rule.hidden else "linear3", rule.batch_size, steps)
+            for method, rates in RATES.items():
+                jobs += [
+                    Job("before", table, epsilon, "mlp", *shapes(n)[0], 0, tuple(Spec(method, r, 1.0) for r in rates)),
+                    Job("rule", table, epsilon, *new, 0, tuple(Spec(method, r, rule.max_grad_norm) for r in rates)),
+                ]
+            jobs.append(Job("default", table, epsilon, *new, 0, (Spec(rule.method, rule.lr, rule.max_grad_norm),)))
+    return sorted(jobs, key=lambda job: -job.cost)
+
+
+PLANS = {"final": final, "explore": explore}
 
 
 def name_of(job):
@@ -101,28 +123,40 @@ def noise(job, known):
 
 
 def key(row):
-    return tuple(f"{float(row[k]):g}" if k not in ("table", "network", "method", "iterate") else row[k] for k in KEYS)
+    texts = ("arm", "table", "network", "method", "iterate")
+    return tuple(row[k] if k in texts else f"{float(row[k]):g}" for k in KEYS)
 
 
 def work(given):
+    """The rows of a job."""
     job, folder, known = given
     torch.set_num_threads(1)
     began = time.monotonic()
     parts, classes = load(folder, job.table)
-    x, y = parts["train"]
     hidden, scale = NETWORKS[job.network]
-    net = Net(x.shape[1], classes, hidden, scale)
+    net = Net(parts["train"][0].shape[1], classes, hidden, scale)
     prior = torch.bincount(torch.cat([parts[p][1] for p in parts]), minlength=classes).double()
-    sigma, found = noise(job, known), []
-    specs = sorted(job.specs, key=lambda s: s.method)
-    for begin in range(0, len(specs), 13):  # so that activations stay near the core
-        some = specs[begin : begin + 13]
-        shape = {"batch": job.batch, "steps": job.steps, "seed": 1 + job.seed}
-        iterates = train(net, some, x, y, sigma=sigma, **shape)
-        for iterate, theta in zip(("last", "average"), iterates, strict=True):
-            for spec, row in zip(some, evaluate(net, theta, parts, prior / prior.sum()), strict=True):
-                own = dict(zip(KEYS, (*job[:5], *spec, job.seed, iterate), strict=True))
-                found.append(own | {k: round(v, 5) for k, v in row.items()} | {"sigma": round(sigma, 5)})
+    sigma = noise(job, known)
+
+    def rows(specs, seed):
+        found = []
+        for begin in range(0, len(specs), 13):  # so that activations stay near the core
+            some = specs[begin : begin + 13]
+            shape = {"batch": job.batch, "steps": job.steps, "seed": 1 + seed}
+            for iterate, theta in zip(
+                ("last", "average"), train(net, some, *parts["train"], sigma=sigma, **shape), strict=True
+            ):
+                for spec, row in zip(some, evaluate(net, theta, parts, prior / prior.sum()), strict=True):
+                    own = dict(zip(KEYS, (*job[:6], *spec, seed, iterate), strict=True))
+                    found.append(own | {k: round(v, 5) for k, v in row.items()} | {"sigma": round(sigma, 5)})
+        return found
+
+    found = rows(sorted(job.specs, key=lambda s: s.method), job.seed)
+    if job.arm != "explore":
+        alive = [row for row in found if not math.isnan(row["validation_balanced_nll"])]
+        best = min(alive, key=lambda row: row["validation_balanced_nll"])
+        for seed in range(1, 1 + SEEDS):
+            found += rows([Spec(best["method"], best["lr"], best["bound"])], seed)
     seconds = round((time.monotonic() - began) / len(found), 3)
     return [row | {"seconds": seconds} for row in found]
 
@@ -141,7 +175,7 @@ def run(jobs, table, folder, processes, until):
     todo = []
     for job in jobs:
         left = tuple(
-            s for s in job.specs if key(dict(zip(KEYS, (*job[:5], *s, job.seed, "average"), strict=True))) not in done
+            s for s in job.specs if key(dict(zip(KEYS, (*job[:6], *s, job.seed, "average"), strict=True))) not in done
         )
         if left:
             todo.append(job._replace(specs=left))
@@ -174,14 +208,14 @@ def calibrate(jobs):
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--plan", default="tune", help="tune, or a JSON file of jobs")
+    arguments.add_argument("--plan", default="final", choices=PLANS)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument("--until", type=float, default=math.inf, help="seconds")
     arguments.add_argument("--table", type=Path, default=Path("rows.csv"))
     arguments.add_argument("--data", type=Path, default=Path("carry/tables"))
     arguments.add_argument("--sigmas", action="store_true")
     given = arguments.parse_args()
-    jobs = list(tuning() if given.plan == "tune" else listed(given.plan))
+    jobs = list(PLANS[given.plan]())
     if given.sigmas:
         calibrate(jobs)
     else:
