@@ -1,4 +1,4 @@
-"""Random processes, what is learned from them, and the plans of the experiments on priors."""
+"""What the experiments on priors learn, and their plans."""
 
 from __future__ import annotations
 
@@ -8,51 +8,9 @@ import pytest
 import torch
 from experiments.leaderboard.priors import learn, private
 from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, best_prior, cell_of
-from experiments.leaderboard.priors.processes import MIXTURES, images
 from experiments.leaderboard.priors.starts import Starts, hidden_units
-from torch import nn
 
 from dpivon.privacy.accounting import epsilon
-
-
-def made(name: str, seed: int, n: int = 6, size: int = 20, channels: int = 3) -> torch.Tensor:
-    return images(name, n, torch.Generator().manual_seed(seed), size, channels)
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_seed_decides_the_images(name: str) -> None:
-    first, again, other = made(name, 1), made(name, 1), made(name, 2)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert first.dtype == torch.uint8
-    assert len(first.flatten(1).unique(dim=0)) == len(first)  # no two alike
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize(("size", "channels"), [(17, 1), (40, 4)])
-def test_any_size_and_channels(name: str, size: int, channels: int) -> None:
-    x = made(name, 0, 5, size, channels)
-    assert x.shape == (5, channels, size, size)
-    assert (x.flatten(1).float().std(1) > 5).all()  # none is flat
-
-
-def test_spectra_fall_with_frequency() -> None:
-    power = torch.fft.rfft2(made("spectra", 0, 64, 32).float()).abs().square().mean((0, 1))
-    assert power[1:3, 1:3].mean() > 10 * power[12:16, 12:16].mean()
-
-
-def test_uniformity_is_that_of_all_pairs() -> None:
-    z = nn.functional.normalize(torch.randn(9, 5, dtype=torch.float64), dim=1)
-    expected = torch.pdist(z).square().mul(-2).exp().mean().log()
-    torch.testing.assert_close(learn.uniformity(z), expected)
-
-
-def test_views_are_of_the_input_range_and_differ() -> None:
-    x, draws = made("leaves", 0, 4, 48), torch.rand(8, learn.DRAWS, generator=torch.Generator().manual_seed(0))
-    seen = learn.views(torch.cat([x, x]), draws)
-    assert seen.shape == (8, 3, 32, 32)
-    assert seen.abs().max() <= 2.0
-    assert not torch.equal(seen[:4], seen[4:])
 
 
 def test_learning_goes_on_where_it_stopped(tmp_path) -> None:

@@ -28,13 +28,13 @@ from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from dpivon.metrics import accuracy, adaptive_ece, aurc, brier, ece, nll, ood_auroc
 from dpivon.optim.average import window_decay
 from dpivon.predict import entropy
+from dpivon.priors.processes import images
 from dpivon.privacy.accounting import epsilon
 from dpivon.stacked import PaperNetwork, Run, Stack
 from dpivon.study.run.predict import normalised
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE, Map, fit_temperature, fit_vector
-from experiments.leaderboard.priors.processes import images
 from experiments.posterior.predictors import DRAWS, Trained
 
 DELTA, C, BATCH, EPOCHS = 1e-5, 1.0, 4096, 90

@@ -1,4 +1,4 @@
-"""The command line: train, predict, report, demo, methods, budget, audit, study, data, ledger, export and version."""
+"""The command line: train, predict, report, demo, methods, budget, audit, study, data, ledger, prior, export and version."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from dpivon import ledger_commands
 from dpivon._version import __version__
 from dpivon.errors import DpivonError, bad
+from dpivon.priors.commands import prior
 from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT, tuning_costs
 from dpivon.privacy.accounting import budget as plan
 from dpivon.report.writer import report
@@ -48,6 +49,7 @@ app.command()(train_commands.predict)
 app.add_typer(commands.study, name="study")
 app.add_typer(commands.data, name="data")
 app.add_typer(ledger_commands.ledger, name="ledger")
+app.add_typer(prior, name="prior")
 app.command()(ledger_commands.export)
 app.command()(report)
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from experiments.leaderboard.priors.processes import PROCESSES, images
+from dpivon.priors.processes import PROCESSES, images
 
 ACROSS = 8
 

@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from dpivon.data import MEAN, STD
 from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.models import PaperCNN
-from experiments.leaderboard.priors.processes import MIXTURES, images
+from dpivon.priors.processes import MIXTURES, images
 
 #: Images that the components are of: four for each of the maps' 2,048 coordinates.
 IMAGES = 8192

@@ -1,4 +1,4 @@
-"""Learn a prior for WRN-16-4: self-supervised training on images of a random process, as :mod:`..priors.learn`.
+"""Learn a prior for WRN-16-4: self-supervised training on images of a random process, as :mod:`dpivon.priors`.
 
     python -m experiments.leaderboard.wide.learn generators --out wide.safetensors --seconds 540 --data DATA
 
@@ -18,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpivon.data import MEAN, STD
 from dpivon.durable.tensors import read_tensors, write_tensors
+from dpivon.priors import MIXTURES, Learning, Settings
+from dpivon.priors.learning import MEAN, STD, Features
 from experiments.leaderboard.priors.data import Split, load_split
-from experiments.leaderboard.priors.learn import Features, Learning, Settings
 from experiments.leaderboard.priors.probe import ridge_accuracy
-from experiments.leaderboard.priors.processes import MIXTURES
 from experiments.leaderboard.wide.network import FORMAT, VERSION, features, wide
 
 #: Seconds between two probes.
@@ -53,21 +52,17 @@ class WideLearning(Learning):
     """Learning with a probe, whose schedule may be made longer."""
 
     def __init__(self, settings: Settings, device: torch.device, probed: Split | None = None) -> None:
-        self.toy = settings.batch < 64
-        super().__init__(settings, device)
+        torch.manual_seed(settings.seed)
+        super().__init__(WideFeatures(toy=settings.batch < 64), settings, device)
         torch.backends.cudnn.benchmark = True
         self.probed, self.last_probe = probed, 0.0
-
-    def build(self) -> Features:
-        return WideFeatures(self.toy)
 
     @torch.no_grad()
     def save(self, out: Path) -> None:
         seen = features(self.model.network, self.shown())  # type: ignore[arg-type]
         kept = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
         write_tensors(out, kept | {"feature_mean": seen.mean(0), "feature_std": seen.std(0)}, self.metadata())
-        ended = self.step >= self.settings.steps or self.seconds >= self.settings.seconds
-        if self.probed is not None and (ended or time.monotonic() - self.last_probe > PROBE_EVERY):
+        if self.probed is not None and (self.ended or time.monotonic() - self.last_probe > PROBE_EVERY):
             self.last_probe = time.monotonic()
             x, held = (features(self.model.network, i).double() for i in (self.probed.images, self.probed.score_images))  # type: ignore[arg-type]
             found = ridge_accuracy(x, self.probed.labels, held, self.probed.score_labels)

@@ -1,0 +1,9 @@
+"""Priors that no one's data is in: random image processes, and self-supervised learning on them.
+
+An import contract keeps every reader of data out of this package.
+"""
+
+from dpivon.priors.learning import Learning, Settings, learn
+from dpivon.priors.processes import MIXTURES, PROCESSES, images
+
+__all__ = ["MIXTURES", "PROCESSES", "Learning", "Settings", "images", "learn"]
