@@ -259,7 +259,7 @@ REFUSED = {
     "calm rule": ("ArgumentError", "Use 'averaged-fisher'"),  # one that it would take
     "rule": ("ArgumentError", "does not know sharded"),
     "alone": ("ArgumentError", "trains alone"),
-    "reaching": ("PrivacyError", "outside its layer"),
+    "reaching": ("Unattributed", "outside its layer"),  # a PrivacyError
 }
 
 
