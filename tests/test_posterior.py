@@ -280,3 +280,12 @@ def test_only_wrappers_are_unwrapped() -> None:
     assert unwrap(own) is own
     assert Posterior.point(GradSampleModule(inner)).matches(inner)
     assert some_posterior(inner).matches(GradSampleModule(inner))
+
+
+def test_the_same_posterior_is_the_same_file(tmp_path):
+    """Metadata of safetensors come in another order every time it writes them."""
+    q = Posterior({"w": torch.ones(3)}, {"w": torch.ones(3)}, {name: name * 2 for name in "gfedcba"})
+    for i in range(4):
+        q.save(tmp_path / f"{i}.safetensors")
+    assert len({(tmp_path / f"{i}.safetensors").read_bytes() for i in range(4)}) == 1
+    assert Posterior.load(tmp_path / "0.safetensors").metadata == q.metadata

@@ -18,6 +18,7 @@ from dpivon.shards import is_sharded
 from dpivon.variational.layers import is_variational, plain
 
 Likelihood = Literal["categorical", "bernoulli", "gaussian"]
+Noise = float | Callable[[Tensor], tuple[Tensor, Tensor]] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +26,7 @@ class ClassPrediction:
     """p̄ = mean_s p_s, with its entropy split after Houlsby et al., 2011 (arXiv:1112.5745), in nats.
 
     ``entropy`` is H[p̄], the whole uncertainty; ``mutual_information`` is H[p̄] − mean_s H[p_s], the part
-    that more data about θ would remove. ``samples`` is S, or 0 for one pass at the posterior mean.
-    """
+    that more data about θ would remove. ``samples`` is S, or 0 for one pass at the posterior mean."""
 
     probs: Tensor
     entropy: Tensor
@@ -67,7 +67,7 @@ def predict(
     *,
     batch_size: int = ...,
     likelihood: Literal["categorical", "bernoulli"] = ...,
-    noise_variance: float | None = ...,
+    noise_variance: Noise = ...,
     generator: torch.Generator | None = ...,
     device: torch.device | str | None = ...,
     dropout: bool | None = ...,
@@ -83,7 +83,7 @@ def predict(
     *,
     batch_size: int = ...,
     likelihood: Literal["gaussian"],
-    noise_variance: float | None = ...,
+    noise_variance: Noise = ...,
     generator: torch.Generator | None = ...,
     device: torch.device | str | None = ...,
     dropout: bool | None = ...,
@@ -98,7 +98,7 @@ def predict(
     *,
     batch_size: int = 512,
     likelihood: Likelihood = "categorical",
-    noise_variance: float | None = None,
+    noise_variance: Noise = None,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     dropout: bool | None = None,
@@ -122,7 +122,8 @@ def predict(
         batch_size: how many rows of a tensor go through the network at once.
         likelihood: what the model returns: ``"categorical"`` logits [B, C]; ``"bernoulli"`` one logit per example, for
             which ``probs`` is [N, 2]; ``"gaussian"`` the mean, or the pair (mean, variance).
-        noise_variance: the variance of a Gaussian likelihood whose model returns the mean alone.
+        noise_variance: the variance of a Gaussian likelihood whose model returns the mean alone, or a function of the
+            model's output that returns mean and variance.
         generator: source of the draws; torch's global one if None.
         device: where the network runs; where it is, by default.
         dropout: whether the model's dropout is live, which is a draw of its own; by default it is if the posterior says so
@@ -131,10 +132,10 @@ def predict(
     samples = check_whole("samples", samples, "Pass a whole number of draws, or 0 for the posterior mean")
     batch_size = check_whole("batch_size", batch_size, "Pass how many examples fit in memory", at_least=1)
     check_choice("likelihood", likelihood, ("categorical", "bernoulli", "gaussian"), "Name one of them")
-    if noise_variance is not None:
-        if likelihood != "gaussian":
-            fix = 'Leave it out, or pass likelihood="gaussian"'
-            raise bad("noise_variance", noise_variance, f"has no meaning for likelihood={likelihood!r}", fix)
+    if noise_variance is not None and likelihood != "gaussian":
+        fix = 'Leave it out, or pass likelihood="gaussian"'
+        raise bad("noise_variance", noise_variance, f"has no meaning for likelihood={likelihood!r}", fix)
+    if noise_variance is not None and not callable(noise_variance):
         noise_variance = check_number("noise_variance", noise_variance, "Pass a variance", above=0)
 
     draws = _Draws(_network(model), posterior, samples, generator, device, dropout)
@@ -311,7 +312,7 @@ class _Classes:
 class _Gaussian:
     """The mean of μ_s, Σ_s (μ_s − mean)² by Welford's update, and Σ_s σ²_s for one batch."""
 
-    def __init__(self, home: torch.device, noise_variance: float | None) -> None:
+    def __init__(self, home: torch.device, noise_variance: Noise) -> None:
         self.home, self.noise_variance, self.count = home, noise_variance, 0
         self.mean: Any = 0
         self.square: Any = 0
@@ -331,6 +332,8 @@ class _Gaussian:
         self.noise = self.noise + sigma2
 
     def _moments(self, output: Any) -> tuple[Tensor, Tensor]:
+        if callable(self.noise_variance):
+            return self.noise_variance(_tensor(output))
         if self.noise_variance is not None:
             if not isinstance(output, Tensor):
                 fix = "Pass noise_variance=None to use the variance that the model returns"

@@ -49,7 +49,11 @@ def failures(estimator: Any) -> dict[str, str]:
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     "estimator",
-    [DPIVONClassifier(classes="public", **QUICK), DPIVONRegressor(target_bounds=(-10, 10), **QUICK)],
+    [
+        DPIVONClassifier(classes="public", **QUICK),
+        DPIVONRegressor(target_bounds=(-10, 10), **QUICK),
+        pytest.param(DPIVONRegressor(target_bounds=(-10, 10), allow_nan=True, **QUICK), marks=pytest.mark.slow),
+    ],
     ids=lambda e: type(e).__name__,
 )
 def test_every_check_of_scikit_learn_passes(estimator):
@@ -113,6 +117,24 @@ def test_regression_states_its_uncertainty():
     assert (std >= 0.3 * 200).all()  # at least the likelihood's own width, in units of y
     assert (np.abs(mean - y[350:]) < 2 * std).mean() > 0.8
     np.testing.assert_array_equal(mean, private.predict(x[350:]))
+    low, high = private.predict_interval(x[350:])
+    np.testing.assert_allclose(high - low, 2 * 1.96 * std, rtol=1e-4)
+
+
+def test_missing_values_and_a_learned_noise():
+    """Half of one feature is missing: taken if that was declared, refused if not. The noise is 1 in a range of 20."""
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (500, 2))
+    y = 8 * x[:, 0] + draw.normal(0, 1, 500)
+    x[::2, 1] = np.nan
+    known = {"epsilon": 8.0, "delta": 1e-4, "bounds": (-1, 1), "target_bounds": (-10, 10), "hidden": (), "lr": 0.2}
+    with pytest.raises(ValueError, match="NaN"):
+        DPIVONRegressor(**known).fit(x, y)
+    private = DPIVONRegressor(**known, noise_std="learned", allow_nan=True, batch_size=64, epochs=15).fit(x, y)
+    assert private.model_[0].in_features == 4
+    assert private.score(x, y) > 0.8
+    _, std = private.predict(x, return_std=True)
+    assert 0.8 < np.median(std) < 3
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ def test_images_are_brought_to_the_declared_size_and_scaled_by_constants(tmp_pat
     write_image(tmp_path / "cat" / "1.png", 255, size=(30, 50))
     write_image(tmp_path / "cat" / "2.JPG", 0)
     write_image(tmp_path / "dog" / "1.png", (255, 0, 51), "RGB")
-    (tmp_path / "cat" / ".hidden").touch()
+    for left_behind in (".hidden", ".DS_Store", "Thumbs.db"):
+        (tmp_path / "cat" / left_behind).touch()
+    (tmp_path / "Thumbs.db").touch()
     source = Images(size=6, channels=3)
     read = source.read(str(tmp_path), ("dog", "cat", "bird"))
     assert read.names == ["cat/1.png", "cat/2.JPG", "dog/1.png"]
@@ -177,6 +179,15 @@ def test_arrays_are_clamped_scaled_and_marked_where_missing(tmp_path: Path) -> N
     assert source.shape == (4,)
 
 
+def test_an_archive_of_data_and_labels_is_one_of_x_and_y(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "a.npz", data=np.array([[0.0], [16.0]]), labels=np.array([1, 0]), names=np.array(["f"], dtype=object)
+    )
+    source = Arrays(sizes=example_shape(str(tmp_path / "a.npz")), bounds=Numeric(min=0, max=16))
+    read = source.read(str(tmp_path / "a.npz"), ("0", "1"))
+    assert (read.inputs.tolist(), read.targets.tolist()) == ([[-1, 0], [1, 0]], [1, 0])
+
+
 @pytest.mark.parametrize(("shape", "inputs"), [((3, 8, 8), (1, 8, 8)), ((3, 2, 8, 8), (2, 8, 8))])
 def test_two_files_and_images_in_them(tmp_path: Path, shape: tuple[int, ...], inputs: tuple[int, ...]) -> None:
     np.save(tmp_path / "x.npy", np.zeros(shape, dtype=np.uint8))
@@ -200,7 +211,7 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
     x = np.zeros((3, 2))
     refused("holds no y", x=x)
-    refused("holds no x", y=np.zeros(3))
+    refused("holds no x, but 'pixels', 'y'. Give an .npz with x and y .or data and labels", pixels=x, y=np.zeros(3))
     refused("shape \\(3, 3\\)|of shape \\(3,\\)", x=np.zeros((3, 3)), y=np.zeros(3))
     refused("labels of shape", x=x, y=np.zeros(4))
     refused("the label 2 of row 3", x=x, y=np.array([0, 1, 2]))

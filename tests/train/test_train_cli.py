@@ -142,7 +142,9 @@ def test_flags_stand_for_a_schema(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     flags = as_flags(clinic(tmp_path))
     refused(invoke("train"), "data=None", "a folder of images, a table, or arrays")
-    refused(invoke("train", *flags, "--task", "regression"), "DPIVONRegressor")
+    refused(invoke("train", *flags, "--task", "ranking"), "task='ranking': is not one of")
+    refused(invoke("train", *flags, "--task", "regression"), "target_bounds=None: is needed", "--target-bounds 0:500")
+    refused(invoke("train", *flags, "--target-bounds", "0"), "target-bounds='0': is not LOW:HIGH")
     refused(invoke("train", *flags, "--delta", "0.1"), "1/N")
     refused(invoke("train", *flags, "--public-sample", "a.csv"), "--write-schema")
     refused(invoke("train", "nothing.csv", *flags[1:]), "nothing.csv", "does not exist")
@@ -310,6 +312,11 @@ def test_every_command_has_an_example_in_its_help(command: list[str]) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--help"], prog_name="dpivon")
     assert result.exit_code == 0
     assert f"Example: dpivon {' '.join(command)}" in result.stdout
+
+
+def test_brackets_in_a_help_are_no_markup() -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["study", "run", "--help"], prog_name="dpivon")
+    assert "(dpivon[ray])" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_what_is_needed_is_asked_for(name: str) -> None:
         ({"columns": {"age": "old"}}, "columns.age"),
         ({"columns": {"age": {"categories": []}}}, "columns.age"),
         ({"columns": {"age": {"categories": ["a", "a"]}}}, "a category is named twice"),
-        ({"task": "regression"}, "DPIVONRegressor"),
+        ({"task": "ranking"}, "task='ranking': is not one of"),
         ({"mystery": 1}, "mystery=1"),
         ({"accountant": "guess"}, "accountant='guess'"),
         ({"seed": -1}, "seed=-1"),

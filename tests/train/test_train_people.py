@@ -66,7 +66,7 @@ def test_a_unit_that_says_not_whose_a_row_is_is_refused(tmp_path: Path) -> None:
     options = visits(tmp_path)
     for changed, problem in (
         ({"unit": "name"}, "unit='name': is not a column of the table"),
-        ({"unit": None}, "rows_per_unit: says nothing without unit"),
+        ({"unit": None}, "rows_per_unit=3: says nothing without unit"),
         ({"unit": "ill"}, "unit='ill': is the column to predict"),
     ):
         with pytest.raises(DpivonError, match=problem):

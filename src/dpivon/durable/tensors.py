@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +33,21 @@ def write_tensors(
     with replacing(target, mode) as temporary:
         try:
             save_file(own, temporary, dict(metadata))
+            _sort_metadata(temporary)
         except SafetensorError as error:  # as it calls a full disk
             raise OSError(str(error)) from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """safetensors writes metadata in another order every time; sorted, the same content is the same file."""
+    with open(path, "rb+") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def read_tensors(

@@ -25,8 +25,11 @@ from torch import Tensor, nn
 from dpivon.bounds import Bounds
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, Loss, fit
+from dpivon.gaussian import GaussianNoise, interval, unscaled
 from dpivon.methods import describe
+from dpivon.predict import RegressionPrediction
 from dpivon.privacy.people import People
+from dpivon.sources.columns import scaled
 from dpivon.stacked.networks import cross_entropy
 
 Array = np.ndarray[Any, Any]
@@ -56,6 +59,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     delta: float | None
     bounds: Any
     dataset_size: int | None
+    allow_nan: bool
     hidden: Any
     network: Callable[[int, int], nn.Module] | None
     batch_size: int
@@ -97,8 +101,8 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         model_seed, noise_seed, predict_seed = self._seeds()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(model_seed)
-            model = self._network(X.shape[1], outputs)
-        inputs = torch.as_tensor(bounds.scale(X), dtype=torch.float32)
+            model = self._network(X.shape[1] * (2 if self.allow_nan else 1), outputs)
+        inputs = self._encoded(X, bounds)
         fitted = fit(
             model.to(self.device),
             inputs.to(self.device),
@@ -119,6 +123,19 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         self.bounds_, self.predict_seed_ = bounds, predict_seed
         self.model_, self.posterior_, self.budget_ = fitted.model, fitted.posterior, fitted.budget
         self.epsilon_, self.n_iter_ = fitted.epsilon, fitted.budget.steps
+
+    def _read(self, X: Any, *y: Any, **options: Any) -> Any:
+        return validate_data(self, X, *y, ensure_all_finite="allow-nan" if self.allow_nan else True, **options)
+
+    def _encoded(self, X: Array, bounds: Bounds) -> Tensor:
+        """Scaled by public bounds; with ``allow_nan`` a missing value is the middle, and one indicator more per feature."""
+        inputs = np.concatenate(scaled(X, bounds), axis=1) if self.allow_nan else bounds.scale(X)
+        return torch.as_tensor(inputs, dtype=torch.float32)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = bool(self.allow_nan)
+        return tags
 
     def _network(self, features: int, outputs: int) -> nn.Module:
         if self.network is not None:
@@ -173,8 +190,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     def _predict(self, X: Any, **options: Any) -> Any:
         check_is_fitted(self, "posterior_")
-        X = validate_data(self, X, reset=False)
-        inputs = torch.as_tensor(self.bounds_.scale(X), dtype=torch.float32)
+        inputs = self._encoded(self._read(X, reset=False), self.bounds_)
         # The same draws every time: a row's prediction does not depend on its company or on the call.
         generator = torch.Generator().manual_seed(self.predict_seed_)
         fitted = Fitted(self.model_, self.posterior_, self.budget_)
@@ -203,6 +219,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         bounds: (low, high) of the features, numbers or one a feature, known without the data. Values are clamped to
             them and mapped to [−1, 1]. Must be given. Do not put a StandardScaler before this: it learns from private rows.
         dataset_size: the public N; None if ``len(X)`` is public.
+        allow_nan: take NaN for a missing value: it is the middle of its range, with an indicator of its own, which doubles
+            the inputs. Declared, because whether a value is missing anywhere is private.
         hidden: widths of the hidden layers; () is logistic regression.
         network: ``network(features, outputs)`` makes a model of your own instead.
         batch_size: the expected batch, at most N.
@@ -235,6 +253,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         classes: Any = None,
         bounds: Any = None,
         dataset_size: int | None = None,
+        allow_nan: bool = False,
         hidden: Any = (64,),
         network: Callable[[int, int], nn.Module] | None = None,
         batch_size: int = 256,
@@ -252,7 +271,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONClassifier:
         """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
-        X, y = validate_data(self, X, y)
+        X, y = self._read(X, y)
         check_classification_targets(y)
         classes = self._classes(y)
         index = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
@@ -290,29 +309,20 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         return tags
 
 
-class _SquaredError:
-    """−log N(y; f(x), s²) up to a constant: one loss an example, s² a public constant."""
-
-    def __init__(self, variance: float) -> None:
-        self.variance = variance
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.squeeze(1) - targets).square() / (2 * self.variance)
-
-
 class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
     """A Bayesian neural network trained under (ε, δ)-differential privacy, as a scikit-learn regressor.
 
     >>> regressor = DPIVONRegressor(epsilon=3.0, delta=1e-5, bounds=(0.0, 1.0), target_bounds=(0.0, 500.0))
     >>> mean, std = regressor.fit(X, y).predict(X_test, return_std=True)
 
-    The likelihood is Gaussian of a known width. Args, besides those of :class:`DPIVONClassifier`:
+    The likelihood is Gaussian. Args, besides those of :class:`DPIVONClassifier`:
         target_bounds: (low, high) of the target, known without the data; values are clamped to them. Must be given.
-        noise_std: the width of the likelihood as a share of half that range; a public constant.
+        noise_std: the width of the likelihood as a share of half that range, a public constant; or ``"learned"``, row by row,
+            by a second output of the network.
     """
 
     target_bounds: Any
-    noise_std: float
+    noise_std: float | str
 
     def __init__(
         self,
@@ -321,8 +331,9 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         delta: float | None = None,
         bounds: Any = None,
         target_bounds: Any = None,
-        noise_std: float = 0.25,
+        noise_std: float | str = 0.25,
         dataset_size: int | None = None,
+        allow_nan: bool = False,
         hidden: Any = (64,),
         network: Callable[[int, int], nn.Module] | None = None,
         batch_size: int = 256,
@@ -340,22 +351,29 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONRegressor:
         """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
-        X, y = validate_data(self, X, y, y_numeric=True)
+        X, y = self._read(X, y, y_numeric=True)
         target_bounds = Bounds.check("target_bounds", self.target_bounds, 1)
-        width = check_number("noise_std", self.noise_std, "Pass a width such as 0.25", above=0.0)
-        scaled = torch.as_tensor(target_bounds.scale(y), dtype=torch.float32)
-        self._train(X, scaled, 1, _SquaredError(width**2), user_ids, not_supported)
-        self.target_bounds_, self.noise_variance_ = target_bounds, width**2
+        noise = GaussianNoise.given(self.noise_std)
+        target = torch.as_tensor(target_bounds.scale(y), dtype=torch.float32)
+        self._train(X, target, noise.outputs, noise, user_ids, not_supported)
+        self.target_bounds_, self.noise_ = target_bounds, noise
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of the posterior predictive; with ``return_std`` its standard deviation too, noise included."""
+        found = self._found(X)
+        mean = found.mean.cpu().numpy()
+        return (mean, found.variance.sqrt().cpu().numpy()) if return_std else mean
+
+    def predict_interval(self, X: Any) -> tuple[Array, Array]:
+        """Low and high of the 95 % interval of each row."""
+        low, high = interval(self._found(X))
+        return low.cpu().numpy(), high.cpu().numpy()
+
+    def _found(self, X: Any) -> RegressionPrediction:
         check_is_fitted(self, "posterior_")
-        found = self._predict(X, likelihood="gaussian", noise_variance=self.noise_variance_)
-        mean = self.target_bounds_.unscale(found.mean.squeeze(1).double().cpu().numpy())
-        if not return_std:
-            return mean
-        return mean, found.variance.squeeze(1).double().sqrt().cpu().numpy() * self.target_bounds_.unit
+        found = self._predict(X, likelihood="gaussian", noise_variance=self.noise_.moments)
+        return unscaled(found, self.target_bounds_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -15,6 +15,7 @@ from dpivon.sources.columns import Array, Numeric, scaled
 from dpivon.sources.owner import Finding
 
 NAMES = ("x", "y", "x_test", "y_test")  # of arrays in an .npz; the last two only studies read
+_ALSO = {"data": "x", "X": "x", "features": "x", "labels": "y", "target": "y", "targets": "y"}
 _KINDS = "biuf"  # bool, int, unsigned, float
 
 
@@ -84,13 +85,15 @@ def read_arrays(where: str, needed: tuple[str, ...] = ("x", "y")) -> dict[str, A
     """The arrays x, y, x_test and y_test by name, as far as they are there."""
     parts = [Path(part) for part in files_of(where)]
     if parts[0].suffix.lower() == ".npz":
-        found = _load(parts[0])
+        found = {name: array for name, array in _load(parts[0]).items() if name in NAMES}
     else:
         found = {name: _load(part)[""] for name, part in zip("xy", parts, strict=False)}
     for name in needed:
         if name not in found:
-            problem = f"holds no {name}, but {', '.join(map(repr, found)) or 'nothing'}"
-            raise bad("data", where, problem, "Give an .npz with x and y, or x.npy,y.npy")
+            there = ", ".join(map(repr, _load(parts[0]))) if parts[0].suffix.lower() == ".npz" else "one array"
+            problem = f"holds no {name}, but {there or 'nothing'}"
+            fix = "Give an .npz with x and y (or data and labels), or x.npy,y.npy"
+            raise bad("data", where, problem, fix)
     return found
 
 
@@ -101,7 +104,11 @@ def _load(path: Path) -> dict[str, Array]:
         if isinstance(loaded, np.ndarray):
             return {"": loaded}
         with loaded:
-            return {name: loaded[name] for name in loaded.files if name in NAMES}
+            names = {name: name for name in loaded.files}
+            for other, own in _ALSO.items():  # as other libraries call them
+                if other in names and own not in names:
+                    names[own] = names.pop(other)
+            return {name: loaded[key] if name in NAMES else np.empty(0) for name, key in names.items()}
     except Exception as error:  # a damaged archive or header raises one of a dozen kinds
         fix = "Write it with numpy.savez or save"
         raise bad("data", str(path), f"cannot be read as arrays ({error})", fix) from None

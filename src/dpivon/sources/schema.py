@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from dpivon.durable.files import check_parent, replace
 from dpivon.errors import bad
-from dpivon.sources.columns import PLAIN, Column, CSVFormat, Labels, is_missing, label, numbers
+from dpivon.sources.columns import PLAIN, Column, CSVFormat, Labels, Numeric, is_missing, label, numbers
 from dpivon.sources.owner import named_like_an_id
 from dpivon.yaml_files import read_yaml, validated
 
@@ -26,6 +26,9 @@ class Schema(CSVFormat):
     target: str | None = None
     id: str | None = None
     classes: Labels | None = None
+    task: Literal["classification", "regression"] | None = None
+    target_bounds: Numeric | None = None
+    noise_std: float | str | None = None
     source: str = ""
 
 

@@ -54,7 +54,9 @@ def run(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the posterior of every run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     only: Annotated[str, typer.Option(help="Run only what has this in its id, such as b512-.")] = "",
-    engine: Annotated[str, typer.Option(help="local: in this process. ray: on a Ray cluster (dpivon[ray]).")] = "local",
+    engine: Annotated[
+        str, typer.Option(help="local: in this process. ray: on a Ray cluster (dpivon\\[ray]).")
+    ] = "local",
     address: Annotated[
         str | None, typer.Option(help="Ray: the cluster's; without it one is started on this machine.")
     ] = None,

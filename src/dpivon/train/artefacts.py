@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dpivon.durable.files import replace, replacing
 from dpivon.errors import StorageError
+from dpivon.gaussian import regression_scores
 from dpivon.metrics import class_scores, evaluate
 from dpivon.report.findings import findings
 from dpivon.report.run_folder import POSTERIOR, PROGRESS, TEST
@@ -82,6 +83,8 @@ def write_test(published: Published, test: Examples, folder: Path) -> dict[str, 
     so are those named ``decided_…``, where answers are not the most probable class. None is a score that is not defined.
     """
     assert test.targets is not None
+    if published.description.noise is not None:
+        return _regression(published, test)
     averaged = published.predict(test.inputs)
     mean = published.predict(test.inputs, samples=0)
     arrays: dict[str, Array] = {
@@ -100,6 +103,26 @@ def write_test(published: Published, test: Examples, folder: Path) -> dict[str, 
     metrics = {name: value if math.isfinite(value) else None for name, value in scores.items()}
     said = findings(averaged.probs, test.targets, published.decision, published.description.classes)
     return {"metrics": metrics, **said}
+
+
+def _regression(published: Published, test: Examples) -> dict[str, Any]:
+    """The same of numbers to predict; their predictions are not kept."""
+    targets = published.description.target_values(test)
+    scores = regression_scores(published.regress(test.inputs, samples=0), targets)
+    averaged = regression_scores(published.regress(test.inputs), targets)
+    metrics = scores | {f"mc_{name}": value for name, value in averaged.items()}
+    spread = float(targets.std(correction=0))
+    found = [
+        f"R² = {averaged['r2']:.3f}: RMSE {averaged['rmse']:.4g}, and {spread:.4g} for predicting the mean of these rows.",
+        f"95 % intervals hold {averaged['coverage_95']:.1%} of the targets; their mean width is "
+        f"{averaged['interval_width']:.4g}.",
+    ]
+    poor = ["The model predicts no better than the mean of the test data."] if not averaged["r2"] > 0 else []
+    return {
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        "findings": found,
+        "warnings": poor,
+    }
 
 
 def _answers(published: Published, probs: Tensor, targets: Tensor) -> dict[str, float]:

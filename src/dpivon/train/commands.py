@@ -59,6 +59,7 @@ _FLAGS = {
         str, _PUBLIC, "The column that names a row's person: privacy is then per person, and N counts people."
     ),
     "rows_per_unit": _Flag(int, _PUBLIC, "With --unit: most rows of a person per step, drawn afresh; all by default."),
+    "target_bounds": _Flag(str, _PUBLIC, "LOW:HIGH of a number to predict, with --task regression."),
     "id": _Flag(str, _PUBLIC, "The column that names a row or its person: never learned from, carried to predictions."),
     "bounds": _Flag(
         list[str],
@@ -96,7 +97,8 @@ _FLAGS = {
         bool, _MODEL, "Weigh losses by --cost; ε stays as it is.", ("--weighted-loss/--no-weighted-loss",)
     ),
     "accountant": _Flag(str, _MODEL, f"One of {', '.join(ACCOUNTANTS)}; {DEFAULT} by default."),
-    "task": _Flag(str, _MODEL, "classification."),
+    "task": _Flag(str, _MODEL, "classification (default) or regression."),
+    "noise_std": _Flag(str, _MODEL, "Of a regression, as a share of half the range; learned by default."),
     "out": _Flag(str, _RUN, "The RUN folder; dpivon-run by default."),
     "title": _Flag(str, _RUN, "Of the report and the model card."),
     "purpose": _Flag(str, _RUN, "What the model is for; in the report and the card."),
@@ -115,7 +117,7 @@ _DATA_HELP = "A folder with one folder of images per class, .csv or .parquet tab
 
 
 def train(data: list[str] | None = None, **flags: Any) -> None:
-    """Train a private classifier on your own data. Nothing is learned from the data without privacy.
+    """Train a private model of classes or of a number on your own data. Nothing is learned from the data without privacy.
 
     Classes, ranges, categories, image size and N are declared by you and become public; values outside a range are clamped.
     Stop it at any time: the same command goes on, to the bit on a CPU, and ε never falls.
@@ -142,6 +144,8 @@ def train(data: list[str] | None = None, **flags: Any) -> None:
     option, bounds, categories = map(flags.pop, ("option", "bounds", "categories"))
     given = {**flags, "data": where, "classes": _listed(flags["classes"]), "options": _options(option)}
     given |= {"hidden": _widths(_listed(flags["hidden"])), **_declared(bounds, categories)}
+    if flags["target_bounds"] is not None:
+        given["target_bounds"] = _range("target-bounds", flags["target_bounds"])
     given |= {
         "prior": _by_class("prior", flags["prior"], "count"),
         "cost": _by_class("cost", flags["cost"], "balanced"),
@@ -212,6 +216,7 @@ def predict(
 
     Example: dpivon predict model photos/ --samples 100
     """
+    from dpivon.predict import ClassPrediction
     from dpivon.train.published import load, predict_file
 
     fix = "Use a whole number of draws, or 0 for the posterior mean"
@@ -221,18 +226,19 @@ def predict(
     if check_whole("seed", seed, "Use a small number such as 0") >= 2**63:
         raise bad("seed", seed, "is too large", "Use a small number such as 0")
     found = predict_file(load(model), ",".join(data), out, samples=samples, seed=seed, abstain=abstain, proceed=proceed)
-    stated = {
-        "out": str(out),
-        "examples": len(found.probs),
-        "samples": found.samples,
-        "mean_entropy": float(found.entropy.mean()),
-        "mean_mutual_information": float(found.mutual_information.mean()),
-    }
+    stated: dict[str, Any] = {"out": str(out)}
+    if isinstance(found, ClassPrediction):
+        stated |= {"examples": len(found.probs), "samples": found.samples, "mean_entropy": float(found.entropy.mean())}
+        stated["mean_mutual_information"] = float(found.mutual_information.mean())
+        how = f", averaged over {found.samples} posterior draws" if found.samples else ", at the posterior mean"
+        how += f"; mean entropy {stated['mean_entropy']:.3f} nats"
+    else:
+        stated |= {"examples": len(found.mean), "mean_std": float(found.variance.sqrt().mean())}
+        how = f"; mean standard deviation {stated['mean_std']:.4g}"
     if as_json:
         say(json.dumps(stated))
     elif not quiet:
-        how = f"averaged over {found.samples} posterior draws" if found.samples else "at the posterior mean"
-        say(f"{stated['examples']} predictions in {out}, {how}; mean entropy {stated['mean_entropy']:.3f} nats")
+        say(f"{stated['examples']} predictions in {out}{how}")
 
 
 def _draft(data: str | None, flags: dict[str, Any], to: Path, sample: Path | None) -> None:
@@ -316,6 +322,14 @@ def _by_class(option: str, given: Sequence[str] | None, word: str) -> dict[str, 
                 option, text, f"is neither NAME=NUMBER nor {word}", f"Write --{option} yes=0.1, or --{option} {word}"
             )
     return out
+
+
+def _range(name: str, text: str) -> dict[str, float]:
+    try:
+        low, high = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise bad(name, text, "is not LOW:HIGH", f"Write --{name} 0:500") from None
+    return {"min": low, "max": high}
 
 
 def _listed(text: str | None) -> list[str] | None:

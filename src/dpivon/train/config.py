@@ -12,14 +12,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 
 from dpivon.decisions import Decision, Positive, Share, complete_prior
 from dpivon.durable.files import SECRET, replace
-from dpivon.errors import DpivonError, bad
+from dpivon.errors import DpivonError, bad, check_choice
 from dpivon.methods import METHODS
 from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT, budget
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.counting import sets_cost, shares_cost
 from dpivon.sources import Declaration
-from dpivon.sources.columns import Labels
+from dpivon.sources.base import Targets
+from dpivon.sources.columns import Label, Numeric
 from dpivon.sources.schema import with_schema
 from dpivon.train.networks import KINDS, Width, current_name
 from dpivon.yaml_files import read_yaml, validated
@@ -28,6 +29,7 @@ Whole = Annotated[int, Field(ge=1, le=10**9)]
 COUNT: Literal["count"] = "count"  # the prior that is counted with noise, and charged
 METHOD, EPOCHS = "dp-ivon-gradsq", 40
 _LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
+_OF_NUMBERS = 0.3  # of the step size: residuals do not saturate as probabilities do; set on diabetes and made-up data
 PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
 
 #: What may be different when a run goes on: none of it changes what is released, or what a release costs.
@@ -62,7 +64,10 @@ class Config(Declaration):
     rows_per_unit: Whole | None = None
     accountant: Annotated[str, AfterValidator(_check_accountant)] = DEFAULT
 
-    classes: Annotated[Labels, Field(min_length=2)]
+    task: Literal["classification", "regression"] = "classification"
+    classes: tuple[Label, ...] = ()
+    target_bounds: Numeric | None = None
+    noise_std: Positive | Literal["learned"] = "learned"
     prior: Literal["count"] | dict[str, Share] | None = None
     cost: Literal["balanced"] | dict[str, Positive] = Field(default_factory=dict)
     weighted_loss: bool = False
@@ -87,12 +92,18 @@ class Config(Declaration):
     checkpoint_seconds: Positive = 30.0
 
     @property
-    def targets(self) -> tuple[str, ...]:
-        """What the targets may be."""
-        return self.classes
+    def targets(self) -> Targets:
+        """What the targets may be: classes, or a range."""
+        return self.classes if self.target_bounds is None else self.target_bounds
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.task == "regression":
+            self._check_regression()
+        elif self.target_bounds is not None:
+            raise ValueError("target_bounds: is the range of a number to predict, which needs --task regression")
+        elif len(self.classes) < 2:
+            raise ValueError("classes: at least two are needed")
         if len(set(self.classes)) < len(self.classes):
             raise ValueError("classes: one is named twice")
         if self.delta >= 1 / self.dataset_size:
@@ -117,6 +128,13 @@ class Config(Declaration):
         self.decision((1 / len(self.classes),) * len(self.classes) if self.prior == COUNT else None)
         return self
 
+    def _check_regression(self) -> None:
+        if self.target_bounds is None:
+            raise ValueError("target_bounds: is needed, the range of the target, since nothing is read off the data")
+        for name in ("classes", "prior", "cost", "weighted_loss", "abstain", "coverage"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: is of classes, and has no meaning for a number to predict; leave it out")
+
     def decision(self, counted: tuple[float, ...] | None) -> Decision:
         """How the model answers, by what was declared and the shares that were ``counted``."""
         prior = complete_prior(self.prior, self.classes) if isinstance(self.prior, dict) else counted or ()
@@ -139,7 +157,13 @@ _NEEDED = {
     "epsilon": "State the budget you may spend, such as --epsilon 3",
     "delta": "State a probability well below 1/N, such as --delta 1e-5",
     "dataset_size": "State the number of examples N that may be public; it is never counted. --dataset-size 1000",
-    "classes": "Name every class, such as --classes benign,malignant: which of them occur is private",
+}
+_TARGETS = {
+    "classification": (
+        "classes",
+        "Name every class, such as --classes benign,malignant: which of them occur is private",
+    ),
+    "regression": ("target_bounds", "State the target's range, known without the data, such as --target-bounds 0:500"),
 }
 
 
@@ -150,13 +174,12 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
     """
     given = _read(file) if file is not None else {}
     given = {**given, **{name: value for name, value in flags.items() if value is not None}}
-    if (task := given.pop("task", "classification")) != "classification":
-        fix = "Predict classes, or use dpivon.integrations.sklearn.DPIVONRegressor for regression"
-        raise bad("task", task, "is not supported by this command", fix)
     given = with_schema(given)
+    task = given.get("task") or "classification"
+    check_choice("task", task, tuple(_TARGETS), "Predict classes or a number")
     if (unit := given.get("unit")) is not None and unit not in (given.get("id"), *(given.get("ignore") or ())):
         given["ignore"] = [*(given.get("ignore") or ()), unit]  # who a row is of is never learned from
-    for name, fix in _NEEDED.items():
+    for name, fix in (*_NEEDED.items(), _TARGETS[task]):
         if given.get(name) is None:
             raise bad(name, None, "is needed", fix)
     given = {**defaults(given), **given}
@@ -191,6 +214,9 @@ def check_same(ours: Config, theirs: Config, folder: Path) -> None:
     for name in type(ours).model_fields:
         mine, begun = getattr(ours, name), getattr(theirs, name)
         if name not in FREE and mine != begun:
+            if isinstance(mine, dict) and isinstance(begun, dict):  # the first entry that differs, not all of them
+                key = next(key for key in [*mine, *begun] if mine.get(key) != begun.get(key))
+                name, mine, begun = f"{name}.{key}", mine.get(key), begun.get(key)
             fix = "Go on with what it was begun with, or begin another run with another --out"
             raise bad(name, _plain(mine), f"but the run in {folder} was begun with {_plain(begun)!r}", fix)
 
@@ -217,7 +243,8 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
     if given.get("lr") is not None:
         return found
-    return {**found, "lr": method.lr * (_calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0)}
+    share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
+    return {**found, "lr": method.lr * share * (_OF_NUMBERS if given.get("task") == "regression" else 1.0)}
 
 
 def _calm(given: Mapping[str, Any]) -> float:

@@ -31,7 +31,8 @@ class Display(Watcher):
 
     def begin(self, config: Config, description: Description, loop: Loop) -> Show:
         plan = (
-            f"{config.method} on {description.network.told()}; {description.inputs.told()}, {len(config.classes)} classes. "
+            f"{config.method} on {description.network.told()}; {description.inputs.told()}, "
+            f"{f'{len(config.classes)} classes' if config.classes else 'one number to predict'}. "
             f"{loop.steps} steps of {config.batch_size} examples on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
             f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
         )
@@ -90,10 +91,11 @@ def _lines(summary: dict[str, Any]) -> dict[str, str | list[str]]:
     if not summary["seed_is_secret"]:
         lines["Seed"] = "was given, and decides the noise: whoever knows it can take the noise away."
     if (scores := summary["metrics"]) is not None:
+        calibrated = f", ECE {scores['mc_ece']:.3f}" if "mc_ece" in scores else ""
         lines["Test data"] = [
             *summary.get("findings", ()),
-            f"NLL {scores['mc_nll']:.3f}, ECE {scores['mc_ece']:.3f}; all averaged over the posterior. These scores are "
-            f"{NOT_PRIVATE.upper()}: no noise was added to them.",
+            f"NLL {scores['mc_nll']:.3f}{calibrated}; all averaged over the "
+            f"posterior. These scores are {NOT_PRIVATE.upper()}: no noise was added to them.",
         ]
         if warnings := summary.get("warnings"):
             lines["Warning"] = warnings

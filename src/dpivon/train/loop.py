@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.decisions import shares_of
 from dpivon.errors import BudgetSpent, bad
+from dpivon.gaussian import regression_scores
 from dpivon.metrics import accuracy, nll
 from dpivon.optim.ivon import IVON
 from dpivon.privacy import BatchMemoryManager, Checkpoints, PerExampleLoss, PrivacyEngine
@@ -87,6 +88,8 @@ class Loop:
         self.weights = torch.ones(len(config.classes), device=self.device)
         weighted = PerExampleLoss(nn.CrossEntropyLoss(weight=self.weights))
         self.loss: Any = weighted if config.weighted_loss else nn.CrossEntropyLoss()
+        if description.noise is not None:
+            self.loss = PerExampleLoss(description.noise)
         self.examples, self.people, self.sums = examples, people, Sums()
         self.model, self.optimizer, self.loader = self.learner.make_private_with_epsilon(
             self.engine,
@@ -232,6 +235,10 @@ class Loop:
             return line
         generator = torch.Generator().manual_seed(0)
         draws = min(HELDOUT_DRAWS, self.config.samples)
+        if (noise := self.description.noise) is not None:
+            options = {"generator": generator, "likelihood": "gaussian", "noise_variance": noise.moments}
+            found = self.description.in_units(self.learner.predict(heldout.inputs, draws, **options))
+            return replace(line, heldout_nll=regression_scores(found, self.description.target_values(heldout))["nll"])
         probs = self.learner.predict(heldout.inputs, draws, generator=generator).probs.cpu()
         loss, right = nll(probs, heldout.targets), accuracy(probs, heldout.targets)
         return replace(line, heldout_nll=loss, heldout_accuracy=right)

@@ -29,7 +29,7 @@ class Network(Strict):
 
     kind: Annotated[Kind, BeforeValidator(current_name)]
     shape: Annotated[tuple[Width, ...], Field(min_length=1, max_length=3)]
-    classes: Annotated[int, Field(ge=2, le=65536)]
+    classes: Annotated[int, Field(ge=1, le=65536)]  # outputs
     hidden: tuple[Width, ...] = (64,)
 
     def build(self) -> nn.Module:

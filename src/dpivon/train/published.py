@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from dpivon._version import __version__
+from dpivon.bounds import Bounds
 from dpivon.csv_cells import cell
 from dpivon.decisions import Decision
 from dpivon.durable.files import check_parent, read_json, replace, sync_folder
 from dpivon.errors import bad
+from dpivon.gaussian import GaussianNoise, interval, unscaled
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
-from dpivon.predict import ClassPrediction, entropy
+from dpivon.predict import ClassPrediction, RegressionPrediction, entropy
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
-from dpivon.sources import AnySource, kind_of
-from dpivon.sources.columns import Labels
+from dpivon.sources import AnySource, Examples, kind_of
+from dpivon.sources.base import Targets
+from dpivon.sources.columns import Label, Numeric
 from dpivon.sources.owner import stop_at
 from dpivon.sources.table import Table
 from dpivon.train.networks import Network
@@ -46,7 +49,9 @@ class Description(BaseModel):
     format: Literal[1] = 1
     dpivon: str = __version__
     inputs: Annotated[AnySource, Field(discriminator="kind")]
-    classes: Labels
+    classes: tuple[Label, ...] = ()
+    target_bounds: Numeric | None = None
+    noise_std: Annotated[float, Field(gt=0)] | None = None
     network: Network
     method: str
     options: dict[str, bool | int | float | str]
@@ -55,10 +60,36 @@ class Description(BaseModel):
     samples: Annotated[int, Field(ge=0, le=10_000)]
     source: str = ""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Description:
+        outputs = len(self.classes) if self.noise is None else self.noise.outputs
+        if outputs != self.network.classes or (self.classes and self.noise is not None):
+            raise ValueError(f"network: has {self.network.classes} outputs, which is not what is to be predicted")
+        return self
+
     @property
-    def targets(self) -> tuple[str, ...]:
-        """What the targets may be."""
-        return self.classes
+    def targets(self) -> Targets:
+        """What the targets may be: classes, or a range."""
+        return self.classes if self.target_bounds is None else self.target_bounds
+
+    @property
+    def noise(self) -> GaussianNoise | None:
+        """The likelihood of a number to predict; None for classes."""
+        return None if self.target_bounds is None else GaussianNoise(self.noise_std)
+
+    @property
+    def _range(self) -> Bounds:
+        assert self.target_bounds is not None
+        return Bounds.check("target_bounds", self.target_bounds.range, 1)
+
+    def in_units(self, found: RegressionPrediction) -> RegressionPrediction:
+        """A prediction on [−1, 1] in the units of the target."""
+        return unscaled(found, self._range)
+
+    def target_values(self, examples: Examples) -> Tensor:
+        """The numbers to predict in their own units, clamped to the declared range."""
+        assert examples.targets is not None
+        return torch.from_numpy(self._range.unscale(examples.targets.numpy()))
 
     def learner(self, generator: torch.Generator | None = None, ema: float | None = None) -> Learner:
         """The method at work on a new network of this kind."""
@@ -85,14 +116,24 @@ class Published:
 
     def predict(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> ClassPrediction:
         """Class probabilities averaged over the posterior; the same for the same seed. 0 samples is the posterior mean."""
-        samples = self.description.samples if samples is None else samples
-        generator = torch.Generator().manual_seed(seed)
-        method = describe(self.description.method)
-        found = method.predict(self.model, self.posterior, inputs, samples, generator=generator)
+        found = self._predict(inputs, samples, seed)
         if not (self.decision.weights or self.decision.factors):
             return found
         probs = self.decision.probabilities(found.probs)
         return changed(found, probs=probs, entropy=entropy(probs).to(found.entropy.dtype))
+
+    def regress(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> RegressionPrediction:
+        """The number to predict, in its own units, with the variance of the posterior and of the noise."""
+        noise = self.description.noise
+        assert noise is not None
+        found = self._predict(inputs, samples, seed, likelihood="gaussian", noise_variance=noise.moments)
+        return self.description.in_units(found)
+
+    def _predict(self, inputs: Tensor, samples: int | None, seed: int, **options: Any) -> Any:
+        samples = self.description.samples if samples is None else samples
+        generator = torch.Generator().manual_seed(seed)
+        method = describe(self.description.method)
+        return method.predict(self.model, self.posterior, inputs, samples, generator=generator, **options)
 
 
 def publish(run: Path, description: Description, learner: Learner, delta: float, decision: Decision) -> Path:
@@ -151,14 +192,15 @@ def predict_file(
     seed: int = 0,
     abstain: float | None = None,
     proceed: bool = False,
-) -> ClassPrediction:
+) -> ClassPrediction | RegressionPrediction:
     """Read and encode ``where`` as the model's own data was, predict, and write a CSV. Spends no privacy.
 
     Rows that do not look as declared stop it, unless ``proceed``.
 
     One line per example: the answer (``abstain`` where there is none), the set of classes if the model predicts sets, the
-    probability of every class, and how uncertain the model is. Names of files and classes that a
-    spreadsheet would execute stand after an apostrophe.
+    probability of every class, and how uncertain the model is. Of a number: the mean, its 95 % interval, and its standard
+    deviation, whole and the part of it that more data would remove. Names of files and classes that a spreadsheet would
+    execute stand after an apostrophe.
     """
     source = published.description.inputs
     if (kind := kind_of(where)) != source.kind:
@@ -167,27 +209,44 @@ def predict_file(
     if not proceed:
         stop_at("data", where, source.look(where, learning=False))
     examples = source.read(where, None)
-    found = published.predict(examples.inputs, samples, seed)
-    classes, decision = published.description.classes, published.decision
-    if abstain is not None:
-        decision = decision.model_copy(update={"abstain": abstain})
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     first = ["file" if kind == "image" else "row"]
     names = [[name] for name in examples.names]
     if examples.ids is not None and isinstance(source, Table):
         first = [*first, str(source.id)]
         names = [[*name, own] for name, own in zip(names, examples.ids, strict=True)]
-    shares = [f"p({name})" for name in classes]
-    with_sets = ["set"] if decision.thresholds else []
-    writer.writerow([*map(cell, first), "predicted", *with_sets, *shares, "entropy", "mutual_information"])
-    sets = decision.sets(found.probs).tolist() if with_sets else [[]] * len(names)
-    columns = (decision.labels(found.probs), found.probs, found.entropy, found.mutual_information)
-    rows = zip(names, sets, *(column.tolist() for column in columns), strict=True)
-    for name, inside, label, probs, uncertainty, information in rows:
-        numbers = (f"{value:.9g}" for value in (*probs, uncertainty, information))
-        held = [cell(" ".join(c for c, there in zip(classes, inside, strict=True) if there))] if with_sets else []
-        answer = ABSTAIN if label < 0 else classes[label]
-        writer.writerow([*map(cell, name), cell(answer), *held, *numbers])
+    found: ClassPrediction | RegressionPrediction
+    if published.description.noise is not None:
+        found = published.regress(examples.inputs, samples, seed)
+        header, lines = ["predicted", "low_95", "high_95", "std", "epistemic_std"], _number_lines(found)
+    else:
+        found = published.predict(examples.inputs, samples, seed)
+        header, lines = _class_lines(published, found, abstain)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*map(cell, first), *header])
+    writer.writerows([*map(cell, name), *line] for name, line in zip(names, lines, strict=True))
     replace(out, text.getvalue().encode())
     return found
+
+
+def _number_lines(found: RegressionPrediction) -> list[list[str]]:
+    columns = (found.mean, *interval(found), found.variance.sqrt(), found.epistemic.sqrt())
+    return [[f"{value:.9g}" for value in row] for row in torch.stack(columns, 1).tolist()]
+
+
+def _class_lines(
+    published: Published, found: ClassPrediction, abstain: float | None
+) -> tuple[list[str], list[list[str]]]:
+    classes, decision = published.description.classes, published.decision
+    if abstain is not None:
+        decision = decision.model_copy(update={"abstain": abstain})
+    with_sets = ["set"] if decision.thresholds else []
+    header = ["predicted", *with_sets, *(f"p({name})" for name in classes), "entropy", "mutual_information"]
+    sets = decision.sets(found.probs).tolist() if with_sets else [[]] * len(found.probs)
+    columns = (decision.labels(found.probs), found.probs, found.entropy, found.mutual_information)
+    lines = []
+    for inside, label, probs, uncertainty, information in zip(sets, *(c.tolist() for c in columns), strict=True):
+        numbers = (f"{value:.9g}" for value in (*probs, uncertainty, information))
+        held = [cell(" ".join(c for c, there in zip(classes, inside, strict=True) if there))] if with_sets else []
+        lines.append([cell(ABSTAIN if label < 0 else classes[label]), *held, *numbers])
+    return header, lines

@@ -16,6 +16,7 @@ from dpivon._version import __version__
 from dpivon.durable.files import read_json
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import BudgetSpent, bad
+from dpivon.gaussian import GaussianNoise
 from dpivon.machine import hardware_name
 from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
 from dpivon.privacy.people import People
@@ -113,10 +114,16 @@ def look(config: Config, source: Source, examples: Examples, people: People | No
 def describe(config: Config) -> Description:
     """``model.json``, before any row is encoded: a function of what was declared."""
     source = config.reader(config.data)
+    if config.task == "regression" and source.kind == "image":
+        raise bad("task", config.task, "a folder of images has classes", "Give a table or arrays")
+    noise = GaussianNoise.given(config.noise_std)
+    outputs = noise.outputs if config.task == "regression" else len(config.classes)
     return Description(
         inputs=source,
         classes=config.classes,
-        network=choose(config.network, source.shape, len(config.classes), config.hidden),
+        target_bounds=config.target_bounds,
+        noise_std=noise.std,
+        network=choose(config.network, source.shape, outputs, config.hidden),
         method=config.method,
         options=config.options,
         lr=config.lr,
@@ -248,6 +255,8 @@ def _finish(
 
 
 def _not_chosen(config: Config) -> tuple[str, ...]:
+    if config.task == "regression":
+        return "No mean or deviation of the target: it is mapped from its declared range to −1 to 1.", *_NOT_CHOSEN
     weighed = "No resampling by class" if config.weighted_loss else "No class weights and no resampling by class"
     counted = (
         "was counted with noise, as a part of ε" if config.prior == COUNT else "stays private unless it was declared"
@@ -260,7 +269,9 @@ def _public_inputs(config: Config, description: Description) -> list[str]:
     said = [
         f"The number of {'people' if config.unit else 'examples'} N = {config.dataset_size}, as declared; the rows were not "
         "counted for it.",
-        f"The classes {', '.join(config.classes)}.",
+        f"The classes {', '.join(config.classes)}."
+        if config.target_bounds is None
+        else f"The range of the target, {config.target_bounds.told()}: values outside are clamped.",
         f"Expected batch {config.batch_size}, {config.epochs} epochs, step size {config.lr:g}, clip bound "
         f"{config.max_grad_norm:g}, method {config.method}, network {description.network.told()}.",
         description.inputs.public(),
