@@ -53,7 +53,7 @@ def test_a_run_is_private_per_person_and_says_so(tmp_path: Path) -> None:
     assert load(folder).description.dataset_size == 100  # and so IVON's ess
     page = " ".join((folder / "report.html").read_text().split())
     assert "adding or removing one person with all their rows (by patient)" in page
-    assert "on 100 people" in page
+    assert "Unit of privacy: one person of 100, with all their rows (column patient)." in page
     assert "one example" not in page
     shown = CliRunner().invoke(app, ["ledger", "show", str(folder)]).output
     assert "the unit of privacy is a person with all their rows, by patient" in shown

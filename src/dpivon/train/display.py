@@ -30,10 +30,11 @@ class Display(Watcher):
         self._due = 0.0  # when ε is to be computed again
 
     def begin(self, config: Config, description: Description, loop: Loop) -> Show:
+        units = "people" if config.unit else "examples"
         plan = (
             f"{config.method} on {description.network.told()}; {description.inputs.told()}, "
             f"{f'{len(config.classes)} classes' if config.classes else 'one number to predict'}. "
-            f"{loop.steps} steps of {config.batch_size} examples on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
+            f"{loop.steps} steps of {config.batch_size} {units} on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
             f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
         )
         self.console.print(Text(printable(plan)))
