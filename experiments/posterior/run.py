@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dpivon.study.run.passes import EagerPasses, Passes, chosen
 from torch import Generator, Tensor
 
 from dpivon.data import MEAN, STD
 from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from dpivon.metrics import accuracy, adaptive_ece, aurc, brier, ece, nll, ood_auroc
+from dpivon.metrics import accuracy, adaptive_ece, aurc, batch_scores, brier, ece, nll, ood_auroc
 from dpivon.optim.average import window_decay
 from dpivon.predict import entropy
 from dpivon.priors.processes import images
 from dpivon.privacy.accounting import epsilon
 from dpivon.stacked import PaperNetwork, Run, Stack
-from dpivon.study.run.predict import normalised
+from dpivon.study.run.predict import EagerPasses, Passes, chosen, normalised
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE, Map, fit_temperature, fit_vector
@@ -171,12 +170,15 @@ def shifted(
         rows = trained.rows(kind, scale, draws, g)
         fit, _ = averaged(way, rows, sets.fit)
         fitted = maps(fit, sets.fit_labels, g)
-        for severity, each in sets.shifted.items():
-            logs = [averaged(way, rows, pixels)[0] for pixels in each]
-            for name, charged, f in fitted:
-                own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
-                every = [scores(f(one), sets.labels, g) for one in logs]
-                means = {k: sum(s[k] for s in every) / len(every) for k in every[0]}
+        logs = {
+            severity: [averaged(way, rows, pixels)[0] for pixels in each] for severity, each in sets.shifted.items()
+        }
+        for name, charged, f in fitted[:2]:
+            own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
+            for severity, each in logs.items():
+                probs = torch.stack([f(one) for one in each])
+                every = batch_scores(probs, sets.labels.expand(len(each), -1), coverages=(90,))
+                means = {k: sum(s[k] for s in every) / len(every) for k in every[0] if k in ROW}
                 found.append(own | {"condition": "shift", "severity": severity} | means)
     return found
 

@@ -104,7 +104,9 @@ def main() -> None:
     for steps in sorted({arm.steps for arm in arms}):
         mine = [replace(arm, steps=4) if a.toy else arm for arm in arms if arm.steps == steps]
         steps = mine[0].steps
-        sigmas = {e: noise_multiplier(e, DELTA, 1.0, steps, also=[RESERVE]) for e in {arm.epsilon for arm in mine}}
+        sigmas = {
+            e: noise_multiplier(e, DELTA, 1.0, steps, "rdp", also=[RESERVE]) for e in {arm.epsilon for arm in mine}
+        }
         runs = [arm.run(split.name, sigmas[arm.epsilon], len(x)) for arm in mine]
         rows: list[dict[str, Any]] = []
         began = time.monotonic()
@@ -116,7 +118,7 @@ def main() -> None:
             scored |= {"tempered_nll": nll(temper(probs, t), y), "tempered_ece": ece(temper(probs, t), y)}
             own = {"prior": a.prior.stem, "split": split.name, "delta": DELTA, "max_grad_norm": C, "train_size": len(x)}
             own |= {"noise_multiplier": round(sigma, 4)} | asdict(arm) | tables.facts(device)
-            own |= {"epsilon_spent": round(epsilon([arm.cost(sigma), RESERVE], DELTA), 4)}
+            own |= {"epsilon_spent": round(epsilon([arm.cost(sigma), RESERVE], DELTA, "rdp"), 4)}
             rows.append(own | {name: round(value, 5) for name, value in scored.items()})
             print(f"  {arm}: {rows[-1]['accuracy']} {rows[-1]['tempered_nll']}", flush=True)
         tables.append(a.table, rows, COLUMNS)

@@ -86,7 +86,7 @@ class Group:
         self.heads = [Arm(h.epsilon, h.method, h.lr, c.head_steps) for h, c in zip(self.heads, cells, strict=True)]
         self.head_sigmas = [self._head_sigma(c) for c in cells]
         self.sigmas = [
-            noise_multiplier(c.epsilon, DELTA, self.rate, self.steps, also=[*self._head_cost(i), RESERVE])
+            noise_multiplier(c.epsilon, DELTA, self.rate, self.steps, "rdp", also=[*self._head_cost(i), RESERVE])
             for i, c in enumerate(cells)
         ]
         name = hashlib.sha256(repr([split.name, self.cells]).encode()).hexdigest()[:16]
@@ -96,7 +96,7 @@ class Group:
         self.seconds = 0.0
 
     def _head_sigma(self, c: Cell) -> float:
-        return noise_multiplier(c.share * c.epsilon, DELTA, 1.0, c.head_steps) if c.head_steps else 0.0
+        return noise_multiplier(c.share * c.epsilon, DELTA, 1.0, c.head_steps, "rdp") if c.head_steps else 0.0
 
     def _head_cost(self, i: int) -> list[tuple[float, float, int]]:
         return [self.heads[i].cost(self.head_sigmas[i])] if self.cells[i].head_steps else []
@@ -197,7 +197,10 @@ class Group:
         for i, cell in enumerate(self.cells):
             # What the stack charged, a resumed one's lost steps included, and the head's phase.
             charged = [(self.sigmas[i], self.rate, stack.mechanism.charged), *self._head_cost(i), RESERVE]
-            own = {"noise_multiplier": round(self.sigmas[i], 4), "epsilon_spent": round(epsilon(charged, DELTA), 4)}
+            own = {
+                "noise_multiplier": round(self.sigmas[i], 4),
+                "epsilon_spent": round(epsilon(charged, DELTA, "rdp"), 4),
+            }
             own |= {"head_method": self.heads[i].method, "head_lr": self.heads[i].lr}
             own |= {
                 "head_noise_multiplier": round(self.head_sigmas[i], 4),

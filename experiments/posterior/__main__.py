@@ -1,0 +1,200 @@
+"""The page of the experiment, from its table.
+
+python -m experiments.posterior            # writes README.md from results/rows.csv
+python -m experiments.posterior --check    # fails if the page is not what the table gives
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from textwrap import wrap
+
+from experiments.strong_privacy.compare.statistics import Interval, interval
+
+HERE = Path(__file__).parent
+TITLES = {"dp-sgd": "DP-SGD", "dp-adam": "DP-Adam", "dp-ivon-gradsq": "DP-IVON-Gradsq", "dp-steady": "DP-Steady"}
+COMMANDS = (
+    "    python -m experiments.posterior.run --data DATA --table experiments/posterior/results/rows.csv",
+    "    python -m experiments.posterior    # this page",
+)
+KINDS = ("own", "swag", "iterates", "one", "last")
+Row = dict[str, str]
+
+
+class Table:
+    """Rows by method, ε, predictor, scale, map and condition; a list has one row per seed."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open(newline="") as file:
+            self.rows = list(csv.DictReader(file))
+        self.epsilons = list(dict.fromkeys(r["epsilon"] for r in self.rows))
+        self.methods = [m for m in TITLES if any(r["method"] == m for r in self.rows)]
+
+    def get(
+        self, method: str, eps: str, kind: str, scale: str, map_: str, condition: str, charged: str = "0"
+    ) -> list[Row]:
+        wanted = {"method": method, "epsilon": eps, "predictor": kind, "map": map_, "condition": condition}
+        wanted |= {"charged": charged} | ({"scale": scale} if scale else {})
+        return sorted((r for r in self.rows if all(r[k] == v for k, v in wanted.items())), key=lambda r: int(r["seed"]))
+
+    def scale(self, method: str, eps: str, kind: str) -> str:
+        """The scale of the least tempered NLL on the images that fit; '' where the method has no such predictor."""
+        found = self.get(method, eps, kind, "", "temperature", "clean")
+        scales = {r["scale"] for r in found}
+        return min(scales, key=lambda s: mean(float(r["fit_nll"]) for r in found if r["scale"] == s), default="")
+
+    def by_seed(self, rows: Sequence[Row], column: str) -> dict[str, float]:
+        """The column of each seed, averaged over severities where there are several."""
+        seeds = sorted({r["seed"] for r in rows})
+        return {s: mean(float(r[column]) for r in rows if r["seed"] == s) for s in seeds}
+
+    def less(self, ours: Sequence[Row], theirs: Sequence[Row], column: str, factor: float = 1.0) -> Interval | None:
+        """Paired differences within runs; None where either is missing."""
+        a, b = self.by_seed(ours, column), self.by_seed(theirs, column)
+        both = sorted(a.keys() & b.keys())
+        return interval([factor * (a[s] - b[s]) for s in both]) if len(both) > 1 else None
+
+
+def shown(found: Interval | None, digits: int) -> str:
+    if found is None:
+        return ""
+    bold = "**" if found.low > 0 or found.high < 0 else ""
+    text = f"{bold}{found.mean:+.{digits}f}{bold} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    return text.replace("-", "−")
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(r) + " |" for r in (head, ["---"] * len(head), *body)]
+
+
+def differences(t: Table, condition: str) -> list[str]:
+    """Draws with their temperature less the mean with its own."""
+    body = []
+    for method in t.methods:
+        for kind in KINDS:
+            for eps in t.epsilons:
+                scale = t.scale(method, eps, kind)
+                ours = t.get(method, eps, kind, scale, "temperature", condition) if scale else []
+                base = t.get(method, eps, "mean", "", "temperature", condition)
+                if not ours or not base:
+                    continue
+                cells = [t.less(ours, base, "accuracy", 100.0), t.less(ours, base, "nll"), t.less(ours, base, "ece")]
+                cells += [t.less(ours, base, "aurc")]
+                start = [TITLES[method], f"{kind} × {float(scale):g}" if kind != "iterates" else kind, eps]
+                body.append(start + [shown(c, d) for c, d in zip(cells, (2, 4, 4, 4), strict=True)])
+    return table(["method", "predictor", "ε", "points", "NLL", "ECE", "AURC"], body)
+
+
+def levels(t: Table) -> list[str]:
+    """The mean under every map, and the method's own draws raw: averages over seeds on clean images."""
+    ways = [("mean", "none", "0"), ("mean", "temperature", "0"), ("mean", "vector", "0")]
+    ways += [("mean", "temperature", "1"), ("mean", "vector", "1"), ("own", "none", "0")]
+    body = []
+    for method in t.methods:
+        for kind, map_, charged in ways:
+            scale = "1.0" if kind == "own" else ""
+            rows = {e: t.get(method, e, kind, scale, map_, "clean", charged) for e in t.epsilons}
+            if not any(rows.values()):
+                continue
+            columns = (
+                ("accuracy", 100.0, 1),
+                ("nll", 1.0, 3),
+                ("ece", 1.0, 3),
+                ("adaptive_ece", 1.0, 3),
+                ("ece_floor", 1.0, 3),
+            )
+            cells = [
+                " / ".join(f"{f * mean(float(r[c]) for r in rows[e]):.{d}f}" for e in t.epsilons if rows[e])
+                for c, f, d in columns
+            ]
+            name = {"none": "", "vector": ", DP-Platt"}.get(map_, f", {map_}")
+            body.append([TITLES[method], f"{kind}{name}", "yes" if charged == "1" else "", *cells])
+    return table(["method", "predictor", "charged", "accuracy, %", "NLL", "ECE", "equal-mass ECE", "its floor"], body)
+
+
+def ood(t: Table) -> list[str]:
+    """AUROC of telling clean images from others: the mean by entropy, draws by entropy and by mutual information."""
+    body = []
+    for method in t.methods:
+        for condition in ("leaves", "noise"):
+            cells = []
+            for kind, column in (("mean", "auroc_entropy"), ("swag", "auroc_entropy"), ("swag", "auroc_information")):
+                per = []
+                for eps in t.epsilons:
+                    scale = "" if kind == "mean" else t.scale(method, eps, kind)
+                    rows = t.get(method, eps, kind, scale, "temperature", condition)
+                    per.append(f"{mean(float(r[column]) for r in rows):.3f}" if rows else "")
+                cells.append(" / ".join(per))
+            body.append([TITLES[method], condition, *cells])
+    return table(["method", "images", "mean, entropy", "SWAG, entropy", "SWAG, mutual information"], body)
+
+
+def page(t: Table) -> str:
+    """README.md."""
+    eps = " / ".join(t.epsilons)
+    seeds = len({r["seed"] for r in t.rows})
+    facts = sorted({f"{r['device']}, torch {r['torch']}, commit {r['commit']}" for r in t.rows})
+    spent = " / ".join(
+        next(f"{float(r['epsilon_spent']):.2f}" for r in t.rows if r["epsilon"] == e) for e in t.epsilons
+    )
+    words = (HERE / "verdict.md").read_text().strip()
+    lines = ["# What a private posterior is worth", "", words, "", "## How", ""]
+    methods = ", ".join(TITLES[m] for m in t.methods)
+    how = (
+        f"From the same trained runs ({methods}; {seeds} seeds; CIFAR-10, the paper's CNN, b = 4,096, 90 epochs, C = 1, "
+        f"averaged iterates) every predictor below is made and compared within each run. ε = {eps}; spent with the "
+        f"charged maps, by RDP at δ = 1e-5: {spent}. All predictors of a run have the same centre; what differs is "
+        "the spread around it ([predictors.py](predictors.py)). Scales are chosen and temperatures fitted on mirrored "
+        "training images, not charged, alike for all: this favours draws, which have a scale to choose. Rows marked "
+        "as charged are fitted by noisy gradients within the ε above."
+    )
+    floor = (
+        "'Its floor' is the 15-bin ECE that a perfectly calibrated predictor with these probabilities would have on the "
+        "same number of images."
+    )
+    paired = (
+        "Paired within runs; 95 % t intervals over seeds, not corrected for their number; bold where they exclude zero. "
+        "Lower NLL, ECE and AURC are better."
+    )
+    shift = "Means over the library's corruptions and five severities, all 10,000 test images, 8 draws."
+    lines += [
+        *wrap(how, 100),
+        "",
+        *wrap(f"Hardware: {'; '.join(facts)} (`+n`: with changes that were committed with the rows).", 100),
+        "",
+        *COMMANDS,
+        "",
+    ]
+    lines += [
+        f"## Clean images: the mean, its maps, and the method's own draws (ε = {eps})",
+        "",
+        *levels(t),
+        "",
+        *wrap(floor, 100),
+    ]
+    lines += ["", "## Draws less the mean, each with its temperature: clean images", "", *wrap(paired, 100), ""]
+    lines += [*differences(t, "clean"), ""]
+    if any(r["condition"] == "shift" for r in t.rows):
+        lines += ["## Under corruption", "", shift, "", *differences(t, "shift"), ""]
+    lines += [f"## Out of distribution: AUROC against clean test images (ε = {eps})", "", *ood(t), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    a = parser.parse_args()
+    text = page(Table(HERE / "results" / "rows.csv"))
+    if a.check:
+        if text != (HERE / "README.md").read_text():
+            raise SystemExit("README.md is not what results/rows.csv gives. Run python -m experiments.posterior.")
+    else:
+        (HERE / "README.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
