@@ -11,7 +11,7 @@ import torch
 from experiments.leaderboard.priors.data import Split
 from experiments.leaderboard.priors.learn import Settings
 from experiments.leaderboard.priors.private import DELTA
-from experiments.leaderboard.wide import private
+from experiments.leaderboard.wide import private, report
 from experiments.leaderboard.wide.heads import Arm, best_arm
 from experiments.leaderboard.wide.learn import WideLearning
 from experiments.leaderboard.wide.network import UNIT, features, load_wide
@@ -81,6 +81,12 @@ def test_arms_are_chosen_by_validation_rows_alone() -> None:
     ]
     assert private.arms(["best"], table, 1.0, "w") == [("dp-sgd", 0.3), ("dp-steady", 1.25)]
     assert private.arms(["chosen", "dp-sgd:1"], table, 1.0, "w") == [("dp-steady", 1.25), ("dp-sgd", 1.0)]
-    assert best_arm(table, 1.0) == Arm(1.0, "dp-steady", 1.25, 40)
+    assert best_arm(table, "w", 1.0) == Arm(1.0, "dp-steady", 1.25, 40)
+    assert best_arm(table, "other", 1.0) == Arm(1.0)
     with pytest.raises(SystemExit, match="no validation rows at ε=8"):
         private.arms(["best"], table, 8.0, "w")
+
+
+def test_the_page_is_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["report", "--check"])
+    report.main()

@@ -3,7 +3,8 @@
     python -m experiments.leaderboard.wide.heads --data DATA --prior wide.safetensors --table heads.csv [--judge]
 
 Features are the mean over ten shifted and mirrored copies of an image, computed once, so that a step is nearly free: every step
-takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. All arms are compared on validation images.
+takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. All arms are compared on validation images;
+arms that the table has are not trained again.
 With ``--judge`` the best arm per ε is trained on all training images with three seeds, and scored on the test set.
 """
 
@@ -33,8 +34,8 @@ from experiments.leaderboard.priors.scores import best_temperature
 from experiments.leaderboard.wide.network import features, load_wide
 
 EPSILONS = (1.0, 3.0, 8.0)
-RATES = {"dp-sgd": (0.3, 1.0, 3.0, 10.0), "dp-adam": (0.01, 0.03, 0.1), "dp-steady": (1.0, 2.0, 4.0, 8.0)}
-STEPS = (40, 160)
+RATES = {"dp-sgd": (3.0, 10.0, 30.0, 100.0), "dp-adam": (0.03, 0.1, 0.3), "dp-steady": (8.0, 16.0, 32.0)}
+STEPS = (160, 500)
 Row = dict[str, str]
 
 
@@ -44,8 +45,8 @@ class Arm:
 
     epsilon: float
     method: str = "dp-sgd"
-    lr: float = 3.0
-    steps: int = 40
+    lr: float = 10.0
+    steps: int = 160
     seed: int = 0
 
     def run(self, what: str, sigma: float, size: int) -> Run:
@@ -74,9 +75,10 @@ def trained_heads(runs: Sequence[Run], steps: int, x: Tensor, y: Tensor) -> list
     return [head for head in found if isinstance(head, nn.Linear)]
 
 
-def best_arm(rows: Sequence[Row], target: float) -> Arm:
-    """The arm with the best validation accuracy at this ε; the default where none was tried."""
-    found = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target]
+def best_arm(rows: Sequence[Row], prior: str, target: float) -> Arm:
+    """The arm with the best validation accuracy from this prior at this ε; the default where none was tried."""
+    wanted = prior, "validation", target
+    found = [r for r in rows if (r["prior"], r["split"], float(r["epsilon"])) == wanted]
     if not found:
         return Arm(target)
     row = max(found, key=lambda r: float(r["accuracy"]))
@@ -98,9 +100,11 @@ def main() -> None:
     print(f"features {tuple(x.shape)}, rms {float(x.square().mean().sqrt()):.3f}, {time.monotonic() - began:.1f} s")
     known = tables.read(a.table)
     if a.judge:
-        arms = [replace(best_arm(known, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
+        arms = [replace(best_arm(known, a.prior.stem, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
     else:
         arms = [Arm(e, m, lr, t) for t in STEPS for e in EPSILONS for m, each in RATES.items() for lr in each]
+    done = {(r["prior"], r["split"], *(r[n] for n in NAMES)) for r in known}
+    arms = [arm for arm in arms if (a.prior.stem, split.name, *(str(v) for v in asdict(arm).values())) not in done]
     for steps in sorted({arm.steps for arm in arms}):
         mine = [replace(arm, steps=4) if a.toy else arm for arm in arms if arm.steps == steps]
         steps = mine[0].steps

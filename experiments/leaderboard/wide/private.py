@@ -82,7 +82,7 @@ class Group:
         first = cells[0]
         self.steps, self.rate = first.steps, first.batch / self.size
         known = tables.read(a.heads) if a.heads else []
-        self.heads = [Arm(c.epsilon) if c.prior == "scratch" else best_arm(known, c.epsilon) for c in cells]
+        self.heads = [best_arm(known, c.prior, c.epsilon) for c in cells]
         self.heads = [Arm(h.epsilon, h.method, h.lr, c.head_steps) for h, c in zip(self.heads, cells, strict=True)]
         self.head_sigmas = [self._head_sigma(c) for c in cells]
         self.sigmas = [
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--views", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.35, help="of ε, that the head spends by itself")
-    parser.add_argument("--head-steps", type=int, default=40, help="0 leaves the first phase out")
+    parser.add_argument("--head-steps", type=int, default=160, help="0 leaves the first phase out")
     parser.add_argument("--work", type=Path, default=Path("/tmp/wide-work"))
     parser.add_argument("--until", type=float, default=math.inf, help="the time, of date +%%s, to stop and keep at")
     parser.add_argument("--judge", action="store_true")
