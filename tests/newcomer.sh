@@ -30,3 +30,13 @@ step dpivon export run --out published
 step dpivon predict published new-patients.csv --out published.csv
 cmp predictions.csv published.csv
 ls run/report.html published/model-card.md
+# A table as an office program saves it: semicolons, decimal commas, dates, an id, a rare class; then a number to predict.
+python "$root/tests/newcomer_tables.py"
+private="--epsilon 3 --delta 1e-5 --dataset-size 3000 --test new-admissions.csv"
+sed 's/^decimal.*//' readmitted.yaml > points.yaml
+if dpivon train admissions.csv --schema points.yaml $private --out refused; then exit 1; fi  # before any ε is spent
+step dpivon train admissions.csv --schema readmitted.yaml $private --prior yes=.1 --cost balanced --out readmitted
+step dpivon predict readmitted new-admissions.csv --out readmitted.csv
+step dpivon train admissions.csv --schema days.yaml $private --out days
+step dpivon predict days new-admissions.csv --out days.csv
+head -n 2 readmitted.csv days.csv

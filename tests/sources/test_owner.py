@@ -121,6 +121,14 @@ def test_a_date_is_days_since_the_declared_first_one(cell: Any) -> None:
     ]  # fmt: skip
 
 
+def test_points_in_dates_are_no_decimal_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("seen;crp;ill\n01.01.2021;1,5;yes\n")
+    declared = {"seen": SINCE, "crp": Numeric(min=0, max=3)}
+    where = str(tmp_path / "a.csv")
+    read = source_for(where, columns=declared, target="ill", delimiter=";", decimal=",").read(where, ("yes", "no"))
+    assert read.inputs.tolist() == [[pytest.approx(2 * 366 / 731 - 1), 0, 0, 0]]
+
+
 def test_a_column_of_dates_is_declared_by_dates_and_read_back_from_json() -> None:
     declared = Declaration.model_validate({"columns": {"seen": {"min": date(2020, 1, 1), "max": "2021-01-01"}}})
     again = Declaration.model_validate(declared.model_dump(mode="json"))

@@ -30,7 +30,7 @@ def test_the_schema_is_one(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE, flags=re.S).group(1))
     schema = read_schema(tmp_path / "a.yaml")
     assert schema.classes == ("yes", "no")
-    assert list(schema.columns) == ["age", "sex"]
+    assert list(schema.columns) == ["age", "sex", "admitted"]
     assert list(read_schema(ROOT / "examples" / "patients.yaml").columns)[:1] == ["mean radius"]
 
 

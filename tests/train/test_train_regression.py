@@ -20,6 +20,7 @@ from dpivon.gaussian import GaussianNoise, interval, regression_scores
 from dpivon.predict import RegressionPrediction
 from dpivon.train import load, resolve, train
 from dpivon.train import run as running
+from dpivon.train.publication import export_run
 
 SCHEMA = """\
 task: regression
@@ -130,6 +131,12 @@ def test_it_learns_within_the_budget_and_its_intervals_hold(tmp_path: Path) -> N
     for line in lines:
         assert float(line["low_95"]) < float(line["predicted"]) < float(line["high_95"])
         assert float(line["epistemic_std"]) < float(line["std"])
+    export_run(tmp_path / "run", tmp_path / "published", None)
+    mean, std = torch.export.load(tmp_path / "published" / "model.pt2").module()(test.inputs)
+    at_the_mean = published.regress(test.inputs, samples=0)
+    torch.testing.assert_close(mean.double(), at_the_mean.mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(std.double(), at_the_mean.variance.sqrt(), rtol=1e-4, atol=1e-4)
+    assert "cost: a number from 0 to 40" in (tmp_path / "published" / "model-card.md").read_text()
     model = json.loads((tmp_path / "run" / "model" / "model.json").read_text())
     assert (model["noise_std"], model["network"]["classes"], model["classes"]) == (None, 2, [])
 

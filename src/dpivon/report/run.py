@@ -65,7 +65,9 @@ def content(folder: Path, again: str) -> Content:
         facts += [("calibration error (ECE)", f"{ece(t.averaged, t.labels):.3f}")]
         said = findings(t.averaged, t.labels, decision, run.classes)
     elif summary.metrics:
-        said["findings"] = []
+        said = {"findings": list(summary.findings), "warnings": list(summary.warnings)}
+        if (explained := summary.metrics.get("mc_r2")) is not None:
+            facts += [("R² (the mean alone: 0)", f"{explained:.3f}")]
     return Content("run", _title(run), "", facts, sections, testset.confusion_of(run), _unit(run), _about(run), **said)
 
 

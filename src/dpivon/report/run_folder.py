@@ -75,6 +75,8 @@ class Summary(_Values):
     versions: dict[str, str] = {}
     task: Task = Task()
     metrics: dict[str, float | None] | None = None
+    findings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     decision: Decision = Decision()
     public_inputs: tuple[str, ...] = ()
     choices_not_made: tuple[str, ...] = ()

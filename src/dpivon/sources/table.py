@@ -11,7 +11,7 @@ import numpy as np
 
 from dpivon.errors import bad, need
 from dpivon.sources.base import Examples, Source, Targets, files_of, rows
-from dpivon.sources.columns import PLAIN, Categorical, Column, CSVFormat, label
+from dpivon.sources.columns import PLAIN, Column, CSVFormat, Numeric, label
 from dpivon.sources.owner import Finding, look_at_column
 
 
@@ -40,7 +40,7 @@ class Table(CSVFormat, Source):
 
     def _cells(self, where: str, others: dict[str, bool] | None = None) -> dict[str, list[Any]]:
         """The cells of the columns, and of ``others`` (name: whether they are numbers), with points for decimal commas."""
-        numeric = {name: not isinstance(column, Categorical) for name, column in self.columns.items()} | (others or {})
+        numeric = {name: isinstance(column, Numeric) for name, column in self.columns.items()} | (others or {})
         parts = [read_columns(Path(path), list(numeric), self) for path in files_of(where)]
         cells = {name: [cell for part in parts for cell in part[name]] for name in numeric}
         return {name: self.points(column) if numeric[name] else column for name, column in cells.items()}

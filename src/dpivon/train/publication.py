@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dpivon.durable.files import read_json, replace
 from dpivon.errors import bad
+from dpivon.predict import RegressionPrediction
 from dpivon.privacy.export import export
 from dpivon.report.run_folder import SUMMARY
 from dpivon.train.published import DECISION, FOLDER, NAME, Published, load
@@ -48,7 +49,7 @@ In plain PyTorch, for encoded rows `x` of shape [n, {shape}]; model.json says ho
 ```python
 import torch
 model = torch.export.load("FOLDER/{program}").module()
-probabilities = model(x)
+{returns} = model(x)
 ```
 
 `dpivon predict` executes nothing of the folder. `torch.export.load` is torch's own: use it on folders that you trust.
@@ -96,17 +97,25 @@ def export_run(run: Path, out: Path, delta: float | None, scores: bool = False) 
 
 
 class Program(nn.Module):
-    """Probabilities of the network at the posterior mean, as ``dpivon predict --samples 0`` gives them."""
+    """Probabilities of the network at the posterior mean, as ``dpivon predict --samples 0`` gives them.
+
+    Of a number to predict: its mean and standard deviation, [n] each.
+    """
 
     def __init__(self, published: Published) -> None:
         super().__init__()
-        self.network, classes = published.description.network.build(), len(published.description.classes)
+        self.network, classes = published.description.network.build(), max(1, len(published.description.classes))
+        self.description = published.description
         mean = published.posterior.for_model(self.network).mean
         self.network.load_state_dict({name: t.float() for name, t in mean.items()}, strict=False)
         of_each = published.decision.probabilities(torch.full((1, classes), 1 / classes, dtype=torch.float64))
         self.register_buffer("factors", of_each[0].float())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self.description.noise is not None:
+            mean, variance = self.description.noise.moments(self.network(x))
+            found = self.description.in_units(RegressionPrediction(mean, variance, variance, variance))
+            return found.mean.float(), found.variance.sqrt().float()
         p = self.network(x).softmax(-1) * self.factors
         return p / p.sum(-1, keepdim=True)
 
@@ -143,7 +152,8 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
         "dataset_size": summary["dataset_size"],
         "releases": summary["releases"],
         "seed_is_secret": summary["seed_is_secret"],
-        "predicts": {"target": summary["task"].get("target"), "classes": list(description.classes)},
+        "predicts": {"target": summary["task"].get("target"), "classes": list(description.classes)}
+        | ({} if description.target_bounds is None else {"range": list(description.target_bounds.range)}),
         "inputs": {"example": inputs.told(), "shape": list(inputs.shape), "declared": inputs.model_dump(mode="json")},
         "model": {"network": description.network.told(), "method": description.method, "dpivon": description.dpivon},
         "public_inputs": summary["public_inputs"],
@@ -156,9 +166,10 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
 def markdown(facts: dict[str, Any]) -> str:
     """The card for people."""
     model, predicts = facts["model"], facts["predicts"]
+    number = "a number from {:g} to {:g}".format(*predicts.get("range", (0, 0)))
     table = {
         **{name: facts[name.lower()] or "not stated" for name in ("Purpose", "Dataset", "Responsible", "Date")},
-        "Predicts": f"{predicts['target'] or 'a class'}: {', '.join(predicts['classes'])}",
+        "Predicts": f"{predicts['target'] or 'a class'}: {', '.join(predicts['classes']) or number}",
         "Model": f"{model['network']}, {model['method']}, dpivon {model['dpivon']}",
     }
     seeded = "" if facts["seed_is_secret"] else "\n\n**The seed was set: whoever knows it can subtract the noise.**"
@@ -178,6 +189,7 @@ def markdown(facts: dict[str, Any]) -> str:
         table=rows,
         shape=", ".join(map(str, facts["inputs"]["shape"])),
         program=PROGRAM,
+        returns="probabilities" if predicts["classes"] else "mean, standard_deviation",
         tested="\n".join(tested),
         public=_listed(facts["public_inputs"]),
         not_chosen=_listed(facts["choices_not_made"]),
