@@ -21,8 +21,10 @@ from dpivon.optim.steady import Calm, SteadyOptimizer
 STEPS, ROUNDING = 6, 2e-6
 
 
-def training(rank: int, wrapper: Any, physical: int | None, method: str, batch: float = trainings.B) -> Any:
-    engine, model, optimizer, loader = trainings.start(method=method, wrap=wrapper, batch=batch)
+def training(
+    rank: int, wrapper: Any, physical: int | None, method: str, batch: float = trainings.B, **options: Any
+) -> Any:
+    engine, model, optimizer, loader = trainings.start(method=method, wrap=wrapper, batch=batch, **options)
     trainings.place_noise(optimizer)
     seen = trainings.train(model, optimizer, loader, STEPS, physical)
     return seen, trainings.learned(engine, optimizer)
@@ -48,6 +50,19 @@ def test_a_sharded_model_learns_what_a_whole_one_does(world: int, physical: Any,
         assert learned["epsilon"] == alone["epsilon"]
     if physical or batch < 12.0:
         assert any(0 in seen for seen, _ in results)
+
+
+def by_person(rank: int, wrapper: Any, physical: int | None) -> Any:
+    ids = [i % 20 if i % 3 else i % 5 for i in range(trainings.N)]
+    return training(rank, wrapper, physical, "ivon", 9.0, user_ids=ids, rows_per_user=4)
+
+
+def test_people_are_learned_from_alike_and_in_whole_batches() -> None:
+    _, alone = by_person(0, None, None)
+    for _, learned in run(2, by_person, trainings.shard, None):
+        assert trainings.apart(learned, alone) < ROUNDING
+    with pytest.raises(AssertionError, match="BatchMemoryManager on a sharded model with user_ids"):
+        run(2, by_person, trainings.shard, 5)
 
 
 class Tokens(nn.Module):

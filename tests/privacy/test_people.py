@@ -351,6 +351,14 @@ def test_one_account_and_one_ledger_are_of_one_unit(tmp_path: Any) -> None:
     assert read(path).unit == "patient_id"
     with pytest.raises(PrivacyError, match="the unit 'patient_id', and a release for 'the example'"):
         private(Net(), ids=None, engine=engine, sigma=1.0)
+    x, y, _ = data(torch.float32).tensors
+    for account in (engine, engine.accountant):  # of which a temperature is a release per row
+        with pytest.raises(PrivacyError, match="a release for 'the example'"):
+            dpivon.calibrate_temperature(
+                dpivon.method("dp-sgd", Net(), dataset_size=7), (x, y), account=account, noise_multiplier=20.0
+            )
+    with pytest.raises(PrivacyError, match="an account is for people"):
+        dpivon.parallel_epsilon([(engine.accountant, x[:30]), (engine.accountant, x[30:])], 1e-5)
     engine.ledger.close()
     with pytest.raises(PrivacyError, match="the unit 'patient_id', and a release for 'person'"):
         private(Net(), engine=PrivacyEngine(ledger=path), sigma=1.0)

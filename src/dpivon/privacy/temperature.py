@@ -218,6 +218,7 @@ def charge_to(account: Accountant | PrivacyEngine) -> Charge:
         raise bad("account", type(account).__name__, "is not an account", fix)
 
     def charge(spec: NoiseSpec) -> None:
+        account.keep_unit(spec.unit)
         if spec.unaccounted:
             account.record_unaccounted(spec.unaccounted)
         else:
@@ -240,6 +241,11 @@ def parallel_epsilon(parts: Sequence[tuple[Accountant, Tensor]], delta: float) -
     check_delta(delta)
     if len(parts) < 2:
         raise bad("parts", len(parts), "is not several", "Use account.get_epsilon(delta) for one")
+    if any(account.unit for account, _ in parts):
+        raise PrivacyError(
+            "parts: an account is for people, and a person may have rows in two parts, which is not seen here. Charge all to "
+            "one account."
+        )
     seen: dict[bytes, int] = {}
     for i, (_, inputs) in enumerate(parts):
         for row in {hashlib.sha256(bytes_of(row)).digest() for row in inputs}:
