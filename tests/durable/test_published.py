@@ -33,12 +33,12 @@ def test_show_recomputes_epsilon_with_every_accountant(tmp_path):
     assert found["releases"] == 6
     expected = {name: epsilon([(1.0, 0.2, 6)], DELTA, name) for name in ("rdp", "prv", "pld")}
     assert found["runs"][0]["epsilon"] == expected
-    assert expected["rdp"] == run.epsilon
+    assert expected["pld"] == run.epsilon
     terms = found["runs"][0]["terms"][0]
     assert terms["spec"] == run.optimizer.spec.digest
     assert (terms["noise_multiplier"], terms["max_grad_norm"], terms["sample_rate"]) == (1.0, 1.0, 0.2)
     code, text = command("ledger", "show", tmp_path / "ledger.jsonl", "--delta", DELTA)
-    assert f"rdp {run.epsilon:.6g}" in text
+    assert f"pld {run.epsilon:.6g}" in text
     assert "6 × σ = 1, q = 0.2" in text
 
 
@@ -129,7 +129,7 @@ def test_epsilon_is_shown_at_the_runs_own_delta(tmp_path, place):
     (found,) = json.loads(command("ledger", "show", path, "--json")[1])
     delta = 3e-4 if place else 1e-5  # a plan is that of its stacks alone
     assert found["delta"] == delta
-    assert found["runs"][0]["epsilon"]["rdp"] == epsilon([(1.0, 0.2, 3)], delta)
+    assert found["runs"][0]["epsilon"]["rdp"] == epsilon([(1.0, 0.2, 3)], delta, "rdp")
     assert ("(the folder names no δ)" in command("ledger", "show", path)[1]) == (not place)
     (found,) = json.loads(command("ledger", "show", path, "--json", "--delta", 0.01)[1])
     assert found["delta"] == 0.01
@@ -146,9 +146,9 @@ def test_an_export_states_epsilon_at_the_runs_own_delta(tmp_path):
     run.kept.save()
     (tmp_path / "run" / "config.yaml").write_text("delta: 0.0003\n")
     _, text = command("export", tmp_path / "run", "--out", tmp_path / "out")
-    assert "ε at δ = 0.0003:" in text
+    assert "at δ = 0.0003 by pld" in text
     told = json.loads((tmp_path / "out" / "privacy.json").read_text())
-    assert (told["delta"], told["epsilon"]["rdp"]) == (3e-4, epsilon([(1.0, 0.2, 2)], 3e-4))
+    assert (told["delta"], told["epsilon"]["rdp"]) == (3e-4, epsilon([(1.0, 0.2, 2)], 3e-4, "rdp"))
     export(tmp_path / "run", tmp_path / "again")
     assert json.loads((tmp_path / "again" / "privacy.json").read_text()) == told
 
@@ -171,7 +171,7 @@ def test_an_export_has_the_model_and_nothing_that_draws(tmp_path):
     for name, mean in ours.mean.items():
         assert torch.equal(mean, theirs.mean[name])
         assert torch.equal(ours.variance[name], theirs.variance[name])
-    assert json.loads((tmp_path / "out" / "privacy.json").read_text())["epsilon"]["rdp"] == run.epsilon
+    assert json.loads((tmp_path / "out" / "privacy.json").read_text())["epsilon"]["pld"] == run.epsilon
     published = b"".join(p.read_bytes() for p in (tmp_path / "out").iterdir())
     secret = Rotation(tmp_path / "run").read()
     drawing = [s for s in secret["generators"].values() if s is not None]

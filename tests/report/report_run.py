@@ -99,6 +99,13 @@ def _write(folder, net, posterior, data, progress, sigma, seconds) -> None:
     spent = epsilons(history(read(ledger), 0), DELTA)
     summary = {
         "format": 1,
+        "about": {
+            "title": "Handwritten digits",
+            "date": "2026-11-17",
+            "purpose": "An example of a report",
+            "responsible": "the authors of dpivon",
+            "dataset": "scikit-learn’s digits",
+        },
         "method": "dp-ivon-gradsq",
         "epsilon": spent["rdp"],
         "delta": DELTA,

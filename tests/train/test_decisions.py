@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from clinic import clinic, rows, write_csv
 from dpivon.decisions import Decision, complete_prior
@@ -19,6 +20,7 @@ from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.counting import ROUNDS, sets_cost, shares_cost
 from dpivon.report.findings import findings
 from dpivon.train import load, resolve, train
+from dpivon.train import loop as looping
 from dpivon.train import run as running
 from dpivon.train.published import predict_file
 
@@ -49,6 +51,32 @@ def test_every_release_was_planned_and_all_together_stay_within_epsilon(decided:
     assert 7.9 < summary["epsilon"] <= 8.0
     named = {terms[0]["mechanism"]: n for terms, n in read_ledger(folder / "run" / "ledger.jsonl").rows}
     assert named == {"gaussian, sums by class": sets[2], "gaussian, Poisson-sampled": 24}
+
+
+def test_a_count_is_made_once_whatever_dies(decided: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the third step and again after the factors were released: the same model, and nothing is charged twice."""
+    folder, summary = decided
+    monkeypatch.setattr(running, "_report", lambda folder, watcher: None)
+    options = yaml.safe_load((folder / "run" / "config.yaml").read_text()) | {"out": str(tmp_path / "run")}
+
+    class Dies(running.Watcher):
+        def begin(self, config: Any, description: Any, loop: Any) -> Any:
+            def show(line: Any, step: int) -> None:
+                if step == 3:
+                    raise MemoryError("killed")
+
+            return show
+
+    with pytest.raises(MemoryError):
+        train(resolve(options), Dies())
+    with monkeypatch.context() as patch:
+        patch.setattr(looping, "class_thresholds", lambda *a: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            train(resolve(options))
+    again = train(resolve(options))
+    assert again["decision"] == summary["decision"]
+    one, other = (history(read_ledger(f / "run" / "ledger.jsonl"), 0) for f in (folder, tmp_path))
+    assert one == other
 
 
 def test_shares_are_counted_and_the_model_agrees_with_them(decided: Any) -> None:

@@ -31,8 +31,8 @@ def findings(probs: Tensor, labels: Tensor, decision: Decision, classes: tuple[s
         f"({percent(float(scores.recall[k]))})"
         for k in named
     ]
-    least = "; of these the least" if len(present) > _FEW else ""
-    said = [f"It recognises{least}: {', '.join(found)}."]
+    start = f"Least recognised of {len(present)} classes" if len(present) > _FEW else "It recognises"
+    said = [f"{start}: {', '.join(found)}."]
     answered = given >= 0
     common = classes[int(scores.count.argmax())]
     of_answers = "" if bool(answered.all()) else " of its answers"
