@@ -149,12 +149,13 @@ CHECKS: dict[str, Callable[[Names, Path, str], None]] = {
     "docs/add-a-layer-rule.md": layer_rule,
     "docs/add-a-method.md": method,
 }
+SLOW = ["docs/transformers.md"]
 WITH_PYTHON = [page for page, path in PAGES.items() if fences(path.read_text(), "python")]
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW)) for p in WITH_PYTHON])
 def test_the_python_of_a_page_runs_and_does_what_the_page_says(page: str, tmp_path: Path, capsys: Any) -> None:
     if page == "docs/integrations.md":
         pytest.importorskip("lightning.pytorch", reason=pip_line("lightning"))

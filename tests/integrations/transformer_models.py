@@ -89,8 +89,11 @@ def make(name: str, task: str, tuning: str = "all") -> nn.Module:
         for p in trained[: len(trained) // 2]:
             p.requires_grad_(False)
     elif tuning != "all":
+        layers = (
+            ["q_proj", "v_proj", "o_proj"] if name == "mixtral" else "all-linear"
+        )  # peft rewrites an expert's weights
         lora = peft.LoraConfig(
-            r=2, target_modules="all-linear", init_lora_weights=tuning == "DoRA", use_dora=tuning == "DoRA"
+            r=2, target_modules=layers, init_lora_weights=tuning == "DoRA", use_dora=tuning == "DoRA"
         )
         model = peft.get_peft_model(model, lora)
     return model.train()

@@ -42,8 +42,8 @@ def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
 def without_rules(model: nn.Module) -> nn.Module:
     """The same model, with every layer that has a rule made an instance of a subclass, which has none.
 
-    It computes what it did on the same parameters. Rules are for exact types, so book-keeping runs each of these layers example
-    by example.
+    It computes what it did on the same parameters. Rules are for exact types, and ``runs_alone`` lets book-keeping run each of
+    these layers example by example.
     """
     for layer in model.modules():
         if rule_for(layer) is not None or forward_for(layer) is not None:
@@ -54,7 +54,7 @@ def without_rules(model: nn.Module) -> nn.Module:
 
 @functools.cache
 def _subclass(kind: Any) -> Any:
-    return type(f"Own{kind.__name__}", (kind,), {})
+    return type(f"Own{kind.__name__}", (kind,), {"runs_alone": True})
 
 
 class _WatchedNoise:

@@ -167,7 +167,7 @@ class PrivacyEngine(OpacusVerbs, Compiles):
             module = unwrap_parallel(module, wrap_model)
             mode = check_mode(grad_sample_mode)
             check_model(module)
-            check_optimizer(module, optimizer)
+            optimizer = check_optimizer(module, optimizer)
             if rand_on_empty:
                 raise bad("rand_on_empty", True, "would double the sensitivity of a batch", "Leave it False")
             if noise_generator is not None and self.secure_mode:

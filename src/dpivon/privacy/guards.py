@@ -67,8 +67,10 @@ def check_model(module: nn.Module) -> None:
         )
 
 
-def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
-    """An optimizer of this model's parameters that learns only from what the boundary hands it."""
+def check_optimizer(module: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """An optimizer of this model's parameters that learns only from what the boundary hands it; the one inside accelerate's."""
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     if isinstance(optimizer, OpacusDPOptimizer):
         fix = "Pass the plain optimizer, and only once"
         raise bad("optimizer", type(optimizer).__name__, "is already private", fix)
@@ -92,6 +94,7 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
         raise bad(
             "optimizer", f"without {left_out[0]!r}", problem, "Add them, or freeze them with requires_grad_(False)"
         )
+    return optimizer
 
 
 def preflight(dataset: Any, classes: int | None = None) -> int:

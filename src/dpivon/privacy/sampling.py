@@ -79,7 +79,8 @@ class Draws:
         if not self.redeemable:
             raise PrivacyError(
                 "step() twice on one Poisson batch: the second release would be charged as if its batch had been sampled "
-                "afresh. Take the next batch from the data loader that make_private returned before every step()."
+                "afresh. Take the next batch from the data loader that make_private returned before every step(), and let "
+                "accelerate prepare the model and the optimizer only: its loaders draw a batch ahead."
             )
         if self.drawn_in != this_process():
             raise PrivacyError(

@@ -59,7 +59,7 @@ class LayerWatch(RowsOfBatch):
         self._unwatched: list[nn.Module] = []  # modules that run example by example, and their children with them
         self._expanded: set[nn.Module] = set()  # modules whose bare parameters are expanded to one copy per example
         self._one_row: set[nn.Module] = set()  # layers whose input of one row was expanded
-        self._alone_now: set[nn.Module] = set()  # modules that run example by example
+        self.alone_now: set[nn.Module] = set()  # modules that run example by example
         self._functions = False  # whether functions that the model calls by itself are watched
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._handles: list[Any] = []
@@ -125,10 +125,10 @@ class LayerWatch(RowsOfBatch):
             return True
         if isinstance(error, Unattributed):
             modules = {layer for layer in self._names if self.named(layer) == error.layer}
-            modules = modules if error.outside and not modules & self._alone_now else set(map(self._around, modules))
+            modules = modules if error.outside and not modules & self.alone_now else set(map(self._around, modules))
         else:
             modules = set(map(self._around, self._one_row))
-        modules -= self._alone_now | {self.module}  # which would be no batch at all
+        modules -= self.alone_now | {self.module}  # which would be no batch at all
         changed = bool(self._expanded or modules)
         self._expanded.clear()
         self._one_row.clear()
@@ -146,7 +146,8 @@ class LayerWatch(RowsOfBatch):
             return
         forward, rule = forward_for(module), rule_for(module)
         # Weights that are computed from other parameters: at every look, or by a variant of LoRA such as DoRA.
-        if is_parametrized(module) or getattr(module, "lora_variant", None):
+        computed = is_parametrized(module) or getattr(module, "lora_variant", None)
+        if computed or getattr(module, "runs_alone", False):
             self._run_alone(module)
         elif forward is not None and (rule is None or self.batch_first):  # a forward puts the batch first
             self._replace_forward(module, forward)
@@ -240,7 +241,7 @@ class LayerWatch(RowsOfBatch):
                 "with dpivon.privacy.layers.register_rule, or freeze them."
             )
         self._patch(module, self._alone(module))
-        self._alone_now.add(module)
+        self.alone_now.add(module)
 
     def _alone(self, module: nn.Module) -> Callable[..., Any]:
         alone, name = Alone(module, module.forward, self.dim), self.named(module)
