@@ -107,7 +107,7 @@ SCHEMAS = "docs/train.md"  # its YAML declares tables
 def test_a_schema_on_a_page_can_be_read(tmp_path: Path) -> None:
     (block,) = fences(PAGES[SCHEMAS].read_text(), "yaml")
     (tmp_path / "schema.yaml").write_text(block)
-    assert set(read_schema(tmp_path / "schema.yaml").columns) == {"age", "sex"}
+    assert set(read_schema(tmp_path / "schema.yaml").columns) == {"age", "sex", "admitted"}
 
 
 @pytest.mark.parametrize(
