@@ -3,10 +3,9 @@
 It was chosen on ten tables (``experiments/tables``) and reads no row. N·ε is what decides: it is how far the signal stands
 above the noise.
 
-- **Network.** Below N·ε = 30,000 a linear classifier, above it one hidden layer. Inputs lie in [−1, 1] by their declared
-  ranges, with a standard deviation near 1/4, so they are multiplied by 3.
+- **Network** (``table``, :class:`dpivon.models.TableMLP`). Below N·ε = 30,000 a linear classifier, above it one hidden layer.
 - **Method.** ``dp-steady``, whose step is in units of the weights and whose result is the average of the last iterates.
-- **C** follows the gradients of a linear layer on such inputs, and grows with N·ε: noise is what a large C costs.
+- **C** is near the norm of a linear classifier's gradients there, and grows with N·ε: noise is what a large C costs.
 - **Batches** are large and steps few: at a fixed ε the noise of T steps depends on T and hardly on b.
 """
 
@@ -19,7 +18,6 @@ from dpivon.errors import check_number, check_whole
 
 NETWORK_FROM = 30_000  # N·ε
 HIDDEN = (64,)
-INPUT_SCALE = 3.0
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class TableDefaults:
 
     Attributes:
         method: a name of ``dpivon methods``.
+        network: a name of :data:`dpivon.models.NETWORKS`.
         hidden: widths of the hidden layers; () is a linear classifier.
-        input_scale: what inputs in [−1, 1] are multiplied by.
         max_grad_norm: C.
         lr: the step size.
         batch_size: the expected batch b.
@@ -37,16 +35,16 @@ class TableDefaults:
     """
 
     method: str
+    network: str
     hidden: tuple[int, ...]
-    input_scale: float
     max_grad_norm: float
     lr: float
     batch_size: int
     epochs: int
 
 
-def table_defaults(dataset_size: int, epsilon: float) -> TableDefaults:
-    """The run that a table of N examples gets at this ε.
+def table_defaults(dataset_size: int, epsilon: float, batch_size: int | None = None) -> TableDefaults:
+    """The run that a table of N examples gets at this ε; in as many steps where another batch is given.
 
     >>> table_defaults(5000, epsilon=1.0).hidden
     ()
@@ -55,12 +53,12 @@ def table_defaults(dataset_size: int, epsilon: float) -> TableDefaults:
     worth = n * check_number("epsilon", epsilon, "Use a value such as 3.0", above=0.0)
     network = worth >= NETWORK_FROM
     excess = math.sqrt(worth / NETWORK_FROM)
-    batch = min(n, 2048)
+    batch = min(n, check_whole("batch_size", batch_size or 2048, "Use the expected batch", at_least=1))
     steps = min(400 * excess, 1600) if network else 100
     return TableDefaults(
         method="dp-steady",
+        network="table",
         hidden=HIDDEN if network else (),
-        input_scale=INPUT_SCALE,
         max_grad_norm=round(2 * min(max(worth / 1000, 1.0), 125.0) ** (1 / 3), 2),
         lr=round(min(1.2 * excess, 3.5) if network else min(max(2 * (1000 / worth) ** 0.25, 1.0), 2.0), 2),
         batch_size=batch,

@@ -11,22 +11,24 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from dpivon.bounds import Bounds
+from dpivon.defaults import TableDefaults, table_defaults
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, Loss, fit
 from dpivon.gaussian import GaussianNoise, interval, unscaled
 from dpivon.methods import describe
+from dpivon.models import TableMLP
 from dpivon.predict import RegressionPrediction
 from dpivon.privacy.people import People
 from dpivon.sources.columns import scaled
@@ -62,12 +64,12 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     allow_nan: bool
     hidden: Any
     network: Callable[[int, int], nn.Module] | None
-    batch_size: int
-    epochs: int
+    batch_size: int | None
+    epochs: int | None
     lr: float | None
-    max_grad_norm: float
+    max_grad_norm: float | None
     rows_per_user: int | None
-    method: str
+    method: str | None
     options: Any
     samples: int
     device: Any
@@ -95,26 +97,27 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         people = People.given(user_ids, self.rows_per_user)
         known = len(X if people is None else people) if self.dataset_size is None else self.dataset_size
         n = check_whole("dataset_size", known, fix, at_least=1)
-        b = check_whole("batch_size", self.batch_size, "Pass the expected number of examples in a batch", at_least=1)
+        plan = self._settings(n, epsilon)
+        b = check_whole("batch_size", plan.batch_size, "Pass the expected number of examples in a batch", at_least=1)
         bounds = Bounds.check("bounds", self.bounds, X.shape[1])
         self._note_fit()
         model_seed, noise_seed, predict_seed = self._seeds()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(model_seed)
-            model = self._network(X.shape[1] * (2 if self.allow_nan else 1), outputs)
+            model = self._model(plan, X.shape[1] * (2 if self.allow_nan else 1), outputs)
         inputs = self._encoded(X, bounds)
         fitted = fit(
             model.to(self.device),
             inputs.to(self.device),
             target.to(self.device),
-            lr=describe(self.method).lr if self.lr is None else self.lr,
+            lr=plan.lr,
             batch_size=min(b, n),
-            epochs=self.epochs,
+            epochs=plan.epochs,
             delta=delta,
             target_epsilon=epsilon,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=plan.max_grad_norm,
             dataset_size=n,
-            method=self.method,
+            method=plan.method,
             options=self.options,
             loss=loss,
             seed=noise_seed,
@@ -137,11 +140,25 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         tags.input_tags.allow_nan = bool(self.allow_nan)
         return tags
 
-    def _network(self, features: int, outputs: int) -> nn.Module:
+    def _settings(self, n: int, epsilon: float) -> TableDefaults:
+        """What was given, and for the rest the rule for tables; that of IVON where a method, step size or network was given."""
+        ours = self.method is None and self.lr is None and self.network is None and is_classifier(self)
+        if ours:
+            rule = table_defaults(n, epsilon, self.batch_size)
+        else:
+            method = describe("dp-ivon-gradsq" if self.method is None else self.method)
+            lr = method.lr if self.lr is None else self.lr
+            rule = TableDefaults(method.name, "mlp", (64,), 1.0, lr, 256, 20)
+        names = ("hidden", "batch_size", "epochs", "max_grad_norm")
+        return replace(rule, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+
+    def _model(self, plan: TableDefaults, features: int, outputs: int) -> nn.Module:
         if self.network is not None:
             return self.network(features, outputs)
+        if plan.network == "table":
+            return TableMLP(features, outputs, plan.hidden)
         layers: list[nn.Module] = []
-        for width in self.hidden:
+        for width in plan.hidden:
             width = check_whole("hidden", width, "Pass the widths of the hidden layers, such as (64,)", at_least=1)
             layers += [nn.Linear(features, width), nn.Tanh()]
             features = width
@@ -221,11 +238,12 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         dataset_size: the public N; None if ``len(X)`` is public.
         allow_nan: take NaN for a missing value: it is the middle of its range, with an indicator of its own, which doubles
             the inputs. Declared, because whether a value is missing anywhere is private.
-        hidden: widths of the hidden layers; () is logistic regression.
+        hidden: widths of the hidden layers; () is logistic regression. This and every other argument that is None follows from
+            N and ε by :func:`dpivon.defaults.table_defaults`, unless you give a method, a step size or a network.
         network: ``network(features, outputs)`` makes a model of your own instead.
         batch_size: the expected batch, at most N.
         epochs: as in :func:`dpivon.fit`, like the next four.
-        lr: step size; None takes the method's.
+        lr: step size; with a ``method``, None takes that method's.
         max_grad_norm: C.
         rows_per_user: with ``user_ids``, at most so many rows of a person in a step, drawn afresh; None for all.
         method: one of ``dpivon methods`` that can be stacked.
@@ -254,14 +272,14 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         bounds: Any = None,
         dataset_size: int | None = None,
         allow_nan: bool = False,
-        hidden: Any = (64,),
+        hidden: Any = None,
         network: Callable[[int, int], nn.Module] | None = None,
-        batch_size: int = 256,
-        epochs: int = 20,
+        batch_size: int | None = None,
+        epochs: int | None = None,
         lr: float | None = None,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | None = None,
         rows_per_user: int | None = None,
-        method: str = "dp-ivon-gradsq",
+        method: str | None = None,
         options: Any = None,
         samples: int = 32,
         device: Any = "cpu",
@@ -334,14 +352,14 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         noise_std: float | str = 0.25,
         dataset_size: int | None = None,
         allow_nan: bool = False,
-        hidden: Any = (64,),
+        hidden: Any = None,
         network: Callable[[int, int], nn.Module] | None = None,
-        batch_size: int = 256,
-        epochs: int = 20,
+        batch_size: int | None = None,
+        epochs: int | None = None,
         lr: float | None = None,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | None = None,
         rows_per_user: int | None = None,
-        method: str = "dp-ivon-gradsq",
+        method: str | None = None,
         options: Any = None,
         samples: int = 32,
         device: Any = "cpu",

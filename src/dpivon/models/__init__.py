@@ -1,6 +1,6 @@
 """Small networks that are ready for private training: no layer mixes examples."""
 
-from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN
+from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN, TableMLP
 from dpivon.models.networks import NETWORKS, check_network, network
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.models.transformer import TextEncoder, VisionTransformer
@@ -13,6 +13,7 @@ __all__ = [
     "PaperCNN",
     "SmallCNN",
     "StandardisedConv2d",
+    "TableMLP",
     "TextEncoder",
     "VisionTransformer",
     "WideResNet",

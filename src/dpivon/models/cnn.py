@@ -196,3 +196,36 @@ class MLP(nn.Module):
         """[B, …] → [B, outputs]."""
         y: Tensor = self.layers(x)
         return y
+
+
+class TableMLP(nn.Module):
+    """x → 3x → (Linear → Tanh) for each hidden width → Linear, for columns that were scaled to [−1, 1].
+
+    Columns with declared ranges have a standard deviation near 1/4, hence the 3. Without hidden layers it begins at zero.
+
+    Args:
+        inputs: columns.
+        outputs: logits or means that come out.
+        hidden: widths of the hidden layers; none makes it a linear model.
+    """
+
+    SCALE = 3.0
+
+    def __init__(self, inputs: int, outputs: int, hidden: Sequence[int] = ()) -> None:
+        super().__init__()
+        fix = "Pass how many units the layer has"
+        widths = [check_whole("inputs", inputs, fix, at_least=1)]
+        widths += [check_whole("hidden", width, fix, at_least=1) for width in hidden]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), nn.Tanh()]
+        last = nn.Linear(widths[-1], check_whole("outputs", outputs, fix, at_least=1))
+        if not layers:
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(*layers, last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, columns] → [B, outputs]."""
+        y: Tensor = self.layers(self.SCALE * x)
+        return y

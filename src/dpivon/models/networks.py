@@ -12,15 +12,15 @@ from torch import nn
 
 from dpivon.errors import bad
 from dpivon.import_paths import called, imported, is_import_path
-from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN
+from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN, TableMLP
 from dpivon.models.transformer import TextEncoder, VisionTransformer
 from dpivon.models.wrn import WideResNet
 
 Shape = Sequence[int]
 
 
-def _flat(shape: Shape, classes: int, **arguments: Any) -> nn.Module:
-    return MLP(math.prod(shape), classes, **arguments)
+def _flat(kind: Callable[..., nn.Module], shape: Shape, classes: int, **arguments: Any) -> nn.Module:
+    return kind(math.prod(shape), classes, **arguments)
 
 
 def _text(shape: Shape, classes: int, **arguments: Any) -> nn.Module:
@@ -37,7 +37,8 @@ def _images(kind: Callable[..., nn.Module], shape: Shape, classes: int, *, sized
 
 #: Built-in networks by name: factories of the shape of one example, the number of classes, and the network's own arguments.
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "mlp": _flat,
+    "mlp": partial(_flat, MLP),
+    "table": partial(_flat, TableMLP),
     "small": partial(_images, SmallCNN),
     "paper": partial(_images, PaperCNN),
     "compact": partial(_images, CompactCNN, sized=False),

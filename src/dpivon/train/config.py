@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from dpivon.decisions import Decision, Positive, Share, complete_prior
+from dpivon.defaults import table_defaults
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad, check_choice
 from dpivon.methods import METHODS
@@ -18,7 +20,7 @@ from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT, budget
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.counting import sets_cost, shares_cost
-from dpivon.sources import Declaration
+from dpivon.sources import Declaration, kind_of
 from dpivon.sources.base import Targets
 from dpivon.sources.columns import Label, Numeric
 from dpivon.sources.schema import with_schema
@@ -230,7 +232,7 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if isinstance(value, BaseModel) else value
 
 
-# ---- batch, epochs and step size where the user says nothing: rules of public numbers, never of a row
+# ---- what the user does not say: rules of public numbers, never of a row
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,11 +242,25 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         n = max(1, int(given["dataset_size"]))
     except (TypeError, ValueError, OverflowError):
         n = 1
+    if _is_table(given) and all(given.get(name) is None for name in ("method", "lr", "network")):
+        try:
+            b = None if given.get("batch_size") is None else int(given["batch_size"])
+            rule = table_defaults(n, float(given["epsilon"]), b)
+            return {**asdict(rule), "samples": METHODS[rule.method].samples}
+        except (DpivonError, TypeError, ValueError):
+            pass
     found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
     if given.get("lr") is not None:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
     return {**found, "lr": method.lr * share * (_OF_NUMBERS if given.get("task") == "regression" else 1.0)}
+
+
+def _is_table(given: Mapping[str, Any]) -> bool:
+    try:
+        return given.get("task", "classification") == "classification" and kind_of(str(given["data"])) == "table"
+    except DpivonError:
+        return False
 
 
 def _calm(given: Mapping[str, Any]) -> float:

@@ -11,11 +11,12 @@ from dpivon.errors import bad
 from dpivon.models import network
 from dpivon.sources.columns import Strict
 
-Kind = Literal["mlp", "small", "paper", "compact", "wrn-16-4"]
+Kind = Literal["mlp", "table", "small", "paper", "compact", "wrn-16-4"]
 KINDS: tuple[str, ...] = ("auto", *get_args(Kind))
 _BEFORE_0_2 = {"small-cnn": "small", "paper-cnn": "paper"}  # names in files of earlier versions
 Width = Annotated[int, Field(ge=1, le=65536)]
 
+FLAT = ("mlp", "table")  # networks of flat rows, with hidden layers to choose
 SMALL, PAPER = 16, 48  # sides of an image: below the first the small CNN, up to the second the paper's, then the WRN
 
 
@@ -33,16 +34,16 @@ class Network(Strict):
     hidden: tuple[Width, ...] = (64,)
 
     def build(self) -> nn.Module:
-        own: dict[str, Any] = {"hidden": self.hidden} if self.kind == "mlp" else {}
+        own: dict[str, Any] = {"hidden": self.hidden} if self.kind in FLAT else {}
         return network(self.kind, shape=self.shape, classes=self.classes, **own)
 
     def told(self) -> str:
-        if self.kind != "mlp":
+        if self.kind not in FLAT:
             return self.kind
         return (
-            f"mlp with hidden layers of {', '.join(map(str, self.hidden))}"
+            f"{self.kind} with hidden layers of {', '.join(map(str, self.hidden))}"
             if self.hidden
-            else "mlp without hidden layers"
+            else f"{self.kind} without hidden layers"
         )
 
 
@@ -54,7 +55,7 @@ def choose(wanted: str, shape: tuple[int, ...], classes: int, hidden: tuple[int,
         side = shape[-1]
         by_side = "small" if side < SMALL else "paper" if side <= PAPER else "wrn-16-4"
         kind = by_side if square and side >= 4 else "mlp"
-    if kind != "mlp" and (not square or shape[-1] < (8 if kind == "paper" else 4)):
+    if kind not in FLAT and (not square or shape[-1] < (8 if kind == "paper" else 4)):
         fix = "Use mlp, or square images of at least 8 × 8"
         raise bad("network", wanted, f"cannot take an example of shape {' × '.join(map(str, shape))}", fix)
     return Network.model_validate({"kind": kind, "shape": shape, "classes": classes, "hidden": hidden})

@@ -1,0 +1,68 @@
+"""The rule for tables, and that every door follows it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpivon.defaults import table_defaults
+from dpivon.integrations.sklearn import DPIVONClassifier, DPIVONRegressor
+from dpivon.models import TableMLP
+from dpivon.train.config import resolve
+
+
+@pytest.mark.parametrize("n", [1, 107, 5000, 60_000, 10**7])
+@pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 8.0, 100.0])
+def test_it_is_a_run_that_can_be_made(n: int, epsilon: float) -> None:
+    rule = table_defaults(n, epsilon)
+    assert 1 <= rule.batch_size <= min(n, 2048)
+    assert 1.0 <= rule.lr <= 3.5
+    assert 2.0 <= rule.max_grad_norm <= 10.0
+    assert rule.hidden == (() if n * epsilon < 30_000 else (64,))
+    assert rule.epochs * math.ceil(n / rule.batch_size) >= 90
+
+
+def test_more_steps_are_not_made_with_smaller_batches() -> None:
+    assert table_defaults(10_000, 1.0, 100).epochs == 1
+    assert table_defaults(10_000, 1.0).epochs == 20
+
+
+def test_a_linear_network_begins_at_zero() -> None:
+    assert not any(p.any() for p in TableMLP(5, 3).parameters())
+    assert all(p.any() for p in TableMLP(5, 3, (4,)).parameters())
+
+
+def table(folder: Path) -> dict[str, object]:
+    (folder / "rows.csv").write_text("a,y\n0.5,no\n")
+    known = {"target": "y", "columns": {"a": {"min": 0, "max": 1}}, "classes": ["no", "yes"]}
+    return {"data": str(folder / "rows.csv"), "epsilon": 1.0, "delta": 1e-5, "dataset_size": 5000, **known}
+
+
+def test_train_follows_it_and_arguments_win(tmp_path: Path) -> None:
+    rule, given = table_defaults(5000, 1.0), table(tmp_path)
+    config = resolve(given)
+    names = ("method", "network", "hidden", "max_grad_norm", "lr", "batch_size", "epochs")
+    assert [getattr(config, name) for name in names] == [getattr(rule, name) for name in names]
+    own = resolve({**given, "max_grad_norm": 1.5, "hidden": [8], "batch_size": 100})
+    assert (own.max_grad_norm, own.hidden, own.batch_size, own.method) == (1.5, (8,), 100, "dp-steady")
+    assert own.epochs == table_defaults(5000, 1.0, 100).epochs
+    for another in ({"method": "dp-adam"}, {"lr": 0.2}, {"network": "mlp"}):
+        assert (found := resolve({**given, **another})).network in ("auto", "mlp")
+        assert (found.max_grad_norm, found.hidden) == (1.0, (64,))
+
+
+def test_scikit_learn_follows_it() -> None:
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-1, 1, (300, 4))
+    y = (X[:, 0] > 0).astype(int)
+    made = DPIVONClassifier(epsilon=3.0, delta=1e-4, classes=[0, 1], bounds=(-1.0, 1.0)).fit(X, y)
+    assert isinstance(made.model_, TableMLP)
+    assert made.n_iter_ == 100
+    assert made.budget_.batch_size == 300
+    assert made.score(X, y) > 0.85
+    classifier = DPIVONClassifier(epsilon=3.0, method="dp-sgd")
+    assert classifier._settings(300, 3.0).method == "dp-sgd"
+    assert DPIVONRegressor(epsilon=3.0)._settings(300, 3.0).method == "dp-ivon-gradsq"
