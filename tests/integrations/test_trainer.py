@@ -148,3 +148,37 @@ def test_regression_and_several_labels_have_a_loss_per_example():
     torch.testing.assert_close(per_example_loss(model)(z, targets), several)
     z, targets = torch.randn(4, 1), torch.randn(4)
     torch.testing.assert_close(per_example_loss(model)(z, targets), F.mse_loss(z[:, 0], targets))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_may_prepare_the_optimizer_before_or_after_and_its_loader_is_refused(when):
+    def run(prepares: str, loader_too: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parts = [torch.nn.Linear(4, 3)]
+        parts += [dpivon.IVON(parts[0].parameters(), lr=0.1, ess=40, generator=torch.Generator().manual_seed(2))]
+        parts += [DataLoader([(torch.randn(4), i % 3) for i in range(40)], batch_size=10)]
+        accelerator = accelerate.Accelerator(cpu=True)
+        if prepares == "before":
+            parts[:2] = accelerator.prepare(*parts[:2])
+        engine = seeded()
+        parts = list(
+            engine.make_private(
+                module=parts[0], optimizer=parts[1], data_loader=parts[2], noise_multiplier=1.0, max_grad_norm=1.0
+            )
+        )
+        private = parts[1]
+        if prepares == "after":
+            parts[:2] = accelerator.prepare(*parts[:2])
+        model, optimizer, loader = *parts[:2], accelerator.prepare(parts[2]) if loader_too else parts[2]
+        for x, y in loader:
+            optimizer.zero_grad()
+            with private.sampled_params(train=True):
+                accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+        assert len(engine.accountant) == 4
+        return [p.detach() for p in model.parameters()]
+
+    accelerate = pytest.importorskip("accelerate", reason=pip_line("huggingface"))
+    assert all(map(torch.equal, run(when), run("never")))
+    with pytest.raises(dpivon.PrivacyError, match="accelerate prepare the model and the optimizer only"):
+        run(when, loader_too=True)
