@@ -168,7 +168,7 @@ def test_n_counts_people_in_rate_account_and_budget() -> None:
     assert len(loader) == math.ceil(n / 2)
     with pytest.warns(dpivon.PrivacyWarning, match=r"1/N = 0\.143"):
         engine.get_epsilon(1 / n)
-    one, model = PrivacyEngine(orders=[4.0, 8.0]), Net()
+    one, model = PrivacyEngine(accountant="rdp", orders=[4.0, 8.0]), Net()
     _, planned, _ = one.make_private_with_epsilon(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
