@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -12,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import Dataset
 
 from dpivon.errors import bad
-from dpivon.methods import describe
-from dpivon.methods import method as learner_of
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
@@ -25,7 +21,6 @@ from dpivon.privacy.accounting.history import History
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.engine import PrivacyEngine
-from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.people import People
 from dpivon.stacked.networks import cross_entropy, network_for
 from dpivon.stacked.run import Run
@@ -42,17 +37,17 @@ class Fitted:
         model: a copy of the network, at the posterior mean.
         posterior: the Gaussian over its weights.
         budget: the plan that was run, with its ε.
-        account: what was spent, and what is charged later.
+        account: what was spent, and what is charged later; of a run that is kept in a folder, its engine.
     """
 
     model: nn.Module
     posterior: Posterior
     budget: Budget
-    account: Accountant = field(default_factory=Accountant)
+    account: Accountant | PrivacyEngine = field(default_factory=Accountant)
 
     def __post_init__(self) -> None:
-        if not self.account.history:  # made of a plan alone: what is charged later must come on top of it
-            plan = self.budget
+        if isinstance(self.account, Accountant) and not self.account.history:
+            plan = self.budget  # made of a plan alone: what is charged later must come on top of it
             self.account.charge(noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate, steps=plan.steps)
 
     @property
@@ -67,8 +62,8 @@ class Fitted:
 
 def fit(
     model: nn.Module,
-    inputs: Tensor,
-    labels: Tensor,
+    inputs: Tensor | Dataset[Any],
+    labels: Tensor | None = None,
     *,
     lr: float,
     batch_size: int,
@@ -91,11 +86,19 @@ def fit(
     rows_per_user: int | None = None,
     prior: Posterior | str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
+    out: str | os.PathLike[str] | None = None,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    physical_batch_size: int | None = None,
 ) -> Fitted:
-    """Train a copy of ``model`` within (ε, δ), starting from its weights, on tensors that stay where they are.
+    """Train a copy of ``model`` within (ε, δ), starting from its weights.
 
-    On a GPU every step runs there whole: batches are drawn, gradients clipped and noised, and the posterior updated in one
-    captured program, after the budget of each block of steps was charged. On a CPU the same steps run one by one.
+    Tensors stay where they are. On a GPU every step runs there whole: batches are drawn, gradients clipped and noised, and the
+    posterior updated in one captured program, after the budget of each block of steps was charged. On a CPU the same steps run
+    one by one.
+
+    With ``out``, ``user_ids``, ``evaluate`` or a ``Dataset`` the run is the engine's (:meth:`dpivon.PrivacyEngine.compile`):
+    data may be larger than the device, and with ``out`` every release is in the ledger before it is made, and a run that was
+    stopped or killed goes on with the same call, on a CPU to the bit.
 
     >>> fitted = dpivon.fit(model, x, y, lr=1.0, batch_size=256, epochs=20, target_epsilon=3.0, delta=1e-5)
     >>> fitted.predict(test_x).probs
@@ -104,7 +107,7 @@ def fit(
 
     Args:
         model: the network; it is copied.
-        inputs: as the model takes them, normalised by public constants, one example per row.
+        inputs: as the model takes them, normalised by public constants, one example per row; or a ``Dataset`` of such pairs.
         labels: one per example.
         lr: the paper's step size α, not multiplied by h₀ + δ as :class:`dpivon.IVON` does.
         batch_size: the expected batch b.
@@ -130,13 +133,19 @@ def fit(
         rows_per_user: at most so many rows of a person in a step, drawn afresh; None for all.
         prior: of the weights, as for :class:`dpivon.IVON`; begin at its mean by putting that into ``model``.
         on_progress: ``on_progress(done, steps)`` is called after every block.
+        out: a folder for ledger, checkpoints, progress and the model, as that of ``dpivon train``: ``dpivon ledger``,
+            ``report`` and ``export`` read it. All but its ``model/`` is as secret as the data.
+        evaluate: called with what predicts after every epoch. Its numbers are in ``progress.jsonl`` as not private: do not
+            publish them, nor decide anything by them.
+        physical_batch_size: with ``out``, ``user_ids``, ``evaluate`` or a ``Dataset``: how many examples run at once.
 
     A method that averages its iterates returns the average.
     """
+    given: Any = inputs
     people = People.given(user_ids, rows_per_user)
     if people is not None:
-        people.check(len(inputs))
-    n = len(inputs if people is None else people) if dataset_size is None else dataset_size
+        people.check(len(given))
+    n = len(given if people is None else people) if dataset_size is None else dataset_size
     plan = budget(
         dataset_size=n,
         batch_size=batch_size,
@@ -147,70 +156,44 @@ def fit(
         accountant=accountant,
         also=also,
     )
-    given, seed = seed, secrets.randbits(62) if seed is None else seed
+    if labels is None and isinstance(inputs, Tensor):
+        raise bad("labels", None, "is missing", "Give one label per row of inputs, or a Dataset of pairs as inputs")
+    if out is not None or people is not None or labels is None or evaluate is not None:
+        if prior is not None:
+            fix = "Leave it out, or give it to dpivon.IVON in a loop of your own"
+            raise bad("prior", type(prior).__name__, "is not supported with out, user_ids, evaluate or a Dataset", fix)
+        from dpivon.train import own_model  # here, since it needs what a command line needs
+
+        trained, posterior, engine = own_model.train(
+            model,
+            given if labels is None else (given, labels),
+            plan,
+            out=None if out is None else os.fspath(out),
+            target_epsilon=target_epsilon,
+            epochs=epochs,
+            lr=lr,
+            max_grad_norm=max_grad_norm,
+            method=method,
+            options=options or {},
+            loss=loss,
+            dtype=dtype,
+            seed=seed,
+            augment=augment,
+            clipping=clipping,
+            people=people,
+            physical_batch_size=physical_batch_size,
+            on_progress=on_progress,
+            evaluate=evaluate,
+        )
+        return Fitted(trained, posterior, plan, engine.accountant if out is None else engine)
+    seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
-    if people is not None:
-        if augment is not None or prior is not None or dtype != torch.float32:
-            fix = "Leave augment, prior and dtype out, or write the loop with PrivacyEngine.make_private(user_ids=…)"
-            raise bad("user_ids", f"{len(people)} people", "train in fp32, without augmentations or prior here", fix)
-        # Of a seed the engine's generators read 32 bits: without one they are seeded by the operating system.
-        own = None if given is None else torch.Generator().manual_seed(given)
-        engine = PrivacyEngine(accountant=accountant, generator=own)
-        data = DataLoader(TensorDataset(inputs, labels), batch_size=1)
-        return _by_person(run, model, data, people, plan, engine, PerExampleLoss(loss), clipping, on_progress)
     network = network_for(model, loss, augment, clipping)
     start = network.pack(model).unsqueeze(0)
     known: dict[str, Any] = {"dataset_size": n, "steps": plan.steps}
     known |= {"augment": augment, "clipping": clipping, "accountant": accountant, "prior": prior}
-    stack = Stack([run], network, inputs, labels, dtype=dtype, start=start, **known)
+    stack = Stack([run], network, given, labels, dtype=dtype, start=start, **known)
     for done in stack.train(plan.steps):
         on_progress(done, plan.steps)
     at = {"averaged": run.averaged}
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
-
-
-def _by_person(
-    run: Run,
-    model: nn.Module,
-    data: DataLoader[Any],
-    people: People,
-    plan: Budget,
-    engine: PrivacyEngine,
-    loss: PerExampleLoss,
-    clipping: str | Clipping,
-    on_progress: Callable[[int, int], None],
-) -> Fitted:
-    """The same run with people as the unit of privacy, in a loop under :class:`dpivon.PrivacyEngine`."""
-    known = {"rescale_lr": False, "steps": float(plan.steps)}  # α is the paper's here
-    own = {name: value for name, value in known.items() if name in describe(run.method).defaults}
-    learner = learner_of(
-        run.method,
-        copy.deepcopy(model),
-        dataset_size=plan.dataset_size,
-        lr=run.lr,
-        generator=torch.Generator(next(model.parameters()).device).manual_seed(run.seed),  # of θ, which is no secret
-        **{**own, **run.options},  # type: ignore[arg-type]
-    )
-    private, optimizer, loader = learner.make_private(
-        engine,
-        data,
-        noise_multiplier=plan.noise_multiplier,
-        max_grad_norm=run.max_grad_norm,
-        dataset_size=plan.dataset_size,
-        expected_batch_size=plan.batch_size,
-        clipping=clipping,
-        criterion=loss,
-        user_ids=people,
-    )
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    for step, (x, y) in enumerate(itertools.islice(batches, plan.steps), 1):
-        optimizer.zero_grad()
-        with learner.sample():
-            loss(private(x), y).backward()
-        optimizer.step()
-        on_progress(step, plan.steps)
-    posterior = learner.posterior()
-    with torch.no_grad():
-        for name, p in learner.model.named_parameters():
-            p.copy_(posterior.mean.get(name, p))
-    return Fitted(learner.model, posterior, plan, engine.accountant)

@@ -18,14 +18,22 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
-from dpivon.errors import check_number
-from dpivon.fit import fit
+from dpivon.durable.files import read_json, replace
+from dpivon.errors import BudgetSpent, PrivacyWarning, check_number
+from dpivon.fit import Fitted, fit
+from dpivon.privacy import Accountant, PrivacyEngine
 from dpivon.privacy.accounting import DEFAULT
+from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.temperature import BOUND, calibrate_temperature, temperature_cost, temperature_noise
 from dpivon.temperature import Tempered
 
@@ -35,14 +43,17 @@ RATE = 3.5
 #: How much of the iterates' spread is width, with a temperature and without.
 WIDTH, WIDTH_ALONE = 0.25, 1.0
 
+#: What a kept run's temperature is in.
+TEMPERATURE = "temperature.json"
+
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
 
 
 def steady(
     model: nn.Module,
-    inputs: Tensor,
-    labels: Tensor,
+    inputs: Tensor | Dataset[Any],
+    labels: Tensor | None = None,
     *,
     target_epsilon: float,
     delta: float,
@@ -76,13 +87,14 @@ def steady(
         samples: the draws that the temperature is chosen for; predict with as many.
         accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
-        **options: of :func:`~dpivon.fit.fit`, such as ``dtype=``, ``lr=`` for another r than 3.5, or ``options={"ramp": 0}``
-            for first steps of full size however few there are.
+        **options: of :func:`~dpivon.fit.fit`, such as ``out=`` for a run that is kept, ``dtype=``, ``lr=`` for another r than
+            3.5, or ``options={"ramp": 0}`` for first steps of full size however few there are.
     """
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     sigma = temperature_noise(share * target, delta, accountant=accountant)
-    worth = blur(sigma, options.get("dataset_size") or len(inputs)) <= WORTH
+    given: Any = inputs
+    worth = blur(sigma, options.get("dataset_size") or len(given)) <= WORTH
     own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
     fitted = fit(
         model,
@@ -101,10 +113,35 @@ def steady(
     )
     if not worth:
         return Tempered(fitted, 1.0)
-    drawn = None if seed is None else torch.Generator().manual_seed(seed ^ 0x7E3F)
-    return calibrate_temperature(
-        fitted, (inputs, labels), account=fitted.account, noise_multiplier=sigma, generator=drawn, samples=samples
-    )
+    chosen: dict[str, Any] = {"noise_multiplier": sigma, "samples": samples}
+    chosen["generator"] = None if seed is None else torch.Generator().manual_seed(seed ^ 0x7E3F)
+    data: Any = (inputs, labels) if labels is not None else DataLoader(inputs, batch_size=1024)  # type: ignore[arg-type]
+    if isinstance(fitted.account, Accountant):
+        return calibrate_temperature(fitted, data, account=fitted.account, **chosen)
+    if options.get("out") is None:
+        return calibrate_temperature(fitted, data, account=fitted.account, **chosen)
+    return _kept_temperature(fitted, data, Path(options["out"]), chosen)
+
+
+def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[str, Any]) -> Tempered:
+    """The temperature that the folder has; or one that is chosen now, charged to its ledger and kept."""
+    path, engine = folder / TEMPERATURE, fitted.account
+    assert isinstance(engine, PrivacyEngine)
+    if path.exists():
+        return Tempered(fitted, float(read_json("out", path, "Remove it")["temperature"]))
+    again = PrivacyEngine(accountant=fitted.budget.accountant, ledger=folder / LEDGER)
+    again._limit = engine._limit
+    try:
+        found = calibrate_temperature(fitted, data, account=again, **chosen)
+    except BudgetSpent:
+        told = "The budget has no room for a temperature: one was charged before and not kept. It is 1."
+        warnings.warn(told, PrivacyWarning, stacklevel=3)
+        return Tempered(fitted, 1.0)
+    finally:
+        assert again.ledger is not None
+        again.ledger.close()
+    replace(path, (json.dumps({"temperature": found.temperature, "answers": found.answers}) + "\n").encode())
+    return found
 
 
 def blur(noise_multiplier: float, examples: int) -> float:

@@ -317,3 +317,26 @@ def test_a_loss_that_is_not_one_per_row_is_refused_before_any_release(loss_fn):
 def test_compiling_comes_after_make_private():
     with pytest.raises(PrivacyError, match="before make_private"):
         dpivon.PrivacyEngine().compile(losses)
+
+
+def test_a_loss_that_uses_autocast_is_checked_in_double_and_computed_in_bf16():
+    def in_bf16(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return losses(model, batch)
+
+    seen: list[bool] = []
+    engine, _, _, loader = made()
+    step = engine.compile(in_bf16, capture=True)
+    step(next(iter(loader)))
+    assert seen[-1]
+    assert not any(seen[:-1])
+
+    def mixes(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            each = losses(model, batch)
+            return each + 1e-3 * each.mean()  # less than bf16 can show
+
+    engine, _, _, loader = made()
+    with pytest.raises(PrivacyError, match="depends on the other rows"):
+        engine.compile(mixes)(next(iter(loader)))

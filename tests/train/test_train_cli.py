@@ -210,10 +210,11 @@ def test_a_signal_says_that_the_same_command_goes_on(tmp_path: Path, monkeypatch
 
     whole_step = Loop._step
 
-    def step(self: Loop, x: Any, y: Any) -> None:
-        whole_step(self, x, y)
+    def step(self: Loop, batch: Any) -> bool:
+        went_on = whole_step(self, batch)
         if self.done == 3:
             signal.raise_signal(signal.SIGINT)
+        return went_on
 
     flags = as_flags(clinic(tmp_path) | {"epochs": 1})
     with monkeypatch.context() as patch:

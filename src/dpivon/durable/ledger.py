@@ -213,6 +213,9 @@ class Ledger:
                 f"{self.path}: was opened by process {self._process}, and this is its fork {os.getpid()}, so nothing was "
                 "released: two processes cannot charge one ledger. Make the run in the process that trains it."
             )
+        if self._file < 0:
+            fix = "Attach it to a new PrivacyEngine(ledger=…)"
+            raise PrivacyError(f"{self.path}: was closed, so nothing was released. {fix} to go on.")
         content, seal = _sealed(lines, self._seal)
         try:
             here, there = os.fstat(self._file), os.stat(self.path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from dpivon.privacy.gradients.model_io import map_tensors, others_in, structure,
 from dpivon.privacy.kernels.padded_step import NotCaptured, PaddedStep
 from dpivon.privacy.noise import os_generator
 from dpivon.privacy.optimizer import DPOptimizer
+from dpivon.privacy.people import end_of_part
 from dpivon.privacy.precision import without_autocast
 from dpivon.privacy.stack import room
 
@@ -60,10 +61,6 @@ class CompiledStep:
         fix = "Use what fits in memory, such as 64"
         self._most = None if most is None else check_whole("max_physical_batch_size", most, fix, at_least=1)
         self.capacity = capacity if self._most is None else min(capacity, self._most)
-        if self._most is not None and self.keeper.people is not None:
-            raise bad(
-                "max_physical_batch_size", most, "could part the rows of a person", "Use dpivon.BatchMemoryManager"
-            )
         self._check = check
         self.each = self.keeper.augmentations  # rows of a batch that are one example
         self._begun = False  # whether a batch was run eagerly, under all checks
@@ -134,20 +131,38 @@ class CompiledStep:
     # ---- parts of a batch
 
     def _parts(self, batch: Any, rows: int, program: PaddedStep | None) -> Iterator[tuple[bool, bool, Any]]:
-        """(first, last, part): the batch itself if it fits."""
-        each = self.each
+        """(first, last, part): the batch itself if it fits. A person is in one part, whole."""
+        each, draws = self.each, self.optimizer.draws
         size = self._most if program is None else self.capacity
         if size is None or rows <= size * each:
             yield True, True, batch
             return
         if self.optimizer.together.sharded:
             raise bad("max_physical_batch_size", size, "but the model is sharded", "Use dpivon.BatchMemoryManager")
-        order = torch.arange(rows // each)
+        order, ends = torch.arange(rows // each), list(range(size, rows // each, size))
+        people = None if draws is None or self.keeper.people is None else draws.sizes
         if program is not None:
             order = order[torch.randperm(len(order), generator=self._places)]
-        chosen = order.split(size)
-        for i, part in enumerate(chosen):
-            yield i == 0, i == len(chosen) - 1, _some(batch, part, each)
+        elif people is not None:
+            ends = _ends(people, size)
+        try:
+            at = 0
+            for i, part in enumerate(order.tensor_split(ends)):
+                if draws is not None and people is not None:
+                    draws.sizes, at = people[at : (till := _until(people, at, len(part)))], till
+                yield i == 0, i == len(ends), _some(batch, part, each)
+        finally:
+            if draws is not None and draws.redeemable:
+                draws.sizes = people
+
+    def halve(self) -> None:
+        """From here on run half as many examples at once: after an error for want of memory the same batch may come again."""
+        size = self.capacity if self._most is None else self._most
+        if size == 1:
+            fix = "Use a smaller model or another device"
+            raise bad("max_physical_batch_size", 1, "not even one example fits", fix)
+        self._most = self.capacity = size // 2
+        self._programs.clear()
 
     # ---- the captured step
 
@@ -281,6 +296,21 @@ def _some(batch: Any, examples: Tensor, each: int) -> Any:
     """These examples of a batch, each of so many rows."""
     index = examples if each == 1 else (examples.unsqueeze(1) * each + torch.arange(each)).flatten()
     return map_tensors(lambda t: t[index.to(t.device)], batch)
+
+
+def _ends(people: Sequence[int], most: int) -> list[int]:
+    """Where parts of at most so many rows end that cut no person, but for the last."""
+    ends, at = [], 0
+    while (at := end_of_part(people, at, most)) < len(people):
+        ends.append(sum(people[:at]))
+    return ends
+
+
+def _until(people: Sequence[int], begin: int, rows: int) -> int:
+    """The person after those that have so many rows, from ``begin`` on."""
+    while rows > 0:
+        rows, begin = rows - people[begin], begin + 1
+    return begin
 
 
 def _rows(batch: Any) -> int:

@@ -206,6 +206,25 @@ def _gaussian(u: Tensor) -> Tensor:
 
 
 @contextmanager
+def _in_full_precision() -> Iterator[None]:
+    """Inside, an autocast that the model or the loss enters changes nothing: bf16 would hide what double precision shows."""
+    original = torch.autocast.__enter__
+
+    def entered(self: torch.autocast) -> Any:
+        enabled, self._enabled = self._enabled, False
+        try:
+            return original(self)  # type: ignore[no-untyped-call]
+        finally:
+            self._enabled = enabled
+
+    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def same_for_every_row(device: torch.device) -> Iterator[_SameForEveryRow]:
     """Inside, randomness is that of :class:`_SameForEveryRow`; the caller's generators are left as they were."""
     python, numbers = random.getstate(), np.random.get_state()
@@ -216,6 +235,7 @@ def same_for_every_row(device: torch.device) -> Iterator[_SameForEveryRow]:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.autocast(device.type, enabled=False),
+            _in_full_precision(),
             mode,
         ):
             yield mode

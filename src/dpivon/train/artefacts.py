@@ -38,6 +38,7 @@ class Line:
     seconds: float
     heldout_nll: float | None = None
     heldout_accuracy: float | None = None
+    not_private: dict[str, float] | None = None  # what a caller of fit evaluated
 
 
 class Progress:

@@ -1,14 +1,11 @@
-"""The private loop: the ordinary one, kept by :class:`dpivon.Checkpoints`, watched through a small protocol."""
+"""What a configuration is trained with: seeds, data, network, method and decisions, in a kept run."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.decisions import shares_of
-from dpivon.errors import BudgetSpent, bad
+from dpivon.errors import bad
 from dpivon.gaussian import regression_scores
 from dpivon.metrics import accuracy, nll
-from dpivon.optim.ivon import IVON
-from dpivon.privacy import BatchMemoryManager, Checkpoints, PerExampleLoss, PrivacyEngine
+from dpivon.privacy import PerExampleLoss, PrivacyEngine
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.counting import NoisySums, class_counts, class_factors, class_thresholds, sets_cost, shares_cost
 from dpivon.privacy.noise import SecureNoise, TorchNoise
 from dpivon.privacy.people import People
 from dpivon.sources import Examples
-from dpivon.train.artefacts import Line, Progress
+from dpivon.train.artefacts import Line
 from dpivon.train.config import COUNT, Config, fixed
+from dpivon.train.kept import KeptRun
 from dpivon.train.published import Description, assembled
 
 HELDOUT_DRAWS = 8
@@ -64,8 +61,8 @@ class Sums:
         vars(self).update(state)
 
 
-class Loop:
-    """A run that trains, or goes on training, in a folder."""
+class Loop(KeptRun):
+    """A run that trains, or goes on training, in a folder, as its configuration says."""
 
     def __init__(
         self,
@@ -80,23 +77,23 @@ class Loop:
         assert examples.targets is not None
         seeds = Seeds(config.seed)
         torch.manual_seed(seeds.number("weights"))
-        self.learner = description.learner(seeds.generator("theta", self.device), config.ema)
-        self.learner.model.to(self.device)
-        self.engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
+        learner = description.learner(seeds.generator("theta", self.device), config.ema)
+        learner.model.to(self.device)
+        engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure
         # Weighted example by example: a mean over the batch's weights would let one example rescale the others.
         self.weights = torch.ones(len(config.classes), device=self.device)
-        weighted = PerExampleLoss(nn.CrossEntropyLoss(weight=self.weights))
-        self.loss: Any = weighted if config.weighted_loss else nn.CrossEntropyLoss()
+        loss = PerExampleLoss(nn.CrossEntropyLoss(weight=self.weights if config.weighted_loss else None))
         if description.noise is not None:
-            self.loss = PerExampleLoss(description.noise)
+            loss = PerExampleLoss(description.noise)
         self.examples, self.people, self.sums = examples, people, Sums()
-        self.model, self.optimizer, self.loader = self.learner.make_private_with_epsilon(
-            self.engine,
+        made = learner.make_private_with_epsilon(
+            engine,
             DataLoader(
                 TensorDataset(examples.inputs, examples.targets),
                 batch_size=config.batch_size,
                 generator=seeds.generator("batches") if own else None,
+                pin_memory=self.device.type == "cuda",
             ),
             target_epsilon=config.epsilon,
             target_delta=config.delta,
@@ -106,60 +103,29 @@ class Loop:
             expected_batch_size=config.batch_size,
             also=config.also,
             noise_generator=seeds.generator("noise", self.device) if own else None,
-            criterion=self.loss,
+            criterion=loss,
             user_ids=people,
         )
-        self.draws = self.learner.optimizer.mc_samples if isinstance(self.learner.optimizer, IVON) else 1
-        self.kept = Checkpoints(
+        super().__init__(
             folder,
-            engine=self.engine,
-            optimizer=self.optimizer,
-            data_loader=self.loader,
-            also={"sums": self.sums} if config.also else None,
+            engine,
+            learner,
+            made,
+            lambda model, batch: loss.per_example(model(batch[0]), batch[1]),
+            epochs=config.epochs,
+            delta=config.delta,
             config=fixed(config),
+            physical_batch_size=config.physical_batch_size,
+            checkpoint_seconds=config.checkpoint_seconds,
+            also={"sums": self.sums} if config.also else None,
         )
-        self.progress = Progress(folder)
-        self.done, self.before = 0, 0.0  # steps, and seconds of earlier processes
-        self.spent = False  # whether the budget refused a step
-        self.optimizer.attach_step_hook(self._count)
-
-    def _count(self, optimizer: Any) -> None:
-        self.done += 1
-
-    @property
-    def steps(self) -> int:
-        """The planned number: ⌈N/b⌉ per epoch, of public numbers."""
-        return self.config.epochs * len(self.loader)
-
-    @property
-    def epsilon(self) -> float:
-        return self.engine.get_epsilon(self.config.delta) if len(self.engine.accountant) else 0.0
 
     def train(self, heldout: Examples | None, show: Callable[[Line | None, int], None]) -> None:
         """To the end of the plan or of the budget. ``show(line, step)``: after every step, with a line after an evaluation."""
-        resumed = self.kept.restore()
-        self.done = resumed.steps
+        self.run(show, lambda: self._scores(heldout))
+
+    def _restored(self) -> None:
         self._decide()
-        self.before = self.progress.resume(resumed.steps)
-        self.began = saved = time.monotonic()
-        if self.progress.last is not None:
-            show(self.progress.last, self.done)
-        main = threading.current_thread() is threading.main_thread()
-        signals: AbstractContextManager[None] = self.kept.saving_on_signals() if main else nullcontext()
-        with signals:
-            for epoch in range(resumed.epoch, self.config.epochs):
-                for _ in self._pass():
-                    show(None, self.done)
-                    if time.monotonic() - saved > self.config.checkpoint_seconds:
-                        self.kept.save()
-                        saved = time.monotonic()
-                line = self._line(epoch + 1, heldout)
-                self.progress.add(line)
-                show(line, self.done)
-                self.kept.save()
-                saved = time.monotonic()
-                if self.spent:
-                    break
 
     def _decide(self) -> None:
         """How the model will answer, and what classes weigh in its loss: before the first step, counted if that is wanted."""
@@ -169,7 +135,7 @@ class Loop:
             self.sums.counts = class_counts(
                 self.examples.targets, len(config.classes), self._noisy("counts", self._shares, self.people)
             )
-            self.kept.save()  # a crash before it costs the count once more
+            self._save()  # a crash before it costs the count once more
         self.decision = config.decision(shares_of(self.sums.counts) if self.sums.counts else None)
         if self.decision.weights:
             self.weights.copy_(torch.tensor(self.decision.weights))
@@ -181,14 +147,14 @@ class Loop:
             counts = sums.counts or [config.dataset_size * share for share in self.decision.prior]
             noisy = self._noisy("factors", self._shares, self.people)
             sums.factors = list(class_factors(self._predicted(self.examples), counts, noisy))
-            self.kept.save()
+            self._save()
         self.decision = self.decision.model_copy(update={"factors": tuple(sums.factors)})
         if rows is not None and not sums.thresholds:
             assert config.coverage is not None
             assert rows.targets is not None
             noisy = self._noisy("sets", sets_cost(config.epsilon, config.delta), people)
             sums.thresholds = list(class_thresholds(self._predicted(rows), rows.targets, config.coverage, noisy))
-            self.kept.save()
+            self._save()
         self.decision = self.decision.model_copy(update={"thresholds": tuple(sums.thresholds)})
 
     def _predicted(self, rows: Examples) -> Tensor:
@@ -205,47 +171,18 @@ class Loop:
         noise = TorchNoise(Seeds(self.config.seed).generator(purpose)) if seeded else SecureNoise()
         return NoisySums(cost[0], noise, self.engine._charge, people)
 
-    def _pass(self) -> Iterator[None]:
-        """Train for the rest of an epoch, one item per micro-batch; ends where the budget refuses a step."""
-        size = self.config.physical_batch_size
-        with BatchMemoryManager(
-            data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
-        ) as batches:
-            for x, y in batches:
-                try:
-                    self._step(x.to(self.device), y.to(self.device))
-                except torch.OutOfMemoryError:
-                    batches.retry()
-                except BudgetSpent:
-                    self.spent = True
-                    return
-                yield
-
-    def _step(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        for _ in range(self.draws):
-            with self.learner.sample():
-                self.loss(self.model(x), y).backward()
-        self.optimizer.step()
-
-    def _line(self, epoch: int, heldout: Examples | None) -> Line:
-        seconds = self.before + time.monotonic() - self.began
-        line = Line(self.done, self.steps, epoch, self.epsilon, self.config.delta, seconds)
+    def _scores(self, heldout: Examples | None) -> dict[str, float]:
         if heldout is None or heldout.targets is None:
-            return line
+            return {}
         generator = torch.Generator().manual_seed(0)
         draws = min(HELDOUT_DRAWS, self.config.samples)
         if (noise := self.description.noise) is not None:
             options = {"generator": generator, "likelihood": "gaussian", "noise_variance": noise.moments}
             found = self.description.in_units(self.learner.predict(heldout.inputs, draws, **options))
-            return replace(line, heldout_nll=regression_scores(found, self.description.target_values(heldout))["nll"])
+            return {"heldout_nll": regression_scores(found, self.description.target_values(heldout))["nll"]}
         probs = self.learner.predict(heldout.inputs, draws, generator=generator).probs.cpu()
-        loss, right = nll(probs, heldout.targets), accuracy(probs, heldout.targets)
-        return replace(line, heldout_nll=loss, heldout_accuracy=right)
-
-    def close(self) -> None:
-        if self.engine.ledger is not None:
-            self.engine.ledger.close()
+        right = accuracy(probs, heldout.targets)
+        return {"heldout_nll": nll(probs, heldout.targets), "heldout_accuracy": right}
 
 
 def device_of(name: str) -> torch.device:

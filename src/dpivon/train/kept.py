@@ -1,0 +1,137 @@
+"""A private run by the engine, from its first step to its last: kept in a folder if there is one, and gone on with there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpivon.errors import BudgetSpent
+from dpivon.methods import Learner
+from dpivon.privacy import Checkpoints, PrivacyEngine
+from dpivon.privacy.compiled import LossFn
+from dpivon.train.artefacts import Line, Progress
+
+Evaluate = Callable[[], Mapping[str, Any]]
+
+
+class KeptRun:
+    """Trains what ``make_private`` made by compiled steps, within the engine's budget.
+
+    Args:
+        folder: where ledger, checkpoints and progress are kept; None keeps nothing.
+        engine: the engine.
+        learner: the method at work.
+        made: what ``make_private`` returned.
+        losses: ``losses(model, batch)``, one per row.
+        epochs: length of the run.
+        delta: δ, for the ε that is shown.
+        config: what must be the same when the run goes on.
+        physical_batch_size: how many examples run at once; None for all that are drawn.
+        checkpoint_seconds: how often it is saved within an epoch.
+        also: more to be kept with checkpoints, by name.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        engine: PrivacyEngine,
+        learner: Learner,
+        made: tuple[Any, Any, Any],
+        losses: LossFn,
+        *,
+        epochs: int,
+        delta: float,
+        config: Any = None,
+        physical_batch_size: int | None = None,
+        checkpoint_seconds: float = 30.0,
+        also: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.engine, self.learner, self.epochs, self.delta = engine, learner, epochs, delta
+        self.model, self.optimizer, self.loader = made
+        self.checkpoint_seconds = checkpoint_seconds
+        self.step = engine.compile(losses, max_physical_batch_size=physical_batch_size)
+        self.done, self.before = 0, 0.0  # steps, and seconds of earlier processes
+        self.spent = False  # whether the budget refused a step
+        self.kept = self.progress = None
+        if folder is not None:
+            self.kept = Checkpoints(
+                folder, engine=engine, optimizer=self.optimizer, data_loader=self.loader, config=config, also=also
+            )
+            self.progress = Progress(folder)
+        self.optimizer.attach_step_hook(self._count)
+
+    def _count(self, optimizer: Any) -> None:
+        self.done += 1
+
+    @property
+    def steps(self) -> int:
+        """The planned number: ⌈N/b⌉ per epoch, of public numbers."""
+        return self.epochs * len(self.loader)
+
+    @property
+    def epsilon(self) -> float:
+        return self.engine.get_epsilon(self.delta) if len(self.engine.accountant) else 0.0
+
+    def run(self, show: Callable[[Line | None, int], None], evaluate: Evaluate = dict) -> None:
+        """To the end of the plan or of the budget. ``show(line, step)``: after every step, with a line after an epoch.
+
+        What ``evaluate()`` returns is in that line. It may look at held-out rows without noise: it is not private.
+        """
+        first = 0
+        if self.kept is not None and self.progress is not None:
+            resumed = self.kept.restore()
+            first, self.done = resumed.epoch, resumed.steps
+            self._restored()
+            self.before = self.progress.resume(resumed.steps)
+            if self.progress.last is not None:
+                show(self.progress.last, self.done)
+        began = saved = time.monotonic()
+        main = self.kept is not None and threading.current_thread() is threading.main_thread()
+        signals: AbstractContextManager[None] = self.kept.saving_on_signals() if main and self.kept else nullcontext()
+        with signals:
+            for epoch in range(first, self.epochs):
+                for batch in self.loader:
+                    if not self._step(batch):
+                        break
+                    show(None, self.done)
+                    if time.monotonic() - saved > self.checkpoint_seconds:
+                        saved = self._save()
+                seconds = self.before + time.monotonic() - began
+                line = Line(self.done, self.steps, epoch + 1, self.epsilon, self.delta, seconds, **evaluate())
+                if self.progress is not None:
+                    self.progress.add(line)
+                show(line, self.done)
+                saved = self._save()
+                if self.spent:
+                    break
+
+    def _restored(self) -> None:
+        """Called once before the first step of this process."""
+
+    def _save(self) -> float:
+        if self.kept is not None:
+            self.kept.save()
+        return time.monotonic()
+
+    def _step(self, batch: Any) -> bool:
+        """One step; False where the budget refuses it."""
+        while True:
+            try:
+                self.step(batch)
+            except torch.OutOfMemoryError:
+                self.step.halve()
+            except BudgetSpent:
+                self.spent = True
+                return False
+            else:
+                return True
+
+    def close(self) -> None:
+        if self.engine.ledger is not None:
+            self.engine.ledger.close()

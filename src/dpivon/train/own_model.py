@@ -1,0 +1,282 @@
+"""What :func:`dpivon.fit` does where a run is kept in a folder, or its data is not tensors: the engine, step by step.
+
+The folder is that of ``dpivon train``: ``ledger.jsonl`` before every release, checkpoints, ``progress.jsonl``, ``config.yaml``,
+``summary.json``, and ``model/`` that may be given away. The same call goes on where it was stopped or killed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data._utils.collate import default_collate
+
+from dpivon._version import __version__
+from dpivon.durable.files import replace, sync_folder
+from dpivon.durable.ledger import read as read_ledger
+from dpivon.errors import bad
+from dpivon.machine import hardware_name
+from dpivon.methods import Learner, describe
+from dpivon.methods import method as make_method
+from dpivon.posterior import Posterior, SampledPosterior
+from dpivon.privacy import Budget, PrivacyEngine
+from dpivon.privacy.accounting.budget import Limit
+from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
+from dpivon.privacy.augmentation import Augmentation, used
+from dpivon.privacy.clipping import Clipping, make_clipping
+from dpivon.privacy.export import export
+from dpivon.privacy.kernels.reference import autocast
+from dpivon.privacy.people import People
+from dpivon.report.run_folder import SUMMARY
+from dpivon.stacked.rules import stackable
+from dpivon.train.artefacts import Line, write_json
+from dpivon.train.kept import KeptRun
+from dpivon.train.loop import Seeds
+from dpivon.train.published import FOLDER
+
+
+def train(
+    model: nn.Module,
+    data: Dataset[Any] | tuple[Tensor, Tensor],
+    plan: Budget,
+    *,
+    out: str | Path | None,
+    target_epsilon: float | None,
+    epochs: int,
+    lr: float,
+    max_grad_norm: float,
+    method: str,
+    options: Mapping[str, Any],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    dtype: torch.dtype,
+    seed: int | None,
+    augment: Augmentation | None,
+    clipping: str | Clipping,
+    people: People | None,
+    physical_batch_size: int | None,
+    on_progress: Callable[[int, int], None],
+    evaluate: Callable[[Learner], Mapping[str, float]] | None,
+) -> tuple[nn.Module, Any, PrivacyEngine]:
+    """A copy of the model at what was learned, the posterior, and the engine with the account; trained, or found finished."""
+    device = next(model.parameters()).device
+    learner = _learner(model, plan.dataset_size, lr, method, dict(options), Seeds(seed), device)
+    settings: dict[str, Any] = {"method": method, "options": dict(options), "lr": lr, "epochs": epochs}
+    settings |= {"batch_size": plan.batch_size, "dataset_size": plan.dataset_size, "max_grad_norm": max_grad_norm}
+    settings |= {"noise_multiplier": plan.noise_multiplier, "epsilon": target_epsilon or plan.epsilon}
+    settings |= {"delta": plan.delta, "accountant": plan.accountant, "dtype": str(dtype)}
+    settings |= {"clipping": clipping if isinstance(clipping, str) else clipping.name}
+    settings |= {"unit": "" if people is None else people.unit}
+    settings |= {"augment": None if augment is None else asdict(augment)}
+    engine = PrivacyEngine(accountant=plan.accountant)
+    folder = None if out is None else _folder(Path(out), settings)
+    if folder is not None and (folder / SUMMARY).exists():
+        engine.attach_ledger(folder / LEDGER).close()
+        engine._limit = _limit(settings, plan)
+        on_progress(plan.steps, plan.steps)
+        return *_finished(folder, model, device), engine
+    seen = used(augment)
+    views = None if seen is None else _Views(seen, Seeds(seed))
+    made = _private(learner, engine, data, plan, views, device, max_grad_norm, clipping, people, Seeds(seed))
+    learner._plan(plan.steps)
+    engine._limit = _limit(settings, plan)
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with autocast(device, dtype):
+            outputs = model(batch[0])
+        return loss(outputs.float(), batch[1])
+
+    run = KeptRun(
+        folder,
+        engine,
+        learner,
+        made,
+        losses,
+        epochs=epochs,
+        delta=plan.delta,
+        config=settings,
+        physical_batch_size=physical_batch_size,
+        also={} if views is None else {"views": views},
+    )
+    found = {} if evaluate is None else {"evaluate": lambda: {"not_private": dict(evaluate(learner))}}
+    last: list[Line] = []
+
+    def show(line: Line | None, step: int) -> None:
+        last[:] = [line] if line is not None else last
+        on_progress(step, plan.steps)
+
+    try:
+        run.run(show, **found)
+    finally:
+        run.close()
+    if folder is not None:
+        _publish(folder, learner, run, settings, last[0].seconds if last else 0.0, device, secret=seed is None)
+    posterior = learner.posterior()
+    return _at_mean(model, learner.model.state_dict(), posterior), posterior, engine
+
+
+def _limit(settings: Mapping[str, Any], plan: Budget) -> Limit:
+    return Limit(settings["epsilon"], plan.delta, plan.noise_multiplier, plan.sample_rate, plan.steps)
+
+
+def _finished(folder: Path, model: nn.Module, device: torch.device) -> tuple[nn.Module, Posterior | SampledPosterior]:
+    """What a finished run has published."""
+    sampled = folder / FOLDER / "samples.safetensors"
+    kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
+    posterior = kind.load(sampled if sampled.exists() else folder / FOLDER / "posterior.safetensors").to(device)
+    return _at_mean(model, load_file(folder / FOLDER / "model.safetensors"), posterior), posterior
+
+
+@torch.no_grad()
+def _at_mean(model: nn.Module, state: Mapping[str, Tensor], posterior: Posterior | SampledPosterior) -> nn.Module:
+    """A copy of the model that was given, at what was learned."""
+    made = copy.deepcopy(model)
+    made.load_state_dict(state)
+    for name, value in posterior.mean.items():
+        made.get_parameter(name).copy_(value)
+    return made
+
+
+def _learner(
+    model: nn.Module, n: int, lr: float, method: str, options: dict[str, Any], seeds: Seeds, device: torch.device
+) -> Learner:
+    if method not in stackable():
+        raise bad("method", method, "cannot be fitted", f"Use one of {', '.join(map(repr, stackable()))}")
+    if "rescale_lr" in describe(method).defaults:
+        options.setdefault("rescale_lr", False)  # fit's step size is the paper's
+    averaged = {name: options.pop(name) for name in ("ema", "trace") if name in options}
+    generator = seeds.generator("theta", device)
+    learner = make_method(
+        method, copy.deepcopy(model), dataset_size=n, lr=lr, generator=generator, **averaged, **options
+    )
+    learner.model.to(device)
+    return learner
+
+
+def _private(
+    learner: Learner,
+    engine: PrivacyEngine,
+    data: Dataset[Any] | tuple[Tensor, Tensor],
+    plan: Budget,
+    views: _Views | None,
+    device: torch.device,
+    max_grad_norm: float,
+    clipping: str | Clipping,
+    people: People | None,
+    seeds: Seeds,
+) -> tuple[Any, Any, Any]:
+    """``make_private`` of the learner, drawing from the operating system unless there is a seed."""
+    own, on_device = seeds.seed is not None, isinstance(data, tuple) and data[0].is_cuda
+    dataset: Dataset[Any] = TensorDataset(*data) if isinstance(data, tuple) else data
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=plan.batch_size,
+        generator=seeds.generator("batches") if own else None,
+        pin_memory=device.type == "cuda" and not on_device,
+        collate_fn=views,
+    )
+    if clipping == "per_layer":  # the same bound for every tensor, as in a stack
+        trained = sum(p.requires_grad for p in learner.model.parameters())
+        clipping = make_clipping("per_layer", [1.0] * trained, trained)
+    made: tuple[Any, Any, Any] = learner.make_private(
+        engine,
+        loader,
+        noise_multiplier=plan.noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        dataset_size=plan.dataset_size,
+        expected_batch_size=plan.batch_size,
+        clipping=clipping,
+        augmentations=1 if views is None else views.augment.views,
+        noise_generator=seeds.generator("noise", device) if own else None,
+        user_ids=people,
+    )
+    return made
+
+
+class _Views:
+    """Collates examples into their views, drawn from a generator that checkpoints keep."""
+
+    def __init__(self, augment: Augmentation, seeds: Seeds) -> None:
+        self.augment, self._generator = augment, seeds.generator("views")
+
+    def __call__(self, rows: list[Any]) -> tuple[Tensor, Tensor]:
+        x, y = default_collate(rows)
+        self.augment.check(x)
+        n = self.augment.views
+        words = torch.randint(2**32, (3, len(x), n), generator=self._generator)
+        return self.augment.apply(x, self.augment.choice(words.to(x.device).unbind())), y.repeat_interleave(n, 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._generator.set_state(state["generator"])
+
+
+def _folder(folder: Path, settings: Mapping[str, Any]) -> Path:
+    """New, empty, or that of a run that was begun so."""
+    text = yaml.safe_dump(dict(settings), sort_keys=True)
+    path = folder / CONFIG
+    if path.exists():
+        if path.read_text(encoding="utf-8") != text:
+            fix = "Go on with the arguments it was begun with, or give another folder"
+            raise bad("out", str(folder), "holds a run that was begun with other arguments", fix)
+        return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise bad("out", str(folder), "is not empty and holds no run", "Give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace(path, text.encode())
+    return folder
+
+
+def _publish(
+    folder: Path,
+    learner: Learner,
+    run: KeptRun,
+    settings: Mapping[str, Any],
+    seconds: float,
+    device: torch.device,
+    *,
+    secret: bool,
+) -> None:
+    """``model/`` from the newest checkpoint and the posterior, whole or not at all; then the summary that says so."""
+    making = folder / ".model.tmp"
+    shutil.rmtree(making, ignore_errors=True)  # of a process that was killed while it wrote
+    spent = export(folder, making, settings["delta"], posterior=learner.posterior())
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    making.rename(folder / FOLDER)
+    sync_folder(folder)
+    summary = {
+        "format": 1,
+        "method": settings["method"],
+        "epsilon": spent[settings["accountant"]],
+        "delta": settings["delta"],
+        "target_epsilon": settings["epsilon"],
+        "accountant": settings["accountant"],
+        "epsilon_by_accountant": spent,
+        "adjacency": "add/remove",
+        "dataset_size": settings["dataset_size"],
+        "sampling_rate": settings["batch_size"] / settings["dataset_size"],
+        "steps": run.done,
+        "releases": read_ledger(folder / LEDGER).releases,
+        "noise_multiplier": settings["noise_multiplier"],
+        "max_grad_norm": settings["max_grad_norm"],
+        "learning_rate": settings["lr"],
+        "epochs": settings["epochs"],
+        "seconds": seconds,
+        "hardware": hardware_name(device),
+        "path": run.step.path,
+        "versions": {"dpivon": __version__, "torch": torch.__version__},
+        "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
+        "seed_is_secret": secret,
+    }
+    write_json(folder / SUMMARY, summary)
