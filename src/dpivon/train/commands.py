@@ -83,14 +83,21 @@ _FLAGS = {
     "public_sample": _Flag(Path, _DATA, "With --write-schema: a PUBLIC table to take ranges from."),
     "check": _Flag(bool, _DATA, "Show, to the owner, what does not fit. NOT private; train nothing.", ("--check",)),
     "proceed": _Flag(bool, _DATA, "Train although the rows do not look as declared.", ("--proceed",)),
-    "method": _Flag(str, _MODEL, "By its name in `dpivon methods`; dp-ivon-gradsq by default.", complete=_method_names),
+    "method": _Flag(
+        str,
+        _MODEL,
+        "By its name in `dpivon methods`; dp-steady for a table, else dp-ivon-gradsq.",
+        complete=_method_names,
+    ),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
     "network": _Flag(str, _MODEL, "auto, mlp, small, paper, compact or wrn-16-4."),
-    "hidden": _Flag(str, _MODEL, "Widths of an MLP's hidden layers, separated by commas; 64 by default."),
-    "epochs": _Flag(int, _MODEL, "Passes of ⌈N/b⌉ steps; 40 by default."),
-    "batch_size": _Flag(int, _MODEL, "Expected batch b; N/8 by default, 16 to 1024."),
+    "hidden": _Flag(
+        str, _MODEL, "Widths of an MLP's hidden layers, separated by commas; by default 64, of a table by N·ε."
+    ),
+    "epochs": _Flag(int, _MODEL, "Passes of ⌈N/b⌉ steps; 40 by default, of a table by N and ε."),
+    "batch_size": _Flag(int, _MODEL, "Expected batch b; of a table N, at most 2048, else N/8, 16 to 1024."),
     "lr": _Flag(float, _MODEL, "Step size; by default the method's, smaller under much noise."),
-    "max_grad_norm": _Flag(float, _MODEL, "Clip bound C; 1 by default."),
+    "max_grad_norm": _Flag(float, _MODEL, "Clip bound C; 1 by default, of a table 2 to 10 by N·ε."),
     "ema": _Flag(float, _MODEL, "Average the iterates with this decay."),
     "samples": _Flag(int, _MODEL, "Posterior draws that a prediction averages."),
     "weighted_loss": _Flag(
