@@ -59,7 +59,7 @@ def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None
     for row in group.rows(stack):
         assert 0.98 * 2.0 < row["epsilon_spent"] <= 2.0
         assert set(row) == set(private.COLUMNS)
-    by_itself = private.epsilon([group.heads[0].cost(group.head_sigmas[0])], DELTA)
+    by_itself = private.epsilon([group.heads[0].cost(group.head_sigmas[0])], DELTA, "rdp")
     assert 0.98 * 0.8 < by_itself <= 0.8
     # The head that was released is the one that training goes on from, also after a restart.
     first = group.networks()[0].head.weight
