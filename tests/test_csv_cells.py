@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dpivon.csv_cells import cell
+from dpivon.decisions import Decision
 from dpivon.train import published as publishing
 
 FORMULAS = ['=HYPERLINK("http://x","y")', "+1+1", "-cmd|' /C calc'!A0", "@SUM(1)", "\t=1", "\r=1", "＝1+1"]
@@ -26,17 +27,17 @@ def test_numbers_stay_numbers_and_words_stay_words(text: str) -> None:
 
 
 def test_predictions_hold_no_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = SimpleNamespace(names=[FORMULAS[0], "b.png"], inputs=None)
-    source = SimpleNamespace(kind="image", read=lambda where, classes: examples)
+    examples = SimpleNamespace(names=[FORMULAS[0], "b.png"], inputs=None, ids=None)
+    source = SimpleNamespace(kind="image", read=lambda where, classes: examples, look=lambda where, learning: [])
     found = SimpleNamespace(
         label=torch.tensor([1, 0]),
         probs=torch.tensor([[0.25, 0.75], [0.75, 0.25]]),
         entropy=torch.tensor([-1e-9, 0.5]),
         mutual_information=torch.zeros(2),
     )
-    description = SimpleNamespace(inputs=source, classes=("-1", "=1+1"))
+    description = SimpleNamespace(inputs=source, classes=("-1", "=1+1"), noise=None)
     monkeypatch.setattr(publishing, "kind_of", lambda where: "image")
-    published = SimpleNamespace(description=description, predict=lambda *a: found)
+    published = SimpleNamespace(description=description, predict=lambda *a: found, decision=Decision())
     publishing.predict_file(published, "photos", tmp_path / "p.csv")  # type: ignore[arg-type]
     with open(tmp_path / "p.csv", newline="") as file:
         header, first, second = csv.reader(file)

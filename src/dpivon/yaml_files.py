@@ -77,9 +77,11 @@ def _place(loc: tuple[int | str, ...], raw: Any) -> tuple[str, Any]:
     for i, part in enumerate(loc):
         try:
             value = value[part]
-        except (KeyError, IndexError, TypeError):
+        except TypeError:
+            continue  # pydantic's name of an alternative
+        except (KeyError, IndexError):
             if i + 1 < len(loc):
-                continue  # pydantic's name of an alternative, which nobody wrote
+                continue  # the same
             value = None
         names.append(str(part))
     return ".".join(names), value

@@ -19,9 +19,7 @@ from dpivon.privacy.resume import repeatable
 
 
 def spent(releases, sigma=1.0):
-    return budget(
-        dataset_size=40, batch_size=8, steps=releases, delta=DELTA, noise_multiplier=sigma, accountant="rdp"
-    ).epsilon
+    return budget(dataset_size=40, batch_size=8, steps=releases, delta=DELTA, noise_multiplier=sigma).epsilon
 
 
 @pytest.fixture(scope="module", params=["ivon", "adam"])

@@ -238,7 +238,7 @@ def test_a_stack_of_different_runs_composes_too(data: Any) -> None:
     stack = Stack(runs, AnyNetwork(build), *data)
     for _ in stack.train(3):
         pass
-    account = dpivon.Accountant("rdp")
+    account = dpivon.Accountant()
     for run in runs:
         account.charge(noise_multiplier=run.noise_multiplier, sample_rate=run.batch_size / N, steps=3)
     assert joint_epsilon(stack, 1e-3) == account.get_epsilon(1e-3)

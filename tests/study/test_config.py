@@ -171,9 +171,9 @@ def test_chosen_rates_replace_the_files(resolved, tmp_path):
         (
             "noise_multiplier: [1]",
             "noise_multiplier: [1], epsilon: [1]",
-            r"grid=.*exactly one of noise_multiplier and ep",
+            r"grid: give exactly one of noise_multiplier and ep",
         ),
-        ("noise_multiplier: [1], ", "", r"grid=.*exactly one of noise_multiplier and epsilon"),
+        ("noise_multiplier: [1], ", "", r"grid: give exactly one of noise_multiplier and epsilon"),
         ("noise_multiplier: [1]", "epsilon: [0]", r"grid.epsilon.0=0"),
         ("noise_multiplier: [1]", "epsilon: []", r"grid.epsilon"),
         ("epochs: 2", "epochs: 2\nclasses: [3]", r"classes=\[3\]"),

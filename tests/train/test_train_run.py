@@ -66,6 +66,7 @@ def test_the_folder_is_as_agreed(whole: Any) -> None:
     assert (summary["steps"], summary["releases"], summary["sampling_rate"]) == (24, 24, 1 / 6)
     assert summary["task"] == {
         "kind": "table", "classes": ["yes", "no"], "inputs": "a row of 3 columns", "network": "mlp with hidden layers of 8",
+        "target": "ill",
     }  # fmt: skip
     assert summary["heldout_is_private"] is False
     assert any("made up" in sentence for sentence in summary["public_inputs"])

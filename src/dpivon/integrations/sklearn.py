@@ -239,7 +239,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         allow_nan: take NaN for a missing value: it is the middle of its range, with an indicator of its own, which doubles
             the inputs. Declared, because whether a value is missing anywhere is private.
         hidden: widths of the hidden layers; () is logistic regression. This and every other argument that is None follows from
-            N and ε by :func:`dpivon.defaults.table_defaults`, unless you give a method, a step size or a network.
+            N and ε by ``dpivon.defaults.table_defaults``, unless you give a method, a step size or a network.
         network: ``network(features, outputs)`` makes a model of your own instead.
         batch_size: the expected batch, at most N.
         epochs: as in :func:`dpivon.fit`, like the next four.

@@ -292,7 +292,7 @@ def learn(
         seconds: length of the schedule, over all calls.
         shape: (channels, side) of the network's inputs.
         device: a GPU if there is one.
-        **settings: further fields of :class:`Settings`.
+        **settings: further fields of ``Settings``.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     made = Settings(process, seconds, **settings)  # type: ignore[arg-type]
