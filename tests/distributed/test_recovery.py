@@ -94,6 +94,7 @@ def test_a_rank_that_hangs_is_given_up_at_the_time_limit_of_the_group(tmp_path) 
     assert "did not answer in time" in ended[0][1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, whole: Any) -> None:
     """Sums of four ranks are rounded otherwise. The noise that two ranks would have added must not meet them."""
     saved = run(2, kept, str(tmp_path / "run"), 6)[0]["learned"]

@@ -149,7 +149,7 @@ CHECKS: dict[str, Callable[[Names, Path, str], None]] = {
     "docs/add-a-layer-rule.md": layer_rule,
     "docs/add-a-method.md": method,
 }
-SLOW = ["docs/transformers.md"]
+SLOW = [f"docs/{name}.md" for name in ("choosing", "index", "integrations", "methods", "transformers")]
 WITH_PYTHON = [page for page, path in PAGES.items() if fences(path.read_text(), "python")]
 
 

@@ -34,6 +34,7 @@ def whole(method, tmp_path_factory):
     return run
 
 
+@pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("k", range(1, STEPS + 1))
 def test_stopped_and_resumed_at_every_step_nothing_differs(whole, method, tmp_path, k):
     first = Run(tmp_path, method).train(stop_at=k)
@@ -48,6 +49,7 @@ def test_stopped_and_resumed_at_every_step_nothing_differs(whole, method, tmp_pa
         assert all(torch.equal(torch.as_tensor(p[name]), torch.as_tensor(q[name])) for name in p)
 
 
+@pytest.mark.campaign(keep=6)
 @pytest.mark.parametrize("k", range(1, STEPS + 1))
 def test_killed_at_every_step_lost_releases_are_repeated_to_the_bit_at_no_cost(whole, method, tmp_path, k):
     first = Run(tmp_path, method).train(stop_at=k, save_every=3)

@@ -89,6 +89,7 @@ def callback(**options: Any) -> PrivateTraining:
     return PrivateTraining(**{"delta": 1e-4, "max_grad_norm": 1.0, "noise_generator": noise, **plan, **options})
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ivon", "ivon2", "adam"])
 def test_the_run_is_the_plain_loops_run(digits, kind):
     module, private = Digits(kind), callback()

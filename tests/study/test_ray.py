@@ -224,6 +224,7 @@ def test_a_run_that_can_never_work_is_not_tried_twice(cluster, tmp_path):
     assert all("precision='int8'" in reason and "attempt 1" in reason for reason in outcome.failed.values())
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme_with_progress_and_posteriors(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("study.yaml").write_text(

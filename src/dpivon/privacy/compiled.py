@@ -270,8 +270,9 @@ class Compiles:
         same schedulers, checkpoints and accounts. What cannot be captured runs eagerly, and a warning says why.
 
         Args:
-            loss_fn: ``loss_fn(model, batch)`` returns one loss per row; it is tried on made-up numbers, as :meth:`dpivon.PrivacyEngine.check` does.
-                What it reads besides the model and the batch is fixed when the step is captured. Use autocast inside for bf16.
+            loss_fn: ``loss_fn(model, batch)`` returns one loss per row; it is tried on made-up numbers, as
+                :meth:`dpivon.PrivacyEngine.check` does. What it reads besides the model and the batch is fixed when the step
+                is captured. Use autocast inside for bf16.
             max_physical_batch_size: how many examples run at once; a larger batch runs in parts of one release.
             capture: False for the eager step also on a GPU; True records the program also on a CPU, where it is not faster.
         """

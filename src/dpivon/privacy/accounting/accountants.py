@@ -76,12 +76,12 @@ def epsilon(history: History, delta: float, accountant: str = DEFAULT, orders: O
             removing one record.
         delta: δ.
         accountant: ``"pld"``, ``"prv"``, ``"rdp"`` or another that was registered.
-        orders: Rényi orders of ``"rdp"``.
+        orders: Rényi orders of ``"rdp"``, which also bounds what the others give.
     """
     method, probability, alphas = ACCOUNTANTS[check_accountant(accountant)], check_delta(delta), check_orders(orders)
     if method.name == "rdp":
         return rdp.epsilon(history, probability, alphas)
-    rdp_bound = rdp.epsilon(history, probability)
+    rdp_bound = rdp.epsilon(history, probability, alphas)
     if rdp_bound == 0 or math.isinf(rdp_bound):
         return rdp_bound
     try:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning, bad, check_number, check_whole
+from dpivon.privacy.accounting import pld
 from dpivon.privacy.accounting.accountant import Accountant
 from dpivon.privacy.accounting.accountants import DEFAULT, check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history, merged
-from dpivon.privacy.accounting.rdp import Orders, check_orders
+from dpivon.privacy.accounting.rdp import WHOLE_ORDERS, Orders, check_orders
 
 SMALLEST, LARGEST = 5e-4, 1e8
 TOLERANCE = 1e-3
@@ -29,6 +30,10 @@ def _least(fits: Callable[[float], bool], high: float, gap: float) -> float:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+#: Up to here the other accountants have a bound of their own; fractional Rényi orders matter far above.
+USUAL = 20.0
 
 
 def _least_of_few(excess: Callable[[float], float], high: float) -> float:
@@ -110,17 +115,19 @@ def noise_multiplier(
     """
     name, probability, alphas = check_accountant(accountant), check_delta(delta), check_orders(orders)
     beside = check_history(also or [])
+    if name != "rdp" and isinstance(target_epsilon, float | int) and target_epsilon <= USUAL:
+        alphas = WHOLE_ORDERS  # RDP only says where the search begins
 
     def cost(row: Entry, by: str) -> float:
-        return epsilon([row, *beside], probability, by, alphas if by == "rdp" == name else "wide")
+        return epsilon([row, *beside], probability, by, alphas)
 
     tighter = None if name == "rdp" else partial(cost, by=name)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pld.searching():
         # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.
         warnings.simplefilter("ignore", PrivacyWarning)
         sigma = calibrated(target_epsilon, sample_rate, steps, partial(cost, by="rdp"), tighter)
     if tighter is not None:
-        tighter((sigma, sample_rate, steps))
+        epsilon([(sigma, sample_rate, steps), *beside], probability, name)
     return sigma
 
 
