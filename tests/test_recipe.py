@@ -62,6 +62,7 @@ def test_training_and_temperature_cost_what_was_asked_for_together() -> None:
     assert after < before + 0.005
 
 
+@pytest.mark.slow
 def test_on_few_data_the_temperature_is_left_out_and_training_has_it_all() -> None:
     x, y = data()
     settings: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "batch_size": 30, "epochs": 3}

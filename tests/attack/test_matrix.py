@@ -35,7 +35,7 @@ def check(name: str, verdict: Verdict) -> None:
         assert verdict.kind in ("right", "—"), f"every user needs this one: {verdict}"
 
 
-@pytest.mark.campaign(keep=40)
+@pytest.mark.campaign(keep=25)
 @pytest.mark.parametrize(("name", "path"), FAST)
 def test_a_common_case_is_right_or_refused(name: str, path: str) -> None:
     check(name, found_quickly(name, path))

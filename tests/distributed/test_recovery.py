@@ -134,6 +134,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_in_good_order(tmp_path, whole: A
         assert trainings.apart(result["learned"], whole) == 0.0
 
 
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_however_it_is_cut_up(tmp_path) -> None:
     folder = str(tmp_path)
     saved = run(2, kept, folder, 6, None, trainings.shard)[0]["learned"]

@@ -299,6 +299,7 @@ def budgeted(rank: int, folder: str) -> Any:
     return None
 
 
+@pytest.mark.slow
 def test_the_budget_ends_on_all_ranks_at_once(tmp_path) -> None:
     from dpivon.durable.ledger import read
 

@@ -117,6 +117,7 @@ def test_a_release_is_on_disk_before_its_noise_is_drawn(tmp_path):
     assert seen == [1] * parameters + [2] * parameters + [3] * parameters
 
 
+@pytest.mark.slow
 def test_a_target_goes_on_from_its_ledger_and_stops_where_it_would_have(tmp_path):
     def begin(epochs=2):
         net = torch.nn.Linear(3, 2)

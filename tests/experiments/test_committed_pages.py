@@ -23,7 +23,7 @@ def test_the_papers_experiment_is_whole():
     assert {"paper", "paper-ablations", "paper-check", "quick"} <= set(STUDIES)
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", STUDIES)
 def test_pages_follow_from_their_tables(name, tmp_path):
     for folder in RESULTS[name].parent.glob(f"{name}*"):

@@ -88,6 +88,7 @@ def test_diagnostics_over_training(made):
     assert all(y == pytest.approx(0.005) for line in width.axes[0].lines for y in line.get_ydata())
 
 
+@pytest.mark.slow
 def test_all_files_are_written_and_the_same_twice(made, tmp_path):
     made = [row for row in made[0] if row["batch_size"] == 128], made[1]
     first = draw_figures(*made, tmp_path / "a")

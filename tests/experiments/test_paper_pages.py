@@ -83,6 +83,7 @@ def test_variants_are_held_against_what_the_plan_names_first(results):
     assert nll == pytest.approx([-0.25] * 4)
 
 
+@pytest.mark.slow
 def test_what_lies_beside_a_study_goes_with_it(results, tmp_path):
     """The tuning that chose its rates, and the same methods in the ordinary loop; unless others are given."""
     alone = [r | {"stack_methods": 1, "stack_size": 1} for r in table.read(results / "runs.csv")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from experiments.posterior.__main__ import HERE, Table, page
 from experiments.posterior.predictors import Trained
@@ -27,6 +28,7 @@ def test_swag_is_half_the_diagonal_and_half_the_covariance_of_the_iterates() -> 
     torch.testing.assert_close(drawn("swag", 2.0), 4.0 * expected, atol=0.15, rtol=0.0)
 
 
+@pytest.mark.slow
 def test_the_own_width_and_the_last_layer_alone() -> None:
     torch.testing.assert_close(drawn("own", 2.0), torch.eye(6), atol=0.03, rtol=0.0)
     last = drawn("last", 1.0)

@@ -141,6 +141,7 @@ def test_figures_hold_the_tables():
     assert max(c.lines[0].get_xdata()[0] for c in dots) == pytest.approx(0.6 + 0.1 + 0.1)
 
 
+@pytest.mark.slow
 def test_report_and_figures_by_command(tmp_path):
     rows, beyond = made()
     table.write(tmp_path / "runs.csv", rows)

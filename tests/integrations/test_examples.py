@@ -27,7 +27,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.parametrize(("script", "arguments", "package", "extra", "accuracy"), RUNS)

@@ -64,7 +64,7 @@ def released(model: nn.Module, inputs, labels, parts: int = 1) -> tuple[list[tor
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.campaign(keep=5)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(("name", "task", "tuning"), CASES)
 def test_clipped_sums_are_those_of_a_loop_over_examples(name, task, tuning, record_property):
     model = make(name, task, tuning).double()

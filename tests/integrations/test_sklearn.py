@@ -121,6 +121,7 @@ def test_regression_states_its_uncertainty():
     np.testing.assert_allclose(high - low, 2 * 1.96 * std, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_missing_values_and_a_learned_noise():
     """Half of one feature is missing: taken if that was declared, refused if not. The noise is 1 in a range of 20."""
     draw = np.random.default_rng(0)

@@ -89,6 +89,7 @@ def test_tensorboard_holds_epsilon_noise_and_diagnostics(tmp_path):
     assert not any(tag.startswith(NOT_PRIVATE) for tag in found.Tags()["scalars"])
 
 
+@pytest.mark.slow
 def test_mlflow_holds_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")  # tests talk to nobody
     mlflow = pytest.importorskip("mlflow", reason=pip_line("mlflow"))

@@ -267,6 +267,7 @@ def test_a_run_without_noise_makes_the_ensemble_unaccounted(data: Any) -> None:
         assert made.epsilon(1e-3) == float("inf")
 
 
+@pytest.mark.slow
 def test_noise_for_a_joint_target_is_enough_and_not_too_much() -> None:
     facts: dict[str, Any] = {"delta": 1e-4, "dataset_size": 1000, "batch_size": 50}
     sigma = ensemble_noise(4, target_epsilon=3.0, steps=100, **facts)

@@ -99,6 +99,7 @@ def test_a_mechanism_that_charges_nothing_has_no_guarantee():
         del MECHANISMS["test-free"]
 
 
+@pytest.mark.slow
 def test_a_budget_is_not_planned_for_a_mechanism_that_costs_otherwise():
     model, (x, y) = net(), data()
     given = {

@@ -48,6 +48,7 @@ def images(monkeypatch):
     monkeypatch.setattr(datasets, "load_cifar10", lambda root: DataSet("cifar10", *made, True))
 
 
+@pytest.mark.slow
 def test_a_study_of_views_from_images_to_the_table(images, tmp_path):
     """Two steps a run, stopped after the first and resumed; without views the same steps end elsewhere."""
     torch.set_num_threads(1)

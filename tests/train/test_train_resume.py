@@ -81,6 +81,7 @@ def test_so_do_micro_batches_averages_and_the_other_posteriors(tmp_path: Path, c
     assert same(posterior(tmp_path / "a"), posterior(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     class Again(Watcher):
         def begin(self, config: Any, description: Any, loop: Any) -> Any:

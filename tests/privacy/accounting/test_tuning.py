@@ -193,6 +193,7 @@ def test_the_command_prints_the_cost_with_and_without_tuning() -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_command_gives_the_noise_that_the_search_needs_as_json() -> None:
     arguments = [*PLAN, "--target-epsilon", "3", "--tuning", "20", "--tuning-law", "logarithmic", "--json"]
     values = json.loads(CliRunner().invoke(app, arguments).stdout)
