@@ -7,31 +7,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tiny_study import PLAN
 
 from dpivon.durable.ledger import read
 from dpivon.errors import PrivacyError
 from dpivon.study.cluster import attempt
 from dpivon.study.cluster.attempt import Cargo, Ended, Task
-from dpivon.study.plan.plan import Plan, PlannedRun
 
-LONG = Plan(
-    name="long",
-    dataset="digits",
-    network="small",
-    split="final",
-    epochs=4,
-    delta=1e-4,
-    mc_samples=2,
-    seed=0,
-    runs=(
-        PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5),
-        PlannedRun("dp-ivon-gradsq", 64, 1.0, 1.0, 0, 0.5),
-        PlannedRun("dp-adam", 128, 2.0, 1.0, 0, 0.01),
-    ),
-)
+LONG = replace(PLAN, name="long", epochs=4)
 
 
 def holder(path: Path) -> int | None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_study import BARE
+from tiny_study import PLAN as TINY
 from torch import nn
 
 from dpivon import metrics
@@ -21,7 +22,7 @@ from dpivon.errors import ArgumentError
 from dpivon.predict import ClassPrediction
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.study.plan.data import load_data
-from dpivon.study.plan.plan import Evaluation, Plan, PlannedRun
+from dpivon.study.plan.plan import Evaluation
 from dpivon.study.results import table
 from dpivon.study.results.folder import merge
 from dpivon.study.run import evaluation, runner
@@ -33,20 +34,10 @@ from dpivon.study.run.settings import Settings
 from dpivon.study.run.work import Work
 
 WANTED = Evaluation(("gaussian_noise", "contrast"), (1, 5), ("fashion-mnist", "held-out"), True, 100)
-PLAN = Plan(
-    name="tiny",
-    dataset="digits",
-    network="small",
-    split="final",
-    epochs=1,
-    delta=1e-4,
+PLAN = replace(
+    TINY,
     mc_samples=3,
-    seed=0,
-    runs=(
-        PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5),
-        PlannedRun("dp-ivon-gradsq", 64, 1.0, 1.0, 0, 0.5),
-        PlannedRun("dp-adam", 64, 2.0, 1.0, 0, 0.01),
-    ),
+    runs=tuple(replace(run, batch_size=64) for run in TINY.runs),
     classes=(7, 1, 2, 3, 4, 5, 6, 0),
     evaluate=WANTED,
 )

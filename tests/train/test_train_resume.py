@@ -20,21 +20,7 @@ from dpivon.train import run as running
 from dpivon.train.artefacts import read_progress
 from dpivon.train.run import Watcher
 
-
-@pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report has tests of its own."""
-    monkeypatch.setattr(running, "_report", lambda folder, watcher: None)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run with a seed that nothing interrupted: its options and its summary."""
-    folder = tmp_path_factory.mktemp("whole")
-    options = clinic(folder) | {"seed": 5, "test": str(folder / "test.csv"), "heldout": str(folder / "test.csv")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_report", lambda folder, watcher: None)
-        return options, train(resolve(options))
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 @pytest.mark.campaign(keep=1)

@@ -5,7 +5,7 @@ clipped sum of a padded batch are one program: recorded from the eager book-keep
 Charge, noise and update are the optimizer's own, outside the graph, so that no replay repeats noise.
 
 A batch larger than the capacity runs in parts of the same release. Every example gets a place in the padded batch that is drawn
-uniformly, since a GPU may round a row otherwise at another place: where an example is missing nobody else moves. A spare row
+uniformly, since a GPU may round a row otherwise at another place: where an example is missing no other one moves. A spare row
 holds zeros, and its loss is masked, so it contributes exactly zero.
 """
 

@@ -8,7 +8,7 @@ import pytest
 
 from dpivon import PrivacyEngine
 from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning
-from dpivon.privacy.accounting import Accountant, Budget, Limit, budget, epsilon, noise_multiplier
+from dpivon.privacy.accounting import Accountant, Budget, Limit, budget, epsilon, noise_multiplier, pld
 
 
 @pytest.mark.campaign(keep=6)
@@ -105,3 +105,13 @@ def test_budget_without_noise_or_without_steps() -> None:
 def test_a_delta_of_a_record_warns() -> None:
     with pytest.warns(PrivacyWarning, match="delta=0.01"):
         budget(dataset_size=100, batch_size=10, steps=5, delta=0.01, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(
+    "row", [(1.1, 1 / 6, 24), (3.9, 0.1, 100), (1.0, 0.01, 1000), (20.0, 1.0, 50), (0.6, 0.01, 3000)]
+)
+def test_what_a_search_asks_is_never_less_than_what_is_stated(row: tuple[float, float, int]) -> None:
+    stated = pld.epsilon([row], 1e-5)
+    with pld.searching():
+        asked = pld.epsilon([row], 1e-5)
+    assert stated <= asked <= stated * (1 + 5e-4)
