@@ -18,7 +18,6 @@ from torch import nn
 
 import dpivon
 from dpivon.data import cifar10
-from dpivon.data.cifar10 import read_parts
 from dpivon.data.fashion_mnist import read_idx
 from dpivon.data.pickles import read_pickle
 from dpivon.durable.checkpoint import Rotation
@@ -105,26 +104,6 @@ def _tar(kind: str) -> bytes:
     return tar({f"cifar/{name}": content for name in names})
 
 
-def _webp() -> bytes:
-    from PIL import Image
-
-    buffers = []
-    for i in range(2):
-        buffer = io.BytesIO()
-        Image.fromarray(np.full((32, 32, 3), i, np.uint8)).save(buffer, "WEBP", lossless=True)
-        buffers.append(buffer.getvalue())
-    out = io.BytesIO()
-    blob = np.frombuffer(b"".join(buffers), np.uint8)
-    np.savez(out, webp=blob, offsets=np.cumsum([0, *map(len, buffers)]), labels=np.array([1, 2]))
-    return out.getvalue()
-
-
-def _parts(path: Path) -> Any:
-    for name in ("train-1.npz", "test.npz"):
-        (path.parent / name).write_bytes(_webp())
-    return read_parts(path.parent)
-
-
 def _plan() -> bytes:
     import tempfile
 
@@ -197,9 +176,3 @@ READERS: dict[str, Reader] = {
     ),
     "checkpoint": Reader("c.pt", _checkpoint, _load_checkpoint),
 }
-try:
-    import PIL  # noqa: F401
-
-    READERS["cifar-parts"] = Reader("train-0.npz", _webp, _parts)
-except ImportError:
-    pass

@@ -6,7 +6,6 @@ import io
 import tarfile
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ TEST_DIGEST = "899683d46c3a8c66fd56e1af12202e69fe5a4517be10b0f68e04c78fe585c57c"
 _FETCH = (
     "Run `dpivon data fetch cifar10`, or give the folder that holds cifar-10-binary.tar.gz or cifar-10-python.tar.gz"
 )
-PARTS = ("train-0.npz", "train-1.npz", "test.npz")
 _Open = Callable[[str], bytes]
 
 
@@ -64,8 +62,6 @@ def _read(root: Path) -> tuple[Images, Images] | None:
     for archive in (root, root / "cifar-10-binary.tar.gz", root / "cifar-10-python.tar.gz"):
         if archive.is_file():
             return _from_archive(archive)
-    if (root / "train-0.npz").is_file():
-        return read_parts(root)
     return None
 
 
@@ -128,33 +124,3 @@ def _rows(pixels: np.ndarray) -> np.ndarray:
 
 def _joined(parts: list[Images]) -> Images:
     return Images(np.concatenate([p.pixels for p in parts]), np.concatenate([p.labels for p in parts]))
-
-
-def read_parts(folder: Path) -> tuple[Images, Images]:
-    """Training and test images, unchecked, from files of lossless WebP: half the size of the official archive. Needs Pillow."""
-    for name in PARTS:
-        if not (folder / name).is_file():
-            raise bad("data", str(folder), f"lacks {name}", f"Copy all of {', '.join(PARTS)}")
-    first, second, test = (_read_part(folder / name) for name in PARTS)
-    pixels, labels = (np.concatenate(pair) for pair in zip(first, second, strict=True))
-    return Images(pixels, labels), Images(*test)
-
-
-def _read_part(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise bad(
-            "data", str(path), "is WebP, which needs Pillow", "Install pillow, or use the official layout"
-        ) from None
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as part:
-            blob, offsets, labels = part["webp"], part["offsets"], part["labels"]
-
-        def decode(i: int) -> np.ndarray:
-            return np.asarray(Image.open(io.BytesIO(blob[offsets[i] : offsets[i + 1]].tobytes())).convert("RGB"))
-
-        with ThreadPoolExecutor() as pool:
-            return np.stack(list(pool.map(decode, range(len(labels))))), labels.astype(np.uint8)
-    except Exception as error:  # zip, npy and WebP each fail in their own ways
-        raise bad("data", str(path), f"is damaged ({type(error).__name__}: {error})", "Copy it again") from None

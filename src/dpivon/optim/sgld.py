@@ -216,8 +216,7 @@ class LangevinDynamics(RuleOptimizer):
     >>> predict(model, optimizer.posterior(model), x)
 
     An iterate of this chain is only approximately a posterior sample: its
-    privacy is that of the releases it was made of, as the ledger has it, never that of an exact posterior sample
-    (``dpivon.privacy.accounting.posterior_sampling``).
+    privacy is that of the releases it was made of, as the ledger has it, never that of an exact posterior sample.
 
     Args:
         params: parameters, named parameters, or parameter groups.
