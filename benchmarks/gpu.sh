@@ -41,4 +41,3 @@ unset DPIVON_CONV_KERNELS
 export TORCHINDUCTOR_COMPILE_THREADS=2
 measure stacked-h200 benchmarks.stacked --steps 64
 measure scaling-h200 benchmarks.scaling --device cuda
-measure evaluation-h200 benchmarks.evaluation --device cuda

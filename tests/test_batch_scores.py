@@ -9,8 +9,8 @@ import torch
 
 from dpivon import metrics
 from dpivon.machine import one_thread
-from dpivon.metrics import batch_ood_scores, batch_scores
-from dpivon.study.results.table import COVERAGES, SCORES, SELECTIVE
+from dpivon.metrics import batch_scores
+from dpivon.study.results.table import SCORES
 
 
 def sets(n, classes=5):
@@ -28,14 +28,12 @@ def sets(n, classes=5):
 def test_scores_are_those_of_the_library_set_by_set(n, dtype):
     probs, labels = sets(n)
     probs = probs.to(dtype)
-    found = batch_scores(probs, labels, coverages=COVERAGES)
+    found = batch_scores(probs, labels)
     assert found[2]["nll"] > 5  # a certain mistake costs what it costs there, not infinity
     for mine, p, y in zip(found, probs, labels, strict=True):
-        assert set(mine) == {*SCORES, *SELECTIVE}
-        for name in (*SCORES, "aurc"):
+        assert set(mine) == {*SCORES}
+        for name in SCORES:
             assert mine[name] == pytest.approx(getattr(metrics, name)(p, y), rel=1e-12, abs=1e-14), name
-        for c in COVERAGES:
-            assert mine[f"accuracy_at_{c}"] == pytest.approx(metrics.accuracy_at_coverage(p, y, c / 100)), c
 
 
 def test_one_row_of_labels_serves_all_sets_and_a_lost_set_takes_no_other_with_it():
@@ -47,21 +45,6 @@ def test_one_row_of_labels_serves_all_sets_and_a_lost_set_takes_no_other_with_it
     assert set(found[0]) == set(SCORES)
     assert [all(math.isnan(v) for v in scores.values()) for scores in found] == [False, True, False, True, False]
     assert all(found[i] == whole[i] for i in (0, 2, 4))
-
-
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (20, 7), (333, 500)])
-def test_ood_scores_are_those_of_one_score_at_a_time(n, m):
-    """With ties within and between the two, and one score that is not finite."""
-    generator = torch.Generator().manual_seed(n)
-    a, b = (torch.randn(4, k, generator=generator) for k in (n, m))
-    a[1], b[1] = (10 * a[1]).round(), (10 * b[1]).round()
-    b[2] = b[2] + 100
-    b[3, 0] = math.nan
-    found = batch_ood_scores(a, b)
-    for j in range(3):
-        assert found[j][0] == pytest.approx(metrics.ood_auroc(a[j], b[j]), rel=1e-12)
-        assert found[j][1] == pytest.approx(metrics.ood_fpr(a[j], b[j]), rel=1e-12)
-    assert all(math.isnan(v) for v in found[3])
 
 
 def test_threads_are_few_inside_and_as_before_afterwards():

@@ -83,7 +83,7 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.monotonic() - began
-    mean, std = _rows(network, learner.posterior(), device)
+    mean, std = posterior_rows(network, learner.posterior(), device)
     seed = sample_seed(plan, run)
     said = predict_row(network, mean, std, [data.eval_images], samples=plan.mc_samples, seed=seed)
     found = scores(said, data.eval_labels)
@@ -97,7 +97,7 @@ def _gathered(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack(images), torch.stack(labels)
 
 
-def _rows(network: AnyNetwork, posterior: Posterior, device: torch.device) -> tuple[Tensor, Tensor]:
+def posterior_rows(network: AnyNetwork, posterior: Posterior, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation as the network lays them out."""
     out = []
     for values in (posterior.mean, posterior.std):

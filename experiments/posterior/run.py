@@ -23,18 +23,18 @@ import torch
 from torch import Generator, Tensor
 
 from dpivon.data import MEAN, STD
-from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from dpivon.metrics import accuracy, adaptive_ece, aurc, batch_scores, brier, ece, nll, ood_auroc
 from dpivon.optim.average import window_decay
 from dpivon.predict import entropy
 from dpivon.priors.processes import images
 from dpivon.privacy.accounting import epsilon
-from dpivon.stacked import PaperNetwork, Run, Stack
-from dpivon.study.run.predict import EagerPasses, Passes, chosen, normalised
+from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
+from dpivon.study.run.predict import AT_ONCE, normalised
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE, Map, fit_temperature, fit_vector
 from experiments.posterior.predictors import DRAWS, Trained
+from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 
 DELTA, C, BATCH, EPOCHS = 1e-5, 1.0, 4096, 90
 SEEDS = range(5)
@@ -113,13 +113,13 @@ def train(label: str, split: Split, *, toy: bool) -> tuple[list[dict[str, Any]],
 
 
 @torch.no_grad()
-def averaged(way: Passes, rows: Sequence[Tensor], pixels: Tensor) -> tuple[Tensor, Tensor]:
+def averaged(network: AnyNetwork, rows: Sequence[Tensor], pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Log of the mean probabilities of the rows, and their mutual information."""
-    logs, information = [], []
-    for part in pixels.split(way.at_once):
-        total, inner = torch.zeros(()), torch.zeros(())
-        for i, logits in enumerate(way.logits(rows, normalised(part))):
-            p = logits.float().softmax(-1)
+    logs, information, model = [], [], network.model(rows[0]).eval()
+    for part in pixels.split(AT_ONCE[pixels.device.type]):
+        total, inner, x = torch.zeros(()), torch.zeros(()), normalised(part)
+        for i, row in enumerate(rows):
+            p = network.load(row, model)(x).float().softmax(-1)
             total, inner = (total + p, inner + entropy(p)) if i else (p, entropy(p))
         mean = total / len(rows)
         logs.append(mean.clamp_min(1e-30).log())
@@ -134,19 +134,19 @@ def scores(probs: Tensor, labels: Tensor, g: Generator) -> dict[str, float]:
     return {k: f(probs, labels) for k, f in found.items()} | {"ece_floor": ece(probs, drawn)}
 
 
-def predicted(way: Passes, trained: Trained, sets: Sets, seed: int, draws: int) -> list[dict[str, Any]]:
+def predicted(network: AnyNetwork, trained: Trained, sets: Sets, seed: int, draws: int) -> list[dict[str, Any]]:
     """Rows of one run on clean and OOD images, for every predictor, raw and at its temperature."""
     device = trained.average.device
     found = []
     for kind, scale in trained.wanted:
         g = Generator(device).manual_seed(seed)
         rows = trained.rows(kind, scale, draws, g)
-        fit, _ = averaged(way, rows, sets.fit)
-        clean, information = averaged(way, rows, sets.clean)
-        ood = {name: averaged(way, rows, pixels) for name, pixels in sets.ood.items()}
+        fit, _ = averaged(network, rows, sets.fit)
+        clean, information = averaged(network, rows, sets.clean)
+        ood = {name: averaged(network, rows, pixels) for name, pixels in sets.ood.items()}
         fitted = maps(fit, sets.fit_labels, g)
         if kind == "mean":
-            fitted += charged_maps(averaged(way, rows, sets.everyone)[0], sets.everyones, g)
+            fitted += charged_maps(averaged(network, rows, sets.everyone)[0], sets.everyones, g)
         for name, charged, f in fitted:
             own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
             own |= {"fit_nll": nll(f(fit), sets.fit_labels)}
@@ -161,23 +161,26 @@ def predicted(way: Passes, trained: Trained, sets: Sets, seed: int, draws: int) 
 
 
 def shifted(
-    way: Passes, trained: Trained, sets: Sets, seed: int, draws: int, picks: set[tuple[str, float]]
+    network: AnyNetwork, trained: Trained, sets: Sets, seed: int, draws: int, picks: set[tuple[str, float]]
 ) -> list[dict[str, Any]]:
     """Rows of one run on corrupted images, by severity: means over the corruptions."""
     found = []
     for kind, scale in sorted(picks):
         g = Generator(trained.average.device).manual_seed(seed)
         rows = trained.rows(kind, scale, draws, g)
-        fit, _ = averaged(way, rows, sets.fit)
+        fit, _ = averaged(network, rows, sets.fit)
         fitted = maps(fit, sets.fit_labels, g)
         logs = {
-            severity: [averaged(way, rows, pixels)[0] for pixels in each] for severity, each in sets.shifted.items()
+            severity: [averaged(network, rows, pixels)[0] for pixels in each] for severity, each in sets.shifted.items()
         }
         for name, charged, f in fitted[:2]:
             own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
             for severity, each in logs.items():
                 probs = torch.stack([f(one) for one in each])
-                every = batch_scores(probs, sets.labels.expand(len(each), -1), coverages=(90,))
+                every = [
+                    s | {"aurc": aurc(p, sets.labels)}
+                    for s, p in zip(batch_scores(probs, sets.labels), probs, strict=True)
+                ]
                 means = {k: sum(s[k] for s in every) / len(every) for k in every[0] if k in ROW}
                 found.append(own | {"condition": "shift", "severity": severity} | means)
     return found
@@ -236,19 +239,18 @@ def main() -> None:
         facts, made, seconds = train(label, split, toy=a.toy)
         say(f"ε = {label}: trained, {seconds * len(made):.0f} s")
         network = PaperNetwork()
-        rows_ = [t.average for t in made[:4]]
-        way: Passes = EagerPasses(network, device)
-        way = chosen(network, rows_, sets.clean, say) if device.type == "cuda" else way
         about = {"seconds": round(seconds, 2)} | tables.facts(device)
         found: list[dict[str, Any]] = []
         for fact, trained in zip(facts, made, strict=True):
-            found += [fact | about | row for row in predicted(way, trained, sets, fact["seed"], 2 if a.toy else DRAWS)]
+            found += [
+                fact | about | row for row in predicted(network, trained, sets, fact["seed"], 2 if a.toy else DRAWS)
+            ]
         say(f"ε = {label}: clean and OOD images, {time.monotonic() - began:.0f} s since the start")
         tables.append(a.table, [filled(row) for row in found], ROW)
         more: list[dict[str, Any]] = []
         for fact, trained in zip(facts, made, strict=True):
             picks, draws = best(found, fact["method"]), 2 if a.toy else SHIFTED_DRAWS
-            more += [fact | about | row for row in shifted(way, trained, sets, fact["seed"], draws, picks)]
+            more += [fact | about | row for row in shifted(network, trained, sets, fact["seed"], draws, picks)]
         tables.append(a.table, [filled(row) for row in more], ROW)
         say(f"ε = {label}: corrupted images, {time.monotonic() - began:.0f} s since the start")
 

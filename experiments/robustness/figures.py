@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dpivon.report.figures import STYLE, save
-from dpivon.study.results.table import COVERAGES, Row, Value
+from dpivon.study.results.table import Row, Value
 from experiments.paper.figures import log_numbers, new_figure
 from experiments.robustness.cells import AVERAGE, Predictor, RobustnessCells, Setting
+from experiments.robustness.evaluate import COVERAGES
 
 _MEASURES = {"accuracy": "accuracy", "nll": "NLL (nats)", "ece": "ECE (15 bins)"}
 _MOST_COLUMNS = 5

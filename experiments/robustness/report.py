@@ -7,7 +7,7 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.study.results import table
 from dpivon.study.results.summary import read_tables, write_summary, write_tuning
-from dpivon.study.run.robustness import ROBUSTNESS
+from experiments.robustness.evaluate import ROBUSTNESS
 from experiments.robustness.figures import draw_robustness
 from experiments.robustness.page import robustness_page
 
@@ -16,7 +16,7 @@ def write_pages(out: Path, *, tuning: Path | None = None) -> list[Path]:
     """Rebuild figures, ``summary.csv``, ``robustness.md`` and, with tuning, ``tuning.md``; what was written."""
     beyond = table.read(out / ROBUSTNESS)
     if not beyond:
-        raise bad("out", str(out), f"holds no {ROBUSTNESS}", "Give the results of a study with `evaluate:`")
+        raise bad("out", str(out), f"holds no {ROBUSTNESS}", "Run `python -m experiments.robustness evaluate` first")
     tables = read_tables(out, tuning)
     figures = draw_robustness(tables.rows, beyond, out / "figures")
     page = out / "robustness.md"

@@ -88,7 +88,7 @@ class Decision(BaseModel):
         """Whether the answer is always the most probable class."""
         return len(set(self.costs)) <= 1 and self.abstain == 0
 
-    def told(self, classes: tuple[str, ...]) -> list[str]:
+    def sentences(self, classes: tuple[str, ...]) -> list[str]:
         """What was decided, in sentences."""
         said = []
         if self.prior:

@@ -7,7 +7,6 @@ unless it says otherwise. "Confidence" is the largest probability of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,13 +107,12 @@ def ood_fpr(in_scores: Tensor, out_scores: Tensor, accepted: float = 0.95) -> fl
 
 @one_thread()
 @torch.no_grad()
-def batch_scores(probs: Tensor, labels: Tensor, *, coverages: Sequence[int] = ()) -> list[dict[str, float]]:
+def batch_scores(probs: Tensor, labels: Tensor) -> list[dict[str, float]]:
     """accuracy, nll, ece and brier of each of S sets of predictions, computed where they are.
 
     Args:
         probs: [S, N, C]. A set that is not finite scores NaN, and leaves the others as they are.
         labels: [S, N], or [N] for all sets.
-        coverages: percentages; if any, also ``aurc`` and ``accuracy_at_…`` each of them.
     """
     lost = ~torch.isfinite(probs).flatten(1).all(1)
     p = probs.double().masked_fill(lost.view(-1, 1, 1), 1.0 / probs.shape[-1])
@@ -126,20 +124,8 @@ def batch_scores(probs: Tensor, labels: Tensor, *, coverages: Sequence[int] = ()
         "ece": _ece(confidence, correct, 15),
         "brier": _brier(p, y),
     }
-    if coverages:
-        risk = _risk(confidence, correct)
-        found |= {"aurc": risk.mean(-1)}
-        found |= {f"accuracy_at_{c}": 1 - risk[:, _rank(c / 100, risk.shape[1])] for c in coverages}
-    return [dict(zip(found, row, strict=True)) for row in _values(found.values(), lost)]
-
-
-@one_thread()
-@torch.no_grad()
-def batch_ood_scores(in_scores: Tensor, out_scores: Tensor) -> list[tuple[float, float]]:
-    """AUROC and FPR@95 of each of B scores, [B, N] in distribution and [B, M] out of it; NaN for one that is not finite."""
-    lost = ~(torch.isfinite(in_scores).all(1) & torch.isfinite(out_scores).all(1))
-    a, b = (s.double().masked_fill(lost.unsqueeze(1), 0.0) for s in (in_scores, out_scores))
-    return [(auroc, fpr) for auroc, fpr in _values((_auroc(a, b), _fpr(a, b, 0.95)), lost)]
+    values = torch.stack(list(found.values()), 1).masked_fill(lost.unsqueeze(1), math.nan).tolist()
+    return [dict(zip(found, row, strict=True)) for row in values]
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,12 +279,6 @@ def _average_precision(scores: Tensor, is_it: Tensor) -> Tensor:
 def _fpr(inside: Tensor, outside: Tensor, accepted: float) -> Tensor:
     threshold = inside.sort(dim=-1).values[..., _rank(accepted, inside.shape[-1]), None]
     return (outside <= threshold).double().mean(-1)
-
-
-def _values(found: Iterable[Tensor], lost: Tensor) -> list[list[float]]:
-    """One row per set, read from the device at once; NaN for a lost set."""
-    values: list[list[float]] = torch.stack(list(found), 1).masked_fill(lost.unsqueeze(1), math.nan).tolist()
-    return values
 
 
 def _checked_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:

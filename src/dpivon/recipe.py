@@ -134,8 +134,8 @@ def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[s
     try:
         found = calibrate_temperature(fitted, data, account=again, **chosen)
     except BudgetSpent:
-        told = "The budget has no room for a temperature: one was charged before and not kept. It is 1."
-        warnings.warn(told, PrivacyWarning, stacklevel=3)
+        message = "The budget has no room for a temperature: one was charged before and not kept. It is 1."
+        warnings.warn(message, PrivacyWarning, stacklevel=3)
         return Tempered(fitted, 1.0)
     finally:
         assert again.ledger is not None

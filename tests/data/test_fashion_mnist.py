@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from archives import idx
 
-from dpivon.data import fashion_mnist, load_fashion_mnist, load_fashion_mnist_test
+from dpivon.data import fashion_mnist, load_fashion_mnist
 from dpivon.errors import ArgumentError
 
 
@@ -45,16 +45,6 @@ def test_zipped_and_plain_are_the_same_and_unverified_unless_published(folder, m
     published = {p.name: hashlib.md5(p.read_bytes()).hexdigest() for p in folder.iterdir()}
     monkeypatch.setattr(fashion_mnist, "MD5", published)
     assert load_fashion_mnist(folder).verified
-
-
-def test_test_pictures_need_two_files_only(folder):
-    whole = load_fashion_mnist(folder).test
-    for path in list(folder.glob("train-*")):
-        path.unlink()
-    alone = load_fashion_mnist_test(folder)
-    assert np.array_equal(alone.pixels, whole.pixels)
-    with pytest.raises(ArgumentError, match="lacks train-images"):
-        load_fashion_mnist(folder)
 
 
 def test_damage_is_refused_with_words(folder):

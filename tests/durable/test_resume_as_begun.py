@@ -9,7 +9,7 @@ from resumable import Run
 from dpivon import ArgumentError, Checkpoints
 from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import resolve
-from dpivon.optim.dpagd import DPAGD, Gradient, One
+from dpivon.optim.dpagd import DPAGD, GRADIENT, PSI
 from dpivon.optim.sgd import SGD
 from dpivon.optim.steady import Calm
 
@@ -55,8 +55,8 @@ OTHER_LAYERS = [0.1, 0.7, 0.1, 0.7]
         ("ivon", {}, {"curvature": "reparam"}, "curvature='reparam'.* with 'gradsq-corrected'"),
         ("rule", {"rule": SGD()}, {"rule": Adam()}, "rule='adam'.* with 'sgd'"),
         ("rule", {"rule": calm("averaged")}, {"rule": calm("whole")}, "curvature='whole'.* with 'averaged'"),
-        ("rule", {"rule": DPAGD()}, {"rule": DPAGD(Gradient())}, "phi='gradient'.* with 'average'"),
-        ("rule", {"rule": DPAGD()}, {"rule": DPAGD(psi=One())}, "psi='one'.* with 'square-average'"),
+        ("rule", {"rule": DPAGD()}, {"rule": DPAGD(GRADIENT)}, "phi='gradient'.* with 'average'"),
+        ("rule", {"rule": DPAGD()}, {"rule": DPAGD(psi=PSI["one"])}, "psi='one'.* with 'square-average'"),
     ],
 )
 def test_a_run_goes_on_by_the_clipping_and_the_steps_it_was_begun_with(tmp_path, method, begun, changed, words):

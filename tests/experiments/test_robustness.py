@@ -8,6 +8,7 @@ import pytest
 from experiments.robustness.__main__ import app
 from experiments.robustness.cells import AVERAGE, MEAN, Predictor, RobustnessCells
 from experiments.robustness.claims import RobustnessClaims
+from experiments.robustness.evaluate import COLUMNS, COVERAGES
 from experiments.robustness.figures import coverage_figure, draw_robustness, foreign_figure, severity_figure
 from experiments.robustness.page import robustness_page
 from typer.testing import CliRunner
@@ -40,14 +41,14 @@ def made(bend=lambda row: row, seeds=2):
                 rows.append(row | {"dataset": "digits", "accuracy": 0.9, "nll": 0.5, "ece": 0.05})
                 for way in (MEAN, AVERAGE) if method == IVON else (MEAN,):
                     good = 0.02 * (way == AVERAGE) + 0.03 * (method == IVON) + 0.05 * (epsilon > 1)
-                    base = dict.fromkeys(table.ROBUSTNESS_COLUMNS) | {"id": run.id, "predicts": way, "images": 100}
+                    base = dict.fromkeys(COLUMNS) | {"id": run.id, "predicts": way, "images": 100}
                     base |= {"method": method, "epsilon": epsilon, "severity": 0}
                     states = [("clean", "clean", 0)] + [("shift", c, k) for c in CORRUPTIONS for k in SEVERITIES]
                     for kind, name, k in states:
                         worse = 0.02 * k * (2 - (epsilon > 1))
                         found = {"accuracy": 0.7 + good - worse + 0.001 * seed, "nll": 1 - good + worse, "brier": 0.5}
                         found |= {"ece": 0.2 - good + worse, "aurc": 0.1 - good}
-                        found |= {f"accuracy_at_{c}": 1 - (0.3 - good) * c / 100 for c in table.COVERAGES}
+                        found |= {f"accuracy_at_{c}": 1 - (0.3 - good) * c / 100 for c in COVERAGES}
                         beyond.append(bend(base | found | {"kind": kind, "condition": name, "severity": k}))
                     for name, shift in (("held-out", 0.0), ("fashion-mnist", 0.1)):
                         scores = {"auroc_entropy": 0.6 + good + shift, "auroc_confidence": 0.5, "fpr95_entropy": 0.6}
@@ -132,7 +133,7 @@ def test_figures_hold_the_tables():
     assert list(line.get_ydata()) == pytest.approx([0.2, 0.24, 0.4])
     assert "fog, contrast" in figure._suptitle.get_text()
     risk = coverage_figure(cells).axes[0].lines[1]
-    assert list(risk.get_xdata()) == [*table.COVERAGES, 100]
+    assert list(risk.get_xdata()) == [*COVERAGES, 100]
     assert risk.get_ydata()[7] == pytest.approx((0.3 - 0.05) * 0.8)
     foreign = foreign_figure(cells)
     assert [axis.get_title() for axis in foreign.axes] == ["held-out", "fashion-mnist"]
@@ -145,8 +146,8 @@ def test_figures_hold_the_tables():
 def test_report_and_figures_by_command(tmp_path):
     rows, beyond = made()
     table.write(tmp_path / "runs.csv", rows)
-    kept = [{k: v for k, v in r.items() if k in table.ROBUSTNESS_COLUMNS} for r in beyond]
-    table.write(tmp_path / "robustness.csv", kept, table.ROBUSTNESS_COLUMNS)
+    kept = [{k: v for k, v in r.items() if k in COLUMNS} for r in beyond]
+    table.write(tmp_path / "robustness.csv", kept, COLUMNS)
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     names = [line.rsplit("/", 1)[1] for line in done.stdout.split()]

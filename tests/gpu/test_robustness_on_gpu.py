@@ -8,11 +8,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
-from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from experiments.robustness.evaluate import Condition, robustness_rows
+
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
-from dpivon.study.plan.plan import Evaluation
-from dpivon.study.run.robustness import Condition, robustness_rows
+from dpivon.study.run.predict import posterior_row, predict_row
 
 RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
 
@@ -46,8 +47,11 @@ def test_eight_classes_in_the_kernels_and_beyond():
         stack = Stack(chosen, PaperNetwork(Layout(classes=8)), images, labels, dtype=torch.bfloat16)
         for _ in stack.train(100):
             pass
-        wanted = Evaluation(ood=("held-out",), selective=True)
-        return [robustness_rows(stack, i, str(i), made, wanted, samples=4, seed=0) for i in range(len(chosen))]
+        sets = [condition.images for condition in made]
+        found = [
+            predict_row(stack.network, *posterior_row(stack, i), sets, samples=4, seed=0) for i in range(len(chosen))
+        ]
+        return [robustness_rows(str(i), each, made, selective=True) for i, each in enumerate(found)]
 
     together = rows(runs)
     assert [len(r) for r in together] == [4, 2]

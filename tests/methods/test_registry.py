@@ -13,7 +13,7 @@ from dpivon.methods import METHODS, describe
 from dpivon.methods.base import options_of
 from dpivon.optim import IVON, RuleOptimizer
 from dpivon.optim.curvature import ESTIMATORS
-from dpivon.optim.dpagd import Gradient
+from dpivon.optim.dpagd import Moment
 from dpivon.stacked.rules import estimator_of
 
 
@@ -88,7 +88,7 @@ def test_any_estimator_can_be_named(curvature: str) -> None:
         assert q.metadata["curvature"] == curvature
 
 
-@pytest.mark.parametrize("wrong", [3, None, "none such", Gradient])
+@pytest.mark.parametrize("wrong", [3, None, "none such", Moment])
 def test_what_is_no_moment_is_refused(wrong: Any) -> None:
     with pytest.raises(dpivon.ArgumentError, match=r"phi=.*Use one of 'gradient'"):
         dpivon.method("dpagd", nn.Linear(2, 2), dataset_size=5, phi=wrong)

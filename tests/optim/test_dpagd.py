@@ -16,16 +16,14 @@ from dpivon.optim.curvature import CorrectedSquaredGradient, Evidence
 from dpivon.optim.dpagd import (
     ADAGRAD,
     ADAMBC,
+    AVERAGE,
+    CORRECTED,
     DPAGD,
+    GRADIENT,
     PHI,
     PSI,
     RMSPROP,
-    Average,
-    CorrectedSquareAverage,
-    Gradient,
-    HeavyBall,
-    One,
-    SquareAverage,
+    SQUARE_AVERAGE,
     dpagd_step,
 )
 from dpivon.optim.ivon_rule import IVONState, ivon_update
@@ -69,8 +67,8 @@ def same(a: Tensor, b: Tensor) -> None:
 
 
 def test_sgd_is_an_instance() -> None:
-    same(ours(DPAGD(Gradient(), One()), nu=0.0), torchs(torch.optim.SGD, weight_decay=1e-4))
-    momentum = ours(DPAGD(HeavyBall(), One()), nu=0.0)
+    same(ours(DPAGD(GRADIENT, PSI["one"]), nu=0.0), torchs(torch.optim.SGD, weight_decay=1e-4))
+    momentum = ours(DPAGD(PHI["momentum"], PSI["one"]), nu=0.0)
     same(momentum, torchs(torch.optim.SGD, momentum=0.9, weight_decay=1e-4))
     same(momentum, ours(SGD()))
 
@@ -84,7 +82,7 @@ def test_adagrad_is_an_instance() -> None:
 
 
 def test_adam_is_an_instance() -> None:
-    same(ours(DPAGD(Average(), SquareAverage())), torchs(torch.optim.Adam, weight_decay=1e-4))
+    same(ours(DPAGD(AVERAGE, SQUARE_AVERAGE)), torchs(torch.optim.Adam, weight_decay=1e-4))
     same(ours(DPAGD()), ours(Adam()))
 
 
@@ -100,8 +98,8 @@ def test_the_cap_bounds_v_from_above() -> None:
 
 def test_a_small_enough_cap_makes_any_psi_sgd() -> None:
     """min(ψ, λ) = λ everywhere: the step is α g / (√λ + ν)."""
-    capped = ours(DPAGD(Gradient(), SquareAverage()), cap=1e-12, nu=1.0)
-    same(capped, ours(DPAGD(Gradient(), One()), lr=0.03 / (1e-6 + 1.0), nu=0.0))
+    capped = ours(DPAGD(GRADIENT, SQUARE_AVERAGE), cap=1e-12, nu=1.0)
+    same(capped, ours(DPAGD(GRADIENT, PSI["one"]), lr=0.03 / (1e-6 + 1.0), nu=0.0))
 
 
 def test_gradsq_ivon_is_the_dpagd_step_with_its_own_phi_and_psi() -> None:
@@ -110,7 +108,7 @@ def test_gradsq_ivon_is_the_dpagd_step_with_its_own_phi_and_psi() -> None:
     m = start().detach()
     state = IVONState(mean=m, momentum=torch.zeros_like(m), hess=torch.full_like(m, 0.7))
     theta = m.clone()
-    phi_rule, phi_state = Average(), Average().start(m, {})
+    phi_rule, phi_state = AVERAGE, {"momentum": torch.zeros_like(m)}
     for t, g in enumerate(released(), start=1):
         h_hat = CorrectedSquaredGradient()(
             Evidence(
@@ -156,8 +154,8 @@ def test_adambc_without_noise_is_adam() -> None:
 
 def test_adambc_reads_the_variance_of_each_release() -> None:
     """A noise schedule: each g² is corrected by the variance that was in it."""
-    rule, hyper = CorrectedSquareAverage(), {"beta2": 0.5, "floor": 1e-12, "relative_floor": 0.0}
-    state = rule.start(torch.zeros(1, dtype=torch.float64), hyper)
+    rule, hyper = CORRECTED, {"beta2": 0.5, "floor": 1e-12, "relative_floor": 0.0}
+    state = {"second": torch.zeros(1, dtype=torch.float64)}
     g = torch.tensor([2.0], dtype=torch.float64)
     _, state = rule.update(state, g, t=1, noise_variance=1.0, hyper=hyper)
     psi, _ = rule.update(state, g, t=2, noise_variance=3.0, hyper=hyper)
@@ -167,13 +165,13 @@ def test_adambc_reads_the_variance_of_each_release() -> None:
 @pytest.mark.parametrize(("floor", "share", "expected"), [(0.3, 0.1, 0.3), (0.1, 0.5, 1.0)])
 def test_adambcs_floor_is_the_larger_of_its_two(floor: float, share: float, expected: float) -> None:
     """ψ at g² = s² = 2, where nothing is left: γ, or κ s²; as numbers and as columns."""
-    rule, hyper = CorrectedSquareAverage(), {"beta2": 0.9, "floor": floor, "relative_floor": share}
+    rule, hyper = CORRECTED, {"beta2": 0.9, "floor": floor, "relative_floor": share}
     g = torch.full((1, 2), math.sqrt(2.0), dtype=torch.float64)
-    psi, _ = rule.update(rule.start(g, hyper), g, t=1, noise_variance=2.0, hyper=hyper)
+    psi, _ = rule.update({"second": torch.zeros_like(g)}, g, t=1, noise_variance=2.0, hyper=hyper)
     assert psi.tolist() == [[expected, expected]]
     columns = {key: torch.tensor([[value]], dtype=torch.float64) for key, value in hyper.items()}
     variance = torch.tensor([[2.0]], dtype=torch.float64)
-    psi, _ = rule.update(rule.start(g, hyper), g, t=torch.tensor(1), noise_variance=variance, hyper=columns)
+    psi, _ = rule.update({"second": torch.zeros_like(g)}, g, t=torch.tensor(1), noise_variance=variance, hyper=columns)
     assert psi.tolist() == [[expected, expected]]
 
 
@@ -182,9 +180,9 @@ def test_adambc_is_unbiased_where_adam_is_not() -> None:
     n, signal, s = 200_000, 0.7, 1.0
     generator = torch.Generator().manual_seed(1)
     hyper = {"beta2": 0.9, "floor": 1e-12, "relative_floor": 0.0}
-    corrected, plain = CorrectedSquareAverage(), SquareAverage()
-    state = corrected.start(torch.zeros(n), hyper) | {}
-    raw = plain.start(torch.zeros(n), hyper)
+    corrected, plain = CORRECTED, SQUARE_AVERAGE
+    state = {"second": torch.zeros(n)}
+    raw = {"second": torch.zeros(n)}
     for t in range(1, 4):
         g = signal + s * torch.randn(n, generator=generator)
         _, state = corrected.update(state, g, t=t, noise_variance=s**2, hyper=hyper)

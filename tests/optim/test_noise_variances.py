@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpivon.optim.curvature import ESTIMATORS, EmpiricalBayes, Evidence, estimate, matrix, memory_of, remembered
-from dpivon.optim.dpagd import CorrectedSquareAverage
+from dpivon.optim.dpagd import CORRECTED
 from dpivon.optim.steady import calm_step
 from dpivon.optim.tensors import TensorList
 
@@ -123,7 +123,7 @@ def test_adambc_is_unbiased_for_the_clean_second_moment_of_each_coordinate() -> 
     n, signal = 100_000, 0.5
     hyper = {"beta2": 0.9, "floor": -math.inf, "relative_floor": 0.0}
     state: Any = {"second": torch.zeros(n, 6, dtype=torch.float64)}
-    psi = CorrectedSquareAverage()
+    psi = CORRECTED
     columns = {key: torch.full((n, 1), value, dtype=torch.float64) for key, value in hyper.items()}
     for t in range(1, 5):
         g = signal + S2.sqrt() * normals(n, 6, seed=t)

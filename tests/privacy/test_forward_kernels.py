@@ -12,8 +12,8 @@ if importlib.util.find_spec("triton") is None:
 
 
 @pytest.mark.slow
-def test_the_kernels_interpreted_say_what_the_model_says_and_train_as_the_loop_does():
-    assert run("forward_interpreted.py", TRITON_INTERPRET="1").count("ok") == 4
+def test_the_kernels_interpreted_train_as_the_loop_does():
+    assert run("forward_interpreted.py", TRITON_INTERPRET="1").count("ok") == 2
 
 
 @pytest.mark.slow

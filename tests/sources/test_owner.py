@@ -133,7 +133,7 @@ def test_a_column_of_dates_is_declared_by_dates_and_read_back_from_json() -> Non
     declared = Declaration.model_validate({"columns": {"seen": {"min": date(2020, 1, 1), "max": "2021-01-01"}}})
     again = Declaration.model_validate(declared.model_dump(mode="json"))
     assert again == declared
-    assert declared.columns["seen"].told() == "dates from 2020-01-01 to 2021-01-01"
+    assert declared.columns["seen"].describe() == "dates from 2020-01-01 to 2021-01-01"
     assert declared.columns["seen"].encode(["2020-07-02 12:30"]).tolist() == [[0, 0]]
 
 

@@ -241,7 +241,7 @@ def test_who_was_given_up_leaves_the_questions_of_a_newer_attempt_alone(trained,
     def evaluate(attempt):
         with Progress(1.0, 0.0, quiet=True) as progress:
             custody = Fenced(desk, folder.name, attempt)
-            work = Work(TEMPERED, runs, folder, data, [], ONE_BY_ONE, cpu, progress, "one", custody)
+            work = Work(TEMPERED, runs, folder, data, ONE_BY_ONE, cpu, progress, "one", custody)
             with closing(work.kept):
                 work.evaluate(lambda results: None)
 

@@ -59,7 +59,7 @@ def test_a_stack_that_is_evaluated_again_takes_no_cost_back(machines):
     here, elsewhere = machines
     own = table.read(here / "runs.csv")
     merge(here, [elsewhere])
-    record(here, plan(), Results([row | {"accuracy": 0.5} for row in own], [], [], {}))
+    record(here, plan(), Results([row | {"accuracy": 0.5} for row in own], []))
     found = [row for row in table.read(here / "runs.csv") if row["id"] in {r["id"] for r in own}]
     assert {r["batch_size"]: (r["epsilon"], r["epsilon_tempered"], r["releases"]) for r in found} == {
         128: (10.0, 12.5, 100),
@@ -128,7 +128,7 @@ def test_a_pipe_is_not_waited_for_and_only_ledgers_are_copied(machines, tmp_path
     (machines[1] / "ledgers" / "id-b" / "more").write_text("more")
     merge(tmp_path / "all", machines)
     assert {p.name for p in (tmp_path / "all").glob("ledgers/*/*")} == {"ledger.jsonl"}
-    os.mkfifo(machines[1] / "robustness.csv")
+    os.mkfifo(machines[1] / "tuning.csv")
     with pytest.raises(ArgumentError, match="not a plain file"):
         merge(tmp_path / "more", machines)
 

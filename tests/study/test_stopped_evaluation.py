@@ -81,7 +81,7 @@ def test_an_evaluation_that_does_not_fit_keeps_its_stack(pair, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "predict_row", full)
         with pytest.raises(
-            DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*DPIVON_EVALUATION=eager"
+            DpivonError, match=r"stacks/0000: the evaluation does not fit.*kept.*more of the GPU is free"
         ):
             run_study(PLAN, tmp_path, PAIR)
     monkeypatch.setattr(Stack, "train", lambda *a: pytest.fail("trained again"))
@@ -96,7 +96,6 @@ def test_every_run_that_is_evaluated_is_shown(pair, tmp_path, monkeypatch):
     run_study(PLAN, tmp_path, PAIR)
     title = "tiny 1/1: 2×b64"
     assert shown == [
-        f"{title}: evaluating with torch's own operations",
         (2, f"{title} · evaluating run 1 of 2"),
         (1, f"{title} · evaluating run 2 of 2"),
         (0, f"{title} · evaluating run 2 of 2"),

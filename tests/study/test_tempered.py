@@ -31,7 +31,7 @@ def test_whoever_else_keeps_the_stack_hears_of_a_temperature_before_it_is_charge
     data = load_data(plan, tmp_path, cpu)
     with Progress(1.0, 0.0, quiet=True) as progress:
         settings = Settings(quiet=True, block=8, device="cpu")
-        work = Work(plan, plan.runs, tmp_path / "stack", data, [], settings, cpu, progress, "one", custody)
+        work = Work(plan, plan.runs, tmp_path / "stack", data, settings, cpu, progress, "one", custody)
         custody.work = work
         assert work.train(lambda: False)
         trained = work.stack.mechanism.charged

@@ -140,7 +140,7 @@ def test_images_are_scored_in_pieces_and_draws_averaged(stack, monkeypatch):
         torch.testing.assert_close(whole["average"][j].probs, each.mean(0))
         gain = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
         torch.testing.assert_close(whole["average"][j].mutual_information.float(), gain, rtol=1e-3, atol=1e-6)
-    monkeypatch.setattr(passes, "AT_ONCE", 4)
+    monkeypatch.setattr(passes, "AT_ONCE", {"cpu": 4})
     pieces = predict_row(stack.network, mean, std, [x], samples=5, seed=3)
     torch.testing.assert_close(pieces["average"][0].probs, whole["average"][0].probs)
 

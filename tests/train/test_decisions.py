@@ -128,7 +128,7 @@ def test_costs_are_thresholds() -> None:
     assert Decision().with_prior((), {"yes": 3.0}, classes).labels(P).tolist() == [0, 1, 1, 1]  # from 0.25 on
     balanced = Decision().with_prior((0.92, 0.08), "balanced", classes)
     assert balanced.labels(P).tolist() == [1, 1, 1, 1]  # from 0.08 on
-    assert "from a probability of 8.0% on" in " ".join(balanced.told(classes))
+    assert "from a probability of 8.0% on" in " ".join(balanced.sentences(classes))
     assert Decision(abstain=0.6).labels(P).tolist() == [0, 0, -1, 1]
     assert Decision(thresholds=(0.31, 0.5)).sets(P).tolist() == [
         [True, False],

@@ -39,13 +39,6 @@ def load_fashion_mnist(root: str | Path) -> DataSet:
     return DataSet("fashion-mnist", train, test, verified)
 
 
-def load_fashion_mnist_test(root: str | Path) -> Images:
-    """Its test images alone, for studies that only look at them: two of the four files."""
-    root = Path(root)
-    paths = {name: _find(root, name) for name in MD5 if name.startswith("t10k")}
-    return _images(paths, "t10k", SIZES["t10k"])
-
-
 def _find(root: Path, name: str) -> Path:
     for path in (root / name, root / name.removesuffix(".gz")):
         if path.is_file():

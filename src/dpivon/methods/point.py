@@ -19,15 +19,11 @@ _NUMBERS = ("momentum", "beta1", "beta2", "floor", "relative_floor", "nu", "cap"
 
 
 def _moment(kind: str, value: Any, known: dict[str, Moment]) -> Moment:
-    fix = f"Use one of {', '.join(map(repr, known))}, or an object with the members of dpivon.optim.dpagd.Moment"
-    if isinstance(value, str):
-        if value not in known:
-            raise bad(kind, value, "is not known", fix)
-        return known[value]
-    if isinstance(value, type) or not all(hasattr(value, member) for member in ("name", "defaults", "start", "update")):
-        raise bad(kind, value, "is no moment", fix)
-    moment: Moment = value
-    return moment
+    found = known.get(value) if isinstance(value, str) else value
+    if not isinstance(found, Moment):
+        fix = f"Use one of {', '.join(map(repr, known))}, or a dpivon.optim.dpagd.Moment"
+        raise bad(kind, value, "is not known", fix)
+    return found
 
 
 def _dpagd(model: nn.Module, setup: Setup) -> tuple[nn.Module, Optimizer]:

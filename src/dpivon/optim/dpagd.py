@@ -20,9 +20,9 @@ Apply Bias Correction)*, 2024.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,132 +31,79 @@ from dpivon.optim.rule import Hyper, debias, full_like
 from dpivon.optim.tensors import Values
 
 
-class Moment(Protocol):
-    """``update`` returns the value at step t and the state that step t + 1 needs; φ and ψ keep theirs under different keys."""
+@dataclass(frozen=True)
+class Moment:
+    """φ or ψ: a recursion over released gradients.
 
-    @property
-    def name(self) -> str: ...
+    Args:
+        name: what ``phi=`` and ``psi=`` take.
+        update: ``update(state, g, t=, noise_variance=, hyper=)`` returns the value at step t and what step t + 1 needs.
+        defaults: of the hyperparameters that it reads.
+        keeps: the tensors that it remembers, which begin at zero; φ and ψ keep theirs under different keys.
+    """
 
-    @property
-    def defaults(self) -> Mapping[str, float]: ...
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]: ...
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]: ...
-
-
-class _Kept:
-    """A moment that remembers the tensors ``keeps``, which begin at zero."""
-
-    keeps: ClassVar[tuple[str, ...]] = ()
-
-    def start(self, like: Values, hyper: Hyper) -> dict[str, Values]:
-        return {name: full_like(like, 0.0) for name in self.keeps}
+    name: str
+    update: Callable[..., Any]
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    keeps: tuple[str, ...] = ()
 
 
 # ---- φ
 
 
-@dataclass(frozen=True)
-class Gradient(_Kept):
+def gradient(state: dict[str, Values], g: Values, **step: Any) -> tuple[Values, dict[str, Values]]:
     """φ_t = g_t."""
-
-    name: ClassVar[str] = "gradient"
-    defaults: ClassVar[Mapping[str, float]] = {}
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        return g, {}
+    return g, {}
 
 
-@dataclass(frozen=True)
-class HeavyBall(_Kept):
+def heavy_ball(state: dict[str, Values], g: Values, *, hyper: Hyper, **step: Any) -> tuple[Values, dict[str, Values]]:
     """φ_t = μ φ_{t−1} + g_t: SGD's momentum, which sums."""
-
-    name: ClassVar[str] = "momentum"
-    defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9}
-    keeps: ClassVar[tuple[str, ...]] = ("velocity",)
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        velocity = state["velocity"] * hyper["momentum"] + g
-        return velocity, {"velocity": velocity}
+    velocity = state["velocity"] * hyper["momentum"] + g
+    return velocity, {"velocity": velocity}
 
 
-@dataclass(frozen=True)
-class Average(_Kept):
+def average(
+    state: dict[str, Values], g: Values, *, t: Any, hyper: Hyper, **step: Any
+) -> tuple[Values, dict[str, Values]]:
     """φ_t = s_t / (1 − β₁ᵗ) with s_t = β₁ s_{t−1} + (1 − β₁) g_t: Adam's momentum, and IVON's s̄."""
-
-    name: ClassVar[str] = "average"
-    defaults: ClassVar[Mapping[str, float]] = {"beta1": 0.9}
-    keeps: ClassVar[tuple[str, ...]] = ("momentum",)
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        beta1 = hyper["beta1"]
-        momentum = state["momentum"] * beta1 + g * (1.0 - beta1)
-        return momentum / debias(beta1, t), {"momentum": momentum}
+    beta1 = hyper["beta1"]
+    momentum = state["momentum"] * beta1 + g * (1.0 - beta1)
+    return momentum / debias(beta1, t), {"momentum": momentum}
 
 
 # ---- ψ
 
 
-@dataclass(frozen=True)
-class One(_Kept):
+def one(state: dict[str, Values], g: Values, **step: Any) -> tuple[Values, dict[str, Values]]:
     """ψ_t = 1: no adaptation."""
-
-    name: ClassVar[str] = "one"
-    defaults: ClassVar[Mapping[str, float]] = {}
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        return full_like(g, 1.0), {}
+    return full_like(g, 1.0), {}
 
 
-@dataclass(frozen=True)
-class SquareAverage(_Kept):
-    """ψ_t = v_t with v_t = β₂ v_{t−1} + (1 − β₂) g_t² (RMSProp); divided by 1 − β₂ᵗ if ``debiased`` (Adam)."""
-
-    debiased: bool = True
-
-    defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999}
-    keeps: ClassVar[tuple[str, ...]] = ("second",)
-
-    @property
-    def name(self) -> str:
-        return "square-average" if self.debiased else "raw-square-average"
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        beta2 = hyper["beta2"]
-        second = state["second"] * beta2 + g.square() * (1.0 - beta2)
-        return second / debias(beta2, t) if self.debiased else second, {"second": second}
+def raw_square_average(
+    state: dict[str, Values], g: Values, *, hyper: Hyper, **step: Any
+) -> tuple[Values, dict[str, Values]]:
+    """ψ_t = v_t with v_t = β₂ v_{t−1} + (1 − β₂) g_t²: RMSProp."""
+    second = state["second"] * hyper["beta2"] + g.square() * (1.0 - hyper["beta2"])
+    return second, {"second": second}
 
 
-@dataclass(frozen=True)
-class SquareSum(_Kept):
+def square_average(
+    state: dict[str, Values], g: Values, *, t: Any, hyper: Hyper, **step: Any
+) -> tuple[Values, dict[str, Values]]:
+    """The same, divided by 1 − β₂ᵗ: Adam."""
+    second, kept = raw_square_average(state, g, hyper=hyper)
+    return second / debias(hyper["beta2"], t), kept
+
+
+def square_sum(state: dict[str, Values], g: Values, **step: Any) -> tuple[Values, dict[str, Values]]:
     """ψ_t = Σ_{k≤t} g_k²: AdaGrad. Every step adds the noise's variance to it, so steps shrink as 1/√t at the least."""
-
-    name: ClassVar[str] = "square-sum"
-    defaults: ClassVar[Mapping[str, float]] = {}
-    keeps: ClassVar[tuple[str, ...]] = ("total",)
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        total = state["total"] + g.square()
-        return total, {"total": total}
+    total = state["total"] + g.square()
+    return total, {"total": total}
 
 
-@dataclass(frozen=True)
-class CorrectedSquareAverage(_Kept):
+def corrected(
+    state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
+) -> tuple[Values, dict[str, Values]]:
     """ψ_t = max(v̂_t − s², γ, κ s²) with v̂_t as in Adam and s² the variance of the noise in the gradients: DP-AdamBC.
 
     Since E[g_dp²] = E[ḡ²] + s², Adam's v̂ is unbiased for a second moment that the noise dominates; here its expectation is
@@ -169,29 +116,23 @@ class CorrectedSquareAverage(_Kept):
 
     s² is averaged with the same weights as g², so that a noise multiplier changed by a schedule is corrected exactly.
     """
-
-    name: ClassVar[str] = "corrected"
-    defaults: ClassVar[Mapping[str, float]] = {"beta2": 0.999, "floor": 1e-8, "relative_floor": 0.1}
-    keeps: ClassVar[tuple[str, ...]] = ("second",)
-
-    def update(
-        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, hyper: Hyper
-    ) -> tuple[Values, dict[str, Values]]:
-        beta2 = hyper["beta2"]
-        # Averaging g² − s² is averaging both with the same weights; the projection comes after.
-        second = state["second"] * beta2 + (g.square() - noise_variance) * (1.0 - beta2)
-        least = _larger(hyper["floor"], hyper["relative_floor"] * noise_variance)
-        return (second / debias(beta2, t)).clamp(min=least), {"second": second}
+    beta2 = hyper["beta2"]
+    # Averaging g² − s² is averaging both with the same weights; the projection comes after.
+    second = state["second"] * beta2 + (g.square() - noise_variance) * (1.0 - beta2)
+    floor, relative = hyper["floor"], hyper["relative_floor"] * noise_variance
+    least = torch.maximum(floor, relative) if isinstance(floor, Tensor) else max(floor, relative)
+    return (second / debias(beta2, t)).clamp(min=least), {"second": second}
 
 
-def _larger(a: Any, b: Any) -> Any:
-    return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
-
-
-PHI: dict[str, Moment] = {m.name: m for m in (Gradient(), HeavyBall(), Average())}
-PSI: dict[str, Moment] = {
-    m.name: m for m in (One(), SquareAverage(), SquareAverage(False), SquareSum(), CorrectedSquareAverage())
-}
+GRADIENT = Moment("gradient", gradient)
+AVERAGE = Moment("average", average, {"beta1": 0.9}, ("momentum",))
+SQUARE_AVERAGE = Moment("square-average", square_average, {"beta2": 0.999}, ("second",))
+RAW_SQUARE_AVERAGE = Moment("raw-square-average", raw_square_average, {"beta2": 0.999}, ("second",))
+SQUARE_SUM = Moment("square-sum", square_sum, keeps=("total",))
+CORRECTED = Moment("corrected", corrected, {"beta2": 0.999, "floor": 1e-8, "relative_floor": 0.1}, ("second",))
+_PHI = (GRADIENT, Moment("momentum", heavy_ball, {"momentum": 0.9}, ("velocity",)), AVERAGE)
+_PSI = (Moment("one", one), SQUARE_AVERAGE, RAW_SQUARE_AVERAGE, SQUARE_SUM, CORRECTED)
+PHI, PSI = ({m.name: m for m in moments} for moments in (_PHI, _PSI))
 
 
 # ---- the rule
@@ -206,8 +147,8 @@ def dpagd_step(theta: Values, phi: Values, psi: Values, *, lr: Any, nu: Any = 0.
 class DPAGD:
     """The rule, for any φ and ψ. ``own`` are defaults that differ from those of φ and ψ."""
 
-    phi: Moment = field(default_factory=Average)
-    psi: Moment = field(default_factory=SquareAverage)
+    phi: Moment = AVERAGE
+    psi: Moment = SQUARE_AVERAGE
     name: str = "dpagd"
     own: Mapping[str, float] = field(default_factory=dict)
 
@@ -219,7 +160,7 @@ class DPAGD:
         return {**self.phi.defaults, **self.psi.defaults, **common, **self.own}
 
     def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
-        return {"mean": mean, **self.phi.start(mean, hyper), **self.psi.start(mean, hyper)}
+        return {"mean": mean, **{name: full_like(mean, 0.0) for name in (*self.phi.keeps, *self.psi.keeps)}}
 
     def step(
         self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
@@ -233,7 +174,7 @@ class DPAGD:
 
 
 #: RMSProp as ``torch.optim.RMSprop`` has it: its v starts at 0 and is not debiased.
-RMSPROP = DPAGD(Gradient(), SquareAverage(debiased=False), "rmsprop", {"beta2": 0.99})
+RMSPROP = DPAGD(GRADIENT, RAW_SQUARE_AVERAGE, "rmsprop", {"beta2": 0.99})
 #: AdaGrad as ``torch.optim.Adagrad`` has it.
-ADAGRAD = DPAGD(Gradient(), SquareSum(), "adagrad", {"nu": 1e-10})
-ADAMBC = DPAGD(Average(), CorrectedSquareAverage(), "adambc", {"nu": 0.0})
+ADAGRAD = DPAGD(GRADIENT, SQUARE_SUM, "adagrad", {"nu": 1e-10})
+ADAMBC = DPAGD(AVERAGE, CORRECTED, "adambc", {"nu": 0.0})

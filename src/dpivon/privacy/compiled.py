@@ -184,8 +184,8 @@ class CompiledStep:
     def _give_up(self, reason: str) -> None:
         self._reason = reason
         self._programs.clear()
-        told = f"engine.compile: the step is not captured, since {reason}. It runs eagerly, with the same result."
-        warnings.warn(told, stacklevel=4)
+        message = f"engine.compile: the step is not captured, since {reason}. It runs eagerly, with the same result."
+        warnings.warn(message, stacklevel=4)
 
     def _program(self, batch: Any) -> PaddedStep | None:
         """The program for batches like this one; None if there can be none."""

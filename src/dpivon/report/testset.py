@@ -59,7 +59,7 @@ def section(run: RunFolder) -> Section:
     scores = [(name, score(t.averaged, t.labels), score(t.mean, t.labels), better) for name, score, better in _SCORES]
     decision = run.summary.decision
     values: dict[str, Any] = {"scores": scores, "n": len(t.labels), "same": torch.equal(t.averaged, t.mean)}
-    values |= {"by_class": by_class(t, run.classes, decision), "decision": decision.told(run.classes)}
+    values |= {"by_class": by_class(t, run.classes, decision), "decision": decision.sentences(run.classes)}
     values |= confusion(t, run.classes, decision)
     return Section("test", title, "test.html", values, (reliability(_both(t), t.labels), risk(t)))
 

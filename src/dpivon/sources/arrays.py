@@ -35,11 +35,11 @@ class Arrays(Source):
             return (2 * self.sizes[0],)
         return self.sizes if len(self.sizes) == 3 else (1, *self.sizes)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"an array of {' × '.join(map(str, self.sizes))}"
 
     def public(self) -> str:
-        return f"Every example is {self.told()}, of values from {self.bounds.told()}."
+        return f"Every example is {self.describe()}, of values from {self.bounds.describe()}."
 
     def read(self, where: str, targets: Targets | None) -> Examples:
         x, y = _arrays(where, labels=targets is not None)
@@ -54,7 +54,7 @@ class Arrays(Source):
         values = _arrays(where, labels=False)[0].astype(np.float64)
         outside, n = int(((values < self.bounds.min) | (values > self.bounds.max)).sum()), values.size
         line = f"values: {outside} clamped, {int(np.isnan(values).sum())} missing, of {n}"
-        problem = f"{outside} of {n} values are outside {self.bounds.told()}" if outside > n / 2 else ""
+        problem = f"{outside} of {n} values are outside {self.bounds.describe()}" if outside > n / 2 else ""
         return [Finding(line, problem)]
 
     def encode(self, x: Array) -> Array:

@@ -52,13 +52,13 @@ class Source(Strict):
         """The examples; with ``targets`` also theirs, an error if a label is missing or not as declared."""
         raise NotImplementedError
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What an example is, in words."""
         raise NotImplementedError
 
     def public(self) -> str:
         """What was declared of the examples, and so is public."""
-        return f"Every example is {self.told()}."
+        return f"Every example is {self.describe()}."
 
     def not_chosen(self) -> list[str]:
         """Choices of preprocessing that usual pipelines make by looking at the rows, without noise."""

@@ -113,7 +113,7 @@ class Numeric(_Ordered):
     def values(self, cells: Sequence[Any]) -> Array:
         return numbers(cells)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"{self.min:g} to {self.max:g}"
 
 
@@ -146,7 +146,7 @@ class Date(_Ordered):
         except (TypeError, ValueError, AttributeError):
             return math.nan
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"dates from {self.min} to {self.max}"
 
 
@@ -175,7 +175,7 @@ class Categorical(Strict):
         where = find(cell, self.categories)
         return where if where is not None else len(self.categories) + is_missing(cell)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"{', '.join(self.categories)}, or another"
 
 

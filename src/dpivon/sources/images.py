@@ -27,7 +27,7 @@ class Images(Source):
     def shape(self) -> tuple[int, ...]:
         return (self.channels, self.size, self.size)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"{'a grey' if self.channels == 1 else 'an RGB'} image of {self.size} × {self.size}"
 
     def not_chosen(self) -> list[str]:

@@ -52,7 +52,7 @@ def look_at_column(name: str, column: Column, cells: Sequence[Any], other_mark: 
         what = "dates" if isinstance(column, Date) else "numbers"
         words = f"{clamped} clamped, {unread.sum()} that are no {what}"
         if n >= FEW and clamped > n / 2:
-            problem = f"{clamped} of {n} values are outside {column.told()}"
+            problem = f"{clamped} of {n} values are outside {column.describe()}"
         if unread.sum() > UNREADABLE * len(there):
             problem = f"{unread.sum()} of {len(there)} cells are no {what}" + _mark(cells, unread, other_mark)
         counted = n > 1 and bool((np.diff(values) == 1).all())

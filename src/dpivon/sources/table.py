@@ -27,7 +27,7 @@ class Table(CSVFormat, Source):
     def shape(self) -> tuple[int, ...]:
         return (sum(column.width for column in self.columns.values()),)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return f"a row of {len(self.columns)} columns"
 
     def read(self, where: str, targets: Targets | None) -> Examples:
@@ -46,7 +46,7 @@ class Table(CSVFormat, Source):
         return {name: self.points(column) if numeric[name] else column for name, column in cells.items()}
 
     def public(self) -> str:
-        columns = "; ".join(f"{name}: {column.told()}" for name, column in self.columns.items())
+        columns = "; ".join(f"{name}: {column.describe()}" for name, column in self.columns.items())
         return f"The names of the columns and what they may hold: {columns}."
 
     def not_chosen(self) -> list[str]:

@@ -37,7 +37,7 @@ class Network(Strict):
         own: dict[str, Any] = {"hidden": self.hidden} if self.kind in FLAT else {}
         return network(self.kind, shape=self.shape, classes=self.classes, **own)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         if self.kind not in FLAT:
             return self.kind
         return (

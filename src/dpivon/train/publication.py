@@ -154,8 +154,16 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
         "seed_is_secret": summary["seed_is_secret"],
         "predicts": {"target": summary["task"].get("target"), "classes": list(description.classes)}
         | ({} if description.target_bounds is None else {"range": list(description.target_bounds.range)}),
-        "inputs": {"example": inputs.told(), "shape": list(inputs.shape), "declared": inputs.model_dump(mode="json")},
-        "model": {"network": description.network.told(), "method": description.method, "dpivon": description.dpivon},
+        "inputs": {
+            "example": inputs.describe(),
+            "shape": list(inputs.shape),
+            "declared": inputs.model_dump(mode="json"),
+        },
+        "model": {
+            "network": description.network.describe(),
+            "method": description.method,
+            "dpivon": description.dpivon,
+        },
         "public_inputs": summary["public_inputs"],
         "choices_not_made": summary["choices_not_made"],
         "scores": {"not_private": True, **summary["metrics"]} if scores else None,

@@ -204,7 +204,7 @@ def predict_file(
     """
     source = published.description.inputs
     if (kind := kind_of(where)) != source.kind:
-        raise bad("data", where, f"is of the kind {kind}, and the model takes {source.told()}", "Give data like it")
+        raise bad("data", where, f"is of the kind {kind}, and the model takes {source.describe()}", "Give data like it")
     check_parent("out", out)
     if not proceed:
         stop_at("data", where, source.look(where, learning=False))

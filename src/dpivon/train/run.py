@@ -237,12 +237,12 @@ def _finish(
             "kind": description.inputs.kind,
             "classes": list(config.classes),
             "target": config.target,
-            "inputs": description.inputs.told(),
-            "network": description.network.told(),
+            "inputs": description.inputs.describe(),
+            "network": description.network.describe(),
         },
         **tested,
         "decision": published.decision.model_dump(mode="json"),
-        "public_inputs": [*_public_inputs(config, description), *published.decision.told(config.classes)],
+        "public_inputs": [*_public_inputs(config, description), *published.decision.sentences(config.classes)],
         "choices_not_made": [*description.inputs.not_chosen(), *_not_chosen(config)],
         "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
         "heldout_is_private": False,
@@ -271,9 +271,9 @@ def _public_inputs(config: Config, description: Description) -> list[str]:
         "counted for it.",
         f"The classes {', '.join(config.classes)}."
         if config.target_bounds is None
-        else f"The range of the target, {config.target_bounds.told()}: values outside are clamped.",
+        else f"The range of the target, {config.target_bounds.describe()}: values outside are clamped.",
         f"Expected batch {config.batch_size}, {config.epochs} epochs, step size {config.lr:g}, clip bound "
-        f"{config.max_grad_norm:g}, method {config.method}, network {description.network.told()}.",
+        f"{config.max_grad_norm:g}, method {config.method}, network {description.network.describe()}.",
         description.inputs.public(),
     ]
     if config.unit:

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,6 @@ from dpivon.study.plan.data import StudyData
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results.folder import Results
 from dpivon.study.run.progress import Left
-from dpivon.study.run.robustness import Condition
 from dpivon.study.run.settings import Settings
 from dpivon.study.run.work import Custody, Work, clear, fitting
 
@@ -38,37 +37,25 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Cargo:
-    """The data, and the conditions that runs are evaluated under: made by the driver, so that no worker needs its files."""
+    """The data, read by the driver, so that no worker needs its files."""
 
     data: tuple[Array, ...]
-    conditions: tuple[tuple[str, str, int, Array, Array | None], ...]
 
     @property
     def bytes(self) -> int:
-        return sum(a.nbytes for a in (*self.data, *(c[3] for c in self.conditions)))
+        return sum(a.nbytes for a in self.data)
 
     @property
     def examples(self) -> int:
         return len(self.data[0])
 
-    def unpack(self, device: torch.device) -> tuple[StudyData, list[Condition]]:
+    def unpack(self, device: torch.device) -> StudyData:
         """What was packed, on a device."""
-        data = StudyData(*(_tensor(a).to(device) for a in self.data))
-        conditions = [
-            Condition(kind, name, severity, _tensor(images).to(device), None if y is None else _tensor(y).to(device))
-            for kind, name, severity, images, y in self.conditions
-        ]
-        return data, conditions
+        return StudyData(*(_tensor(a).to(device) for a in self.data))
 
 
-def pack(data: StudyData, conditions: Sequence[Condition]) -> Cargo:
-    return Cargo(
-        tuple(t.numpy() for t in (data.images, data.labels, data.eval_images, data.eval_labels)),
-        tuple(
-            (c.kind, c.name, c.severity, c.images.numpy(), None if c.labels is None else c.labels.numpy())
-            for c in conditions
-        ),
-    )
+def pack(data: StudyData) -> Cargo:
+    return Cargo(tuple(t.numpy() for t in (data.images, data.labels, data.eval_images, data.eval_labels)))
 
 
 def _tensor(array: Array) -> Tensor:
@@ -144,10 +131,8 @@ def _train(task: Task, cargo: Cargo, desk: Any, where: str) -> bool:
     if device.type == "cpu":
         torch.set_num_threads(1)  # a core is what was asked for
     with _folder(task, line) as (folder, custody), fitting(task.runs, folder):
-        data, conditions = cargo.unpack(device)
-        work = Work(
-            task.plan, task.runs, folder, data, conditions, task.settings, device, line, task.title, custody, task.known
-        )
+        data = cargo.unpack(device)
+        work = Work(task.plan, task.runs, folder, data, task.settings, device, line, task.title, custody, task.known)
         with closing(work.kept):
             if not work.train(line.stop):
                 return False

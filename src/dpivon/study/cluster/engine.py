@@ -35,7 +35,6 @@ from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results.folder import finished, group, open_stack, record, recorded, retire
 from dpivon.study.run.progress import Progress
-from dpivon.study.run.robustness import make_conditions
 from dpivon.study.run.runner import Engine, examples_of, progress_of
 from dpivon.study.run.settings import MOST, Cluster, Settings
 
@@ -117,9 +116,7 @@ def _run_on_ray(
     cluster: Cluster, plan: Plan, out: Path, settings: Settings, stopped: Callable[[], int]
 ) -> dict[str, str]:
     data = load_data(plan, settings.data, torch.device("cpu"))
-    cargo = pack(
-        data, make_conditions(plan, data, settings.data)
-    )  # before anything trains: what is missing is missed now
+    cargo = pack(data)
     with connected(cluster, cargo.bytes) as ray:
         device, workers = _places(ray, settings, cluster)
         stacks = group(plan, out, _stack_size(plan, out, settings, device, workers), settings.only)

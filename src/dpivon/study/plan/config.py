@@ -28,7 +28,7 @@ from dpivon.sources.arrays import NAMES, Arrays, read_arrays
 from dpivon.sources.columns import Labels
 from dpivon.sources.schema import with_schema
 from dpivon.study.plan.data import architecture, train_size
-from dpivon.study.plan.plan import DATASETS, Evaluation, OwnData, Plan, PlannedRun
+from dpivon.study.plan.plan import DATASETS, OwnData, Plan, PlannedRun
 from dpivon.study.results.tuning import Rates, read_rates
 from dpivon.yaml_files import read_yaml, validated
 
@@ -212,25 +212,6 @@ class Entry(_Strict):
     grid: Grid | None = None
 
 
-class Shift(_Strict):
-    """Every corruption at every severity."""
-
-    corruptions: Annotated[tuple[str, ...], Field(min_length=1)]
-    severities: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3, 4, 5)
-
-
-class Evaluate(_Strict):
-    """What to look at beyond the test set: see :class:`dpivon.study.plan.plan.Evaluation`."""
-
-    shift: Shift | None = None
-    ood: tuple[str, ...] = ()
-    selective: bool = False
-    images: Whole | None = None
-
-    def plain(self) -> Evaluation:
-        return Evaluation(**self.model_dump(exclude={"shift"}), **(self.shift.model_dump() if self.shift else {}))
-
-
 class Augment(_Strict):
     """Views of every drawn image: see :class:`dpivon.Augmentation`."""
 
@@ -272,7 +253,6 @@ class Study(_Strict):
     grid: Grid
     methods: Annotated[list[Entry], Field(min_length=1)]
     classes: tuple[Annotated[int, Field(ge=0, le=9)], ...] = ()
-    evaluate: Evaluate | None = None
     augment: Augment | None = None
     assumptions: tuple[str, ...] = ()
 
@@ -292,7 +272,6 @@ def resolve(path: Path, lr: Path | None = None) -> Plan:
         dataset=study.dataset.path,
         network=net.name,
         runs=tuple(runs),
-        evaluate=study.evaluate.plain() if study.evaluate else None,
         augment=study.augment.plain() if study.augment else None,
         arguments=net.arguments,
         data=own,

@@ -27,16 +27,12 @@ SHAPES = {"cifar10": (3, 32, 32), "fashion-mnist": (1, 28, 28), "digits": (1, 8,
 
 @dataclass(frozen=True, eq=False)
 class StudyData:
-    """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning.
-
-    ``ood`` are test images of the classes that a final study does not learn, if there are any.
-    """
+    """What a study trains on and what it reports on: the test set, or the held-out tenth when tuning."""
 
     images: Tensor  # [N, …], such as [N, channels, H, W] normalised by public constants
     labels: Tensor
     eval_images: Tensor
     eval_labels: Tensor
-    ood: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -46,7 +42,6 @@ class StudyData:
 def load_data(plan: Plan, root: Path, device: torch.device) -> StudyData:
     x, y, test_x, test_y = _examples(plan, root)
     learned, shown = (_among(labels, plan.classes) for labels in (y, test_y))
-    ood = test_x[~shown] if plan.split == "final" and not bool(shown.all()) else None
     places = learned.nonzero().flatten()
     if plan.split == "tuning":
         kept, held_out = _tuning(plan, places)
@@ -56,8 +51,7 @@ def load_data(plan: Plan, root: Path, device: torch.device) -> StudyData:
     train_x, train_y, eval_x, eval_y = parts
     if plan.classes:
         train_y, eval_y = (_renamed(labels, plan.classes) for labels in (train_y, eval_y))
-    train_x, train_y, eval_x, eval_y = (t.to(device) for t in (train_x, train_y, eval_x, eval_y))
-    return StudyData(train_x, train_y, eval_x, eval_y, None if ood is None else ood.to(device))
+    return StudyData(*(t.to(device) for t in (train_x, train_y, eval_x, eval_y)))
 
 
 def train_size(dataset: str, split: str, classes: Sequence[int], own: OwnData | None = None) -> int:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES
 from dpivon.durable.files import read_json
 from dpivon.durable.files import replace as whole
 from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_whole
@@ -20,8 +19,6 @@ from dpivon.stacked import Run
 from dpivon.stacked.rules import estimator_of, stackable
 
 FORMAT = "dpivon-study-1"
-HELD_OUT = "held-out"
-OOD = ("fashion-mnist", HELD_OUT)
 DATASETS = ("cifar10", "fashion-mnist", "digits")
 SPLITS = ("final", "tuning")
 CLASSES = 10  # of each of the built-in data sets
@@ -37,41 +34,6 @@ _FIRST = {
     "dp-ivon-gradsq-plain": "gradsq",
     "dp-ivon-reparam": "reparam",
 }
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a study predicts beyond its test set: corrupted and OOD images, and selective prediction if ``selective``.
-
-    Every corruption is applied at every severity. ``images`` is the number of images of the test set, and of each OOD set;
-    None means all. Corrupted images are those that are scored clean too, so that nothing but the corruption differs.
-    """
-
-    corruptions: tuple[str, ...] = ()
-    severities: tuple[int, ...] = ()
-    ood: tuple[str, ...] = ()
-    selective: bool = False
-    images: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.corruptions:
-            check_choice("corruptions", name, tuple(CORRUPTIONS), "Name corruptions that dpivon.data.corruptions has")
-        for name in self.ood:
-            check_choice("ood", name, OOD, "Name sets of images that dpivon has")
-        for severity in self.severities:
-            if severity not in SEVERITIES:
-                raise bad("severities", severity, "is not from 1 to 5", "Give some of 1, 2, 3, 4 and 5")
-        for what in ("corruptions", "severities", "ood"):
-            found = getattr(self, what)
-            if len(set(found)) < len(found):
-                raise bad(what, list(found), "names something twice", "Name each once")
-        if bool(self.corruptions) != bool(self.severities):
-            fix = "Give both or neither"
-            raise bad("corruptions", list(self.corruptions), f"does not go with severities={self.severities}", fix)
-        if not isinstance(self.selective, bool):
-            raise bad("selective", self.selective, "is neither true nor false", "Say whether to score it")
-        if self.images is not None:
-            check_whole("images", self.images, "Give how many test images to look at", at_least=20)
 
 
 @dataclass(frozen=True)
@@ -127,7 +89,7 @@ class PlannedRun:
 class Plan:
     """A resolved study. ``split`` "final" trains on all training data and reports the test set; "tuning" holds out a
     tenth of the training data, reports that, and never sees the test set. ``classes`` are those to learn, all if there are
-    none; ``evaluate`` is what to look at beyond the test set.
+    none.
 
     ``temperature_noise`` above 0 is σ of a private temperature, chosen on the training data when a run is done and charged to
     it: the scores "tempered_…" are after it, and cost ``epsilon_tempered``.
@@ -146,7 +108,6 @@ class Plan:
     runs: tuple[PlannedRun, ...]
     assumptions: tuple[str, ...] = ()
     classes: tuple[int, ...] = ()
-    evaluate: Evaluation | None = None
     temperature_noise: float = 0.0
     augment: Augmentation | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -165,7 +126,7 @@ class Plan:
         check_number("delta", self.delta, "Give δ, well below 1/N", above=0.0, below=1.0)
         check_whole("mc_samples", self.mc_samples, "Give the posterior samples of a prediction", at_least=1)
         check_whole("seed", self.seed, "Give a whole number")
-        self._check_evaluation()
+        self._check_classes()
         check_number("temperature_noise", self.temperature_noise, "Give σ, such as 20, or 0 for none", at_least=0.0)
         if not self.runs:
             raise bad("runs", [], "there is nothing to run", "Give at least one method and one cell of the grid")
@@ -177,7 +138,7 @@ class Plan:
             if not RETIRED & run.options.keys():
                 self.stacked(run)  # checks method, numbers and options
 
-    def _check_evaluation(self) -> None:
+    def _check_classes(self) -> None:
         for c in self.classes:
             check_whole("classes", c, "Give classes from 0 to 9")
         if self.classes and (len(set(self.classes)) < max(2, len(self.classes)) or max(self.classes) >= CLASSES):
@@ -186,19 +147,6 @@ class Plan:
         if self.data is not None and self.classes:
             fix = "Leave it out, or plan on a data set that has these classes only"
             raise bad("classes", list(self.classes), f"selects classes of {', '.join(DATASETS)} only", fix)
-        if self.evaluate is None:
-            return
-        if self.data is not None and (self.evaluate.corruptions or self.evaluate.ood):
-            fix = "Leave out shift and ood"
-            raise bad("evaluate", self.dataset, f"corrupted and OOD images are made for {', '.join(DATASETS)}", fix)
-        if self.split == "tuning":
-            fix = "Evaluate in the final study"
-            raise bad("evaluate", "given", "looks at test images, which a tuning study never sees", fix)
-        if self.dataset in self.evaluate.ood:
-            raise bad("ood", self.dataset, "is what the study learns", "Name OOD images")
-        if HELD_OUT in self.evaluate.ood and not 0 < len(self.classes) < CLASSES:
-            fix = "Give the classes to learn, such as classes: [0, 1, 2]"
-            raise bad("ood", HELD_OUT, "but no class is held out", fix)
 
     @property
     def outputs(self) -> int:
@@ -234,7 +182,7 @@ class Plan:
 
     def _values(self) -> dict[str, Any]:
         """As plain values; what a study does not use is left out, so that plans from before it existed stay the same."""
-        optional = ("classes", "evaluate", "temperature_noise", "augment", "arguments", "architecture", "data")
+        optional = ("classes", "temperature_noise", "augment", "arguments", "architecture", "data")
         return {k: v for k, v in asdict(self).items() if k not in optional or getattr(self, k)}
 
     def write(self, path: Path) -> None:
@@ -299,9 +247,7 @@ def read_plan(path: Path) -> Plan:
         raw["runs"] = tuple(PlannedRun(**run) for run in raw["runs"])
         raw["assumptions"] = tuple(raw["assumptions"])
         raw["classes"] = tuple(raw.get("classes", ()))
-        if raw.get("evaluate") is not None:
-            known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["evaluate"].items()}
-            raw["evaluate"] = Evaluation(**known)
+        raw.pop("evaluate", None)  # of version 0.1: what to look at beyond the test set
         if raw.get("augment") is not None:
             raw["augment"] = Augmentation(**raw["augment"])
         if raw.get("data") is not None:

@@ -4,7 +4,6 @@ OUT/study.json           the plan that the results belong to
 OUT/defaults.json        what its methods did where the plan says nothing
 OUT/runs.csv             one row per finished run (tuning.csv for tuning)
 OUT/diagnostics.csv      IVON's curvature over training
-OUT/robustness.csv           what the plan's ``evaluate`` asks for, several rows a run
 OUT/stacks/NAME/         of stacks under way: their runs, ledger and checkpoints, which sums temperatures were asked of, and
                          what they are doing; gone when all their runs have their rows
 OUT/ledgers/DIGEST/      of finished ones: the ledger, which names its runs
@@ -35,19 +34,17 @@ from dpivon.methods import METHODS
 from dpivon.privacy.accounting.recorded import LEDGER, STUDY
 from dpivon.study.plan.plan import Plan, PlannedRun, read_plan
 from dpivon.study.results import table
-from dpivon.study.run.robustness import ROBUSTNESS
 
-LEDGERS, RUNS = "ledgers", "runs.json"
+LEDGERS, RUNS, DIAGNOSTICS = "ledgers", "runs.json", "diagnostics.csv"
 _SAID = re.compile(r"-sigma(.+?)-C(.+?)-lr")  # what a run's id says of its releases
 
 
 @dataclass(frozen=True)
 class Results:
-    """What evaluated runs leave: rows of the three tables, and posteriors' files by the run's id where they are kept."""
+    """What evaluated runs leave: rows of both tables, and posteriors' files by the run's id where they are kept."""
 
     rows: Sequence[table.Row]
     diagnostics: Sequence[table.Row]
-    robustness: Sequence[table.Row] = ()
     posteriors: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -186,9 +183,7 @@ def record(out: Path, plan: Plan, results: Results) -> None:
         target = out / "posteriors" / f"{run}.safetensors"
         target.parent.mkdir(exist_ok=True)
         replace(target, content)
-    table.add(out / "diagnostics.csv", results.diagnostics, table.DIAGNOSTIC_COLUMNS)
-    if results.robustness:
-        table.add(out / ROBUSTNESS, results.robustness, table.ROBUSTNESS_COLUMNS)
+    table.add(out / DIAGNOSTICS, results.diagnostics, table.DIAGNOSTIC_COLUMNS)
     before = {row["id"]: row for row in table.read(out / plan.table)}
     rows = [row | table.larger(before[row["id"]], row) if row["id"] in before else row for row in results.rows]
     table.add(out / plan.table, rows)
@@ -289,10 +284,6 @@ def check_same(then: Defaults, now: Defaults, argument: str, folder: str, words:
                 raise bad(argument, folder, problem, _FIX)
 
 
-#: Tables of several rows a run.
-BESIDE = {"diagnostics.csv": table.DIAGNOSTIC_COLUMNS, "robustness.csv": table.ROBUSTNESS_COLUMNS}
-
-
 def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
     """Add to ``out`` the runs that it lacks; how many came from each folder.
 
@@ -327,10 +318,8 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
         new = {row["id"] for row in theirs} - mine.keys()
         both = [mine[r["id"]] | table.larger(mine[r["id"]], r) for r in theirs if r["id"] in mine]
         dearer = [row for row in both if row != mine[row["id"]]]
-        for name, columns in BESIDE.items():
-            points = [d for d in table.read(folder / name) if d["id"] in new]
-            if points:
-                table.add(out / name, points, columns)
+        if points := [d for d in table.read(folder / DIAGNOSTICS) if d["id"] in new]:
+            table.add(out / DIAGNOSTICS, points, table.DIAGNOSTIC_COLUMNS)
         table.add(out / plan.table, [*(r for r in theirs if r["id"] in new), *dearer])
         added[folder] = len(new)
     return added
@@ -338,7 +327,7 @@ def merge(out: Path, others: Sequence[Path]) -> dict[Path, int]:
 
 def _check_files(folder: Path) -> None:
     """Whatever is read or copied below is a file in the folder itself: a link could name any file of whoever merges."""
-    names = (STUDY, DEFAULTS, "runs.csv", "tuning.csv", *BESIDE, LEDGERS)
+    names = (STUDY, DEFAULTS, "runs.csv", "tuning.csv", DIAGNOSTICS, LEDGERS)
     for path in [*(folder / name for name in names), *(folder / LEDGERS).glob("*"), *(folder / LEDGERS).glob("*/*")]:
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             fix = "Replace it by the file itself, or remove it"
@@ -346,7 +335,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_cells(folder: Path) -> None:
-    for name in (read_plan(folder / STUDY).table, *BESIDE):
+    for name in (read_plan(folder / STUDY).table, DIAGNOSTICS):
         for row in table.read(folder / name):
             for column, value in row.items():
                 if isinstance(value, str) and is_formula(value):

@@ -31,13 +31,6 @@ COST = ("epsilon", "epsilon_pld", "epsilon_tempered", "releases")  # what a run 
 DIAGNOSTIC_COLUMNS = (
     "id", "step", "epoch", "projected_share", *(f"h_{q}" for q in QUANTILES), *(f"std_{q}" for q in QUANTILES),
 )  # fmt: skip
-OOD_SCORES = ("confidence", "entropy", "information")
-COVERAGES = tuple(range(10, 100, 10))
-SELECTIVE = ("aurc", *(f"accuracy_at_{c}" for c in COVERAGES))
-ROBUSTNESS_COLUMNS = (
-    "id", "predicts", "kind", "condition", "severity", "images", *SCORES,
-    *(f"auroc_{s}" for s in OOD_SCORES), *(f"fpr95_{s}" for s in OOD_SCORES), *SELECTIVE,
-)  # fmt: skip
 _TEXT = {
     "method", "options", "dataset", "network", "augment", "split", "precision", "hardware", "torch", "version", "id",
     "commit", "code", "settings", "defaults", "predicts", "kind", "condition",

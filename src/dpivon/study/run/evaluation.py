@@ -29,18 +29,8 @@ from dpivon.study.plan.data import StudyData
 from dpivon.study.plan.plan import sample_seed
 from dpivon.study.results import table
 from dpivon.study.results.folder import Results
-from dpivon.study.run.predict import (
-    EagerPasses,
-    Passes,
-    chosen,
-    draw_rows,
-    eager_will_do,
-    posterior_row,
-    predict_row,
-    scores,
-)
+from dpivon.study.run.predict import posterior_row, predict_row, scores
 from dpivon.study.run.progress import Left, Pace
-from dpivon.study.run.robustness import robustness_rows
 from dpivon.temperature import log_probabilities, temper
 
 if TYPE_CHECKING:
@@ -207,7 +197,6 @@ class _Group:
     began: float
     places: list[int] = field(default_factory=list)
     rows: list[table.Row] = field(default_factory=list)
-    robustness: list[table.Row] = field(default_factory=list)
     predictions: dict[str, RunPredictions] = field(default_factory=dict)
 
 
@@ -218,24 +207,21 @@ class StackEvaluation:
         self.work, self.places = work, list(places)
         plan, data = work.plan, work.data
         self.sets = [data.eval_images, *([data.images] if plan.temperature_noise else [])]
-        each = sum(map(len, [*self.sets, *(condition.images for condition in work.conditions)]))
-        self.wide = (work.stack.std > 0).any(1).tolist()
-        rows = [1 + plan.mc_samples * wide for wide in self.wide]
+        each = sum(map(len, self.sets))
+        rows = [1 + plan.mc_samples * wide for wide in (work.stack.std > 0).any(1).tolist()]
         self.passes = [each * rows[work.stack._row(i)] for i in range(len(work.runs))]  # of every run of the stack
         self.pace = Pace()
         self.queries = TemperatureQueries(work.folder, work.stack.mechanism, plan.temperature_noise, work.custody.ahead)
 
     def evaluate(self, keep: Keep, stop: Callable[[], bool]) -> bool:
         """Hand every group to ``keep``, until ``stop`` says so between two runs; True when all are evaluated."""
-        way = self._way()
-        self.work.progress.say(f"{self.work.title}: evaluating with {way.name}")
         self._tell(0)
         group, stopped = _Group(time.monotonic()), False
         for done, i in enumerate(self.places):
             if stopped := stop():
                 break
             began = time.monotonic()
-            self._evaluate_run(i, way, group)
+            self._evaluate_run(i, group)
             self.pace.add(self.passes[i], time.monotonic() - began)
             self._tell(done + 1)
             if time.monotonic() - group.began >= self.work.settings.checkpoint_seconds:
@@ -244,19 +230,15 @@ class StackEvaluation:
         self._hand_over(group, keep)
         return not stopped
 
-    def _evaluate_run(self, i: int, way: Passes, group: _Group) -> None:
+    def _evaluate_run(self, i: int, group: _Group) -> None:
         work, run = self.work, self.work.runs[i]
         draws = {"samples": work.plan.mc_samples, "seed": sample_seed(work.plan, run)}
         mean, std = posterior_row(work.stack, i)
-        found = predict_row(work.stack.network, mean, std, self.sets, passes=way, **draws)
+        found = predict_row(work.stack.network, mean, std, self.sets, **draws)
         row = scores(found, work.data.eval_labels)
         if work.plan.temperature_noise:
             test, training = (each.probs for each in found.get("average", found["mean"]))
             group.predictions[run.id] = RunPredictions(test, training, work.stack.runs[work.stack._row(i)].seed)
-        if work.plan.evaluate is not None:
-            group.robustness += robustness_rows(
-                work.stack, i, run.id, work.conditions, work.plan.evaluate, passes=way, **draws
-            )
         work.evaluated += 1
         group.places.append(i)
         group.rows.append(work.facts(i) | work.last_diagnostics(run.id) | row)
@@ -274,19 +256,7 @@ class StackEvaluation:
         ids = {row["id"] for row in group.rows}
         diagnostics = [d for d in work.diagnostics if d["id"] in ids]
         posteriors = {work.runs[i].id: work.posterior(i) for i in group.places} if work.settings.keep else {}
-        keep(Results(group.rows, diagnostics, group.robustness, posteriors))
-
-    def _way(self) -> Passes:
-        """How to make the forward passes: tried on a run that is finite and has width, if there is one. It is chosen for the
-        whole stack, whatever is left of it, so that an interrupted evaluation goes on as it began."""
-        stack, device = self.work.stack, self.work.device
-        if eager_will_do(device, sum(self.passes)):
-            return EagerPasses(stack.network, device)
-        mean, std = stack.average, stack.std
-        finite = (torch.isfinite(mean) & torch.isfinite(std)).all(1).tolist()
-        best = max(range(len(mean)), key=lambda i: (finite[i], self.wide[i]))
-        rows = draw_rows(mean[best], std[best], samples=self.work.plan.mc_samples, seed=0)
-        return chosen(stack.network, rows, self.work.data.eval_images, self.work.progress.say)
+        keep(Results(group.rows, diagnostics, posteriors))
 
     def _tell(self, done: int) -> None:
         """How far it is, of all runs of the stack."""

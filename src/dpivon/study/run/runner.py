@@ -18,7 +18,6 @@ from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Plan, PlannedRun, steps_of
 from dpivon.study.results.folder import alone, claim, finished, group, record, recorded, retire, under_way
 from dpivon.study.run.progress import Progress
-from dpivon.study.run.robustness import make_conditions
 from dpivon.study.run.settings import MOST, Cluster, Outcome, Settings
 from dpivon.study.run.work import Work, clear, fitting
 
@@ -61,7 +60,6 @@ def _run_here(plan: Plan, out: Path, settings: Settings, stopped: Callable[[], i
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     deadline = settings.deadline()
     data = load_data(plan, settings.data, device)
-    conditions = make_conditions(plan, data, settings.data)  # before anything trains: what is missing is missed now
     stacks = group(plan, out, settings.stack or (MOST if device.type == "cuda" else 1), settings.only)
 
     def stop(work: Work | None = None) -> bool:
@@ -75,7 +73,7 @@ def _run_here(plan: Plan, out: Path, settings: Settings, stopped: Callable[[], i
             title = f"{plan.name} {number}/{len(stacks)}: {len(runs)}×b{runs[0].batch_size}"
             with fitting(runs, folder):
                 known = recorded(out, plan)
-                work = Work(plan, runs, folder, data, conditions, settings, device, progress, title, known=known)
+                work = Work(plan, runs, folder, data, settings, device, progress, title, known=known)
                 with closing(work.kept):
                     if not (work.train(stop) and work.evaluate(partial(record, out, plan), partial(stop, work))):
                         break

@@ -30,9 +30,7 @@ from dpivon.study.results.folder import Note, open_stack
 from dpivon.study.results.provenance import code, commit
 from dpivon.study.results.table import CELL, QUANTILES
 from dpivon.study.run.evaluation import Keep, StackEvaluation
-from dpivon.study.run.predict import SWITCH
 from dpivon.study.run.progress import Left
-from dpivon.study.run.robustness import Condition
 from dpivon.study.run.settings import PRECISIONS, Settings
 
 _AT = (0.05, 0.5, 0.95)
@@ -121,7 +119,6 @@ class Work:
         runs: Sequence[PlannedRun],
         folder: Path,
         data: StudyData,
-        conditions: Sequence[Condition],
         settings: Settings,
         device: torch.device,
         progress: Shown,
@@ -131,7 +128,7 @@ class Work:
     ) -> None:
         self.plan, self.runs, self.folder, self.data = plan, list(runs), folder, data
         self.settings, self.device, self.progress, self.title = settings, device, progress, title
-        self.conditions, self.custody, self.known = conditions, custody or Custody(), known or {}
+        self.custody, self.known = custody or Custody(), known or {}
         self.note = Note(folder).write
         self.evaluated = 0  # runs, here
         self.precision = settings.precision or ("bfloat16" if device.type == "cuda" else "float32")
@@ -216,7 +213,7 @@ class Work:
         except torch.OutOfMemoryError:  # no reason to train again
             raise ArgumentError(
                 f"{self.folder}: the evaluation does not fit on the GPU beside its stack, which is trained and kept there. "
-                f"Give the same command when more of the GPU is free, or with {SWITCH}=eager in the environment."
+                "Give the same command when more of the GPU is free."
             ) from None
 
     @property
@@ -233,7 +230,7 @@ class Work:
 
     def posterior(self, i: int) -> bytes:
         path = self.folder / "posterior.safetensors"
-        self.stack.posterior(i).save(path)
+        self.stack.posterior(i, averaged=self.plan.stacked(self.runs[i]).averaged).save(path)
         return path.read_bytes()
 
     def facts(self, i: int) -> dict[str, Any]:

@@ -52,14 +52,11 @@ def _pixels3(X, pixels, h, w, H: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def conv_forward(
-    X, WEIGHT, BIAS, MODEL, IMAGE, Z,
+    X, WEIGHT, BIAS, MODEL, Z,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
     BM: tl.constexpr, SIGN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM positions of one example; BM divides H·W. SIGN = −1 with transposed weights gives the input's gradient.
-
-    With IMAGE, example n reads image IMAGE[n], which others may read too; with None it has its own.
-    """
+    """One tile of BM positions of one example; BM divides H·W. SIGN = −1 with transposed weights gives the input's gradient."""
     tl.static_assert(H * W % BM == 0)
     tiles: tl.constexpr = H * W // BM
     n = (tl.program_id(0) // tiles).to(tl.int64)
@@ -68,10 +65,7 @@ def conv_forward(
     h = pixels // W
     w = pixels % W
     cols = tl.arange(0, COUT)
-    if IMAGE is None:
-        X += n * (H * W * CIN)
-    else:
-        X += tl.load(IMAGE + n).to(tl.int64) * (H * W * CIN)
+    X += n * (H * W * CIN)
     if CIN == 3:
         kk = tl.arange(0, 32)
         a = _pixels3(X, pixels, h, w, H, W)
@@ -247,9 +241,9 @@ def _contest(best, which, z_best, z, j: tl.constexpr, scale, shift):
 @triton.jit
 def norm_pool_forward(
     Z, GAMMA, BETA, MODEL, Y, WHICH, ZBEST, MEAN, RSTD, eps,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr, KEEP: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One example; BP, the pooled positions handled at a time, divides H·W/4. Without KEEP it writes Y alone."""
+    """One example; BP, the pooled positions handled at a time, divides H·W/4."""
     POOLED: tl.constexpr = H * W // 4
     tl.static_assert(POOLED % BP == 0)
     n = tl.program_id(0).to(tl.int64)
@@ -268,9 +262,8 @@ def norm_pool_forward(
     mean = _by_group(tl.sum(total, axis=0), C, CG) / count
     var = tl.maximum(_by_group(tl.sum(squares, axis=0), C, CG) / count - mean * mean, 0.0)
     rstd = 1.0 / tl.sqrt(var + eps)
-    if KEEP:
-        tl.store(MEAN + n * C + c, mean)
-        tl.store(RSTD + n * C + c, rstd)
+    tl.store(MEAN + n * C + c, mean)
+    tl.store(RSTD + n * C + c, rstd)
     scale = tl.load(GAMMA + k * C + c).to(tl.float32) * rstd
     shift = tl.load(BETA + k * C + c).to(tl.float32) - mean * scale
     for start in range(0, POOLED, BP):
@@ -283,9 +276,8 @@ def norm_pool_forward(
             best, which, z_best = _contest(best, which, z_best, z, j, scale, shift)
         at = n * (POOLED * C) + p[:, None] * C + c[None, :]
         tl.store(Y + at, best.to(Y.dtype.element_ty))
-        if KEEP:
-            tl.store(WHICH + at, which.to(tl.int8))
-            tl.store(ZBEST + at, z_best)
+        tl.store(WHICH + at, which.to(tl.int8))
+        tl.store(ZBEST + at, z_best)
 
 
 @triton.jit

@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEFT_OVER = (
-    2**20
-)  # bytes that torch's allocator on a GPU may leave unused behind a large buffer, and counts as allocated
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -59,11 +55,6 @@ class Layout:
     @property
     def size(self) -> int:
         return list(self.slices.values())[-1].stop
-
-    def passes_at_once(self, memory: int) -> int:
-        """How many passes of an evaluation fit: each block has two fp32 buffers, before and after pooling."""
-        each = 4 * sum(s * s * d + s * s * d // 4 for s, _, d in self.convs)
-        return (memory - 2 * len(self.convs) * _LEFT_OVER) // each
 
     def views(self, rows: Tensor) -> dict[str, Tensor]:
         """The parameters of K models as views of [K, P]."""

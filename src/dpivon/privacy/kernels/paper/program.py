@@ -16,14 +16,17 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import EPS_NUM
 from dpivon.privacy.kernels.paper import kernels
-from dpivon.privacy.kernels.paper.forward import Blocks, head_logits, parameters, tuned
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.precision import compiled, product
 
-#: Block sizes, taps at a time and warps of each kernel of the backward pass by block of the network, tuned on an H200. Norms
-#: and sums take equally many positions at a time: where a gradient cancels over them, one order of adding gives one gradient.
+#: Block sizes, taps at a time and warps of each kernel by block of the network, tuned on an H200 in bf16. Norms and sums take
+#: equally many positions at a time: where a gradient cancels over them, one order of adding gives one gradient.
 TUNING: dict[str, list[dict[str, int]]] = {
+    "forward": [{"BM": 256, "num_warps": 2}, {"BM": 128, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
+    # With two warps the first would need 238 registers, and Hopper's own products want four. By compiling; not yet measured.
+    "forward_fp32": [{"BM": 256, "num_warps": 4}, {"BM": 128, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
+    "pool_forward": [{"BP": 64, "num_warps": 4}, {"BP": 16, "num_warps": 2}, {"BP": 4, "num_warps": 1}],
     "input": [{}, {"BM": 256, "num_warps": 4}, {"BM": 64, "num_warps": 4}],
     "norms": [
         {"BT": 128, "TAPS": 1, "num_warps": 2},
@@ -50,7 +53,13 @@ class Program:
             return torch.empty(*shape, device=device, dtype=dtype)
 
         n, f = capacity, torch.float32
-        self.blocks = Blocks(layout, n, device, dtype, keep=True)
+        self.kernel = "forward_fp32" if dtype == torch.float32 else "forward"
+        self.z = [new(n, s * s, d) for s, _, d in layout.convs]
+        self.y = [new(n, s * s // 4, d) for s, _, d in layout.convs]
+        # What backward reads: which pixel won with its value, and statistics.
+        self.which = [new(n, s * s // 4, d, dtype=torch.int8) for s, _, d in layout.convs]
+        self.z_best = [new(n, s * s // 4, d) for s, _, d in layout.convs]
+        self.stats = [(new(n, d, dtype=f), new(n, d, dtype=f)) for *_, d in layout.convs]
         self.dz = [new(n, s * s, d) for s, _, d in layout.convs]
         self.dy = [new(n, s * s // 4, d) for s, _, d in layout.convs]
         self.small = [new(n, 3, d, dtype=f) for *_, d in layout.convs]  # γ, β, bias
@@ -69,7 +78,7 @@ class Program:
     def clipped_sums(self, theta: Tensor, batch: Batch, bound: Tensor) -> Tensor:
         """Σ_i ḡ_i for every run, [K, P] in fp64."""
         w = self._weights(self.layout, theta, self.dtype)
-        linear, squared, dy = self._head(self.layout, w, self.blocks.features(w, batch.inputs, batch.model), batch)
+        linear, squared, dy = self._head(self.layout, w, self._features(w, batch), batch)
         self.dy[-1].view(self.capacity, -1).copy_(dy)
         self._backward(w, batch)
         factors, by_row = self._factors(squared, self.squared, batch.places, bound)
@@ -81,17 +90,30 @@ class Program:
             biases.append(bias)
         return self._assemble(self.partial, self.small, by_row, batch.places, products, biases)
 
+    def _features(self, w: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The convolutional blocks forward: [examples, flat]."""
+        x, n = batch.inputs, len(batch.model)
+        for i, (s, c, d) in enumerate(self.layout.convs):
+            options = tuned(TUNING[self.kernel][i], s * s)
+            kernels.conv_forward[(n * (s * s // options["BM"]),)](
+                x, w[f"w{i}"], w[f"b{i}"], batch.model, self.z[i], s, s, c, d, SIGN=1, HAS_BIAS=True, **options
+            )
+            kernels.norm_pool_forward[(n,)](
+                self.z[i], w[f"gain{i}"], w[f"shift{i}"], batch.model, self.y[i], self.which[i], self.z_best[i],
+                *self.stats[i], 1e-5, s, s, d, d // self.layout.groups, **tuned(TUNING["pool_forward"][i], s * s // 4),
+            )  # fmt: skip
+            x = self.y[i]
+        return x[:n].view(n, -1)
+
     def _backward(self, w: dict[str, Tensor], batch: Batch) -> None:
-        blocks = self.blocks
         for i in reversed(range(len(self.layout.convs))):
             s, c, d = self.layout.convs[i]
-            mean, rstd = blocks.stats[i]
             options = tuned(TUNING["pool_backward"][i], s * s // 4)
             kernels.norm_pool_backward[(self.capacity,)](
-                blocks.z[i], self.dy[i], blocks.which[i], blocks.z_best[i], w[f"gain{i}"], batch.model, mean, rstd, self.dz[i],
+                self.z[i], self.dy[i], self.which[i], self.z_best[i], w[f"gain{i}"], batch.model, *self.stats[i], self.dz[i],
                 self.small[i], self.squared[2 * i], s, s, d, d // self.layout.groups, **options,
             )  # fmt: skip
-            x = blocks.y[i - 1] if i else batch.inputs
+            x = self.y[i - 1] if i else batch.inputs
             kernels.weight_norms[(self.capacity,)](
                 x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **tuned(TUNING["norms"][i], s * s)
             )
@@ -99,13 +121,13 @@ class Program:
                 options = tuned(TUNING["input"][i], s * s)
                 tiles = s * s // options["BM"]
                 kernels.conv_forward[(self.capacity * tiles,)](
-                    self.dz[i], w[f"turned{i}"], w[f"b{i}"], batch.model, None, self.dy[i - 1], s, s, d, c,
+                    self.dz[i], w[f"turned{i}"], w[f"b{i}"], batch.model, self.dy[i - 1], s, s, d, c,
                     SIGN=-1, HAS_BIAS=False, **options,
                 )  # fmt: skip
 
     def _conv_sums(self, batch: Batch, by_row: Tensor) -> None:
         for i, (s, c, d) in enumerate(self.layout.convs):
-            x = self.blocks.y[i - 1] if i else batch.inputs
+            x = self.y[i - 1] if i else batch.inputs
             options = tuned(TUNING["sums"][i], s * s)
             parts = 1 if c == 3 else 9 // options["TAPS"]
             kernels.weight_sums[(self.runs, parts, self.chunks)](
@@ -117,8 +139,8 @@ class Program:
 
 
 def weights(layout: Layout, theta: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters; and the weights turned, for the input's gradient."""
-    out = parameters(layout, theta, dtype)
+    """Each parameter's K copies together, in the kernels' precision; and the weights turned, for the input's gradient."""
+    out = {name: v.to(dtype).contiguous() for name, v in layout.views(theta).items()}
     for i in range(1, len(layout.convs)):
         out[f"turned{i}"] = out[f"w{i}"].transpose(2, 3).contiguous()
     return out
@@ -134,8 +156,8 @@ def head(
     places = batch.places.clamp(max=rows - 1)
     a = torch.where(real, features[places], 0.0)
     labels = batch.labels[places]
-    h, logits = head_logits(layout, w, a)
-    logits = logits.float()
+    h = torch.baddbmm(w[f"b{n}"].unsqueeze(1), a, w[f"w{n}"]).relu()
+    logits = torch.baddbmm(w[f"b{n + 1}"].unsqueeze(1), h, w[f"w{n + 1}"]).float()
     target = labels.unsqueeze(2) == torch.arange(layout.classes, device=labels.device)
     known = target.any(2, keepdim=True)  # a label that is no class: the example contributes zero
     g_out = torch.where(known, torch.softmax(logits, -1) - target.float(), 0.0).to(a.dtype)
@@ -184,6 +206,11 @@ def assemble(
     for (high, low), bias in zip(products, biases, strict=True):
         parts += [(high.double() + low.double()).flatten(1), bias]
     return torch.cat(parts, 1)
+
+
+def tuned(options: dict[str, int], positions: int) -> dict[str, int]:
+    """A kernel's options, with its block no larger than the image."""
+    return {key: min(v, positions) if key in ("BM", "BT", "BP") else v for key, v in options.items()}
 
 
 def _taps(channels: int) -> tuple[int, int]:

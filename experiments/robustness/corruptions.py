@@ -2,8 +2,8 @@
 
 Hendrycks and Dietterich, *Benchmarking Neural Network Robustness to Common Corruptions and Perturbations*, 2019
 (arXiv:1903.12261), with their constants for images of 32×32. They are generated here with torch alone (and Pillow for JPEG):
-they are not the published files, so numbers are comparable within this library and not with papers on CIFAR-10-C. Left out are
-corruptions that need other images or programs (frost, snow, motion, glass and zoom blur).
+they are not the published files, so numbers are comparable within these experiments and not with papers on CIFAR-10-C. Left
+out are corruptions that need other images or programs (frost, snow, motion, glass and zoom blur).
 
 Everything random follows a public seed, the corruption's name and its severity. Results are bytes, as in the published
 files.

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from experiments.robustness import corruptions
+from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, as_bytes, corrupt
 
-from dpivon.data import corruptions
-from dpivon.data.corruptions import CORRUPTIONS, SEVERITIES, as_bytes, corrupt
 from dpivon.errors import ArgumentError
 
 Image = pytest.importorskip("PIL.Image")
