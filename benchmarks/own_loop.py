@@ -2,16 +2,20 @@
 
     python -m benchmarks.own_loop --batch 512
     python -m benchmarks.own_loop --batch 128 --json own-loop-128.json
+    python -m benchmarks.own_loop --batch 512 --profile ours    # no figures: where the time of one contender goes
 
-Every contender is a process of its own. All compile side by side, and then wait: one at a time makes blocks of steps while the
-clock runs, and the device is waited for once per block, as in a loop that does not print. Images are bytes, normalised on the
-GPU; the network is the paper's CNN.
+There are three processes: plain, Opacus and ours. They compile side by side, each its contenders one after the other, since
+these share programs. Then one contender at a time makes blocks of steps while the clock runs, and the device is waited for once
+per block, as in a loop that does not print. Every figure is printed and in the file as soon as it is known. Images are bytes,
+normalised on the GPU; the network is the paper's CNN.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -163,26 +167,33 @@ class _Normalised(torch.nn.Module):
 
 
 def worker(args):
+    """Makes each of its contenders; then times the one whose name it reads, until there are no more."""
     warnings.simplefilter("ignore")
-    run = make(args.worker, args.batch, args.workers)
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    if hasattr(run, "path"):
-        print(f"{args.worker}: {run.path()}", file=sys.stderr)
-    if args.profile and args.worker == "ours":
-        profile(run)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        run()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(args.blocks):
+    runs = {}
+    for name in args.worker:
+        try:
+            begun = time.perf_counter()
+            runs[name] = run = make(name, args.batch, args.workers)
+            for _ in range(2):
+                run()
+            torch.cuda.synchronize()
+            path = f", {run.path()}" if hasattr(run, "path") else ""
+            print(f"{name}: ready after {time.perf_counter() - begun:.0f} s{path}", file=sys.stderr, flush=True)
+        except Exception as error:
+            runs.pop(name, None)
+            print(f"{name}: failed ({type(error).__name__}: {error})", file=sys.stderr, flush=True)
+    if args.profile:
+        return profile(*runs.values())
+    print(json.dumps(list(runs)), flush=True)
+    for line in sys.stdin:
+        run, times = runs[line.strip()], []
+        for _ in range(args.blocks + 1):  # the first refills the loader's queue
             start = time.perf_counter()
             run()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) / BLOCK)
-        print(json.dumps(times), flush=True)
+        print(json.dumps(times[1:]), flush=True)
+    return None
 
 
 def profile(run):
@@ -193,67 +204,88 @@ def profile(run):
     with cProfile.Profile() as host:
         for _ in range(5):
             run()
-    pstats.Stats(host, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
+    pstats.Stats(host).sort_stats("cumulative").print_stats(45)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as device:
         run()
         torch.cuda.synchronize()
+    print(device.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=60))
+
+
+def figures(times):
+    """Of each contender: milliseconds, and ratios to the others."""
+    ms, nan = {name: 1e3 * statistics.median(t) for name, t in times.items() if t}, float("nan")
+    best = min((ms[name] for name in ms if name.startswith("plain-")), default=nan)
+    return {
+        name: {
+            "ms": value,
+            "over_captured": value / ms.get("plain-captured", nan),
+            "over_resident": value / ms.get("plain-resident", nan),
+            "over_best": value / best,
+            "opacus_over": ms.get("opacus", nan) / value,
+            "blocks": len(times[name]),
+        }
+        for name, value in ms.items()
+    }
+
+
+def write(args, times):
+    if args.json:
+        facts = {"batch": args.batch, "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
+        facts["command"] = " ".join(["python -m benchmarks.own_loop", *sys.argv[1:]])
+        with open(args.json, "w") as file:
+            json.dump(facts | {"rows": figures(times)}, file, indent=1)
+
+
+def table(args, times):
     print(
-        device.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60), file=sys.stderr
+        f"paper's CNN, b = {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {args.workers} workers"
     )
+    print(f"{'':62s} {'ms':>7s} {'/ captured':>10s} {'/ resident':>10s} {'Opacus /':>9s}")
+    for name, row in figures(times).items():
+        a, b, c, d = (row[key] for key in ("ms", "over_captured", "over_resident", "opacus_over"))
+        print(f"{CONTENDERS[name]:62s} {a:7.3f} {b:10.2f} {c:10.2f} {d:9.2f}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--profile", action="store_true", help="print where the time of engine.compile goes")
+    parser.add_argument(
+        "--profile", choices=list(CONTENDERS), help="print where the time of this one goes, and nothing else"
+    )
     parser.add_argument("--json")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.worker = [args.profile] if args.profile else args.worker
     if args.worker:
         return worker(args)
-    pipe, processes, times = subprocess.PIPE, {}, {name: [] for name in args.only}
-    for name in args.only:
-        command = [sys.executable, "-m", "benchmarks.own_loop", "--worker", name, "--batch", str(args.batch)]
-        command += ["--workers", str(args.workers), "--blocks", str(args.blocks)] + ["--profile"] * args.profile
-        processes[name] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-    for name, process in list(processes.items()):
-        if process.stdout.readline().strip() != "ready":
-            print(f"{name}: failed", file=sys.stderr)
-            del processes[name]
+    pipe, processes, times = subprocess.PIPE, [], {}
+    for group in ("ours", "plain", "opacus"):
+        names = [name for name in args.only if name.startswith(group)]
+        if names:
+            command = [sys.executable, "-m", "benchmarks.own_loop", "--batch", str(args.batch), "--worker", *names]
+            command += ["--workers", str(args.workers), "--blocks", str(args.blocks)]
+            own = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 2) // 2)), **os.environ}
+            processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=own))
+    ready = [(process, json.loads(process.stdout.readline() or "[]")) for process in processes]
     for _ in range(args.rounds):
-        for name, process in processes.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            times[name] += json.loads(process.stdout.readline())
-    for process in processes.values():
+        for process, names in ready:
+            for name in names:
+                process.stdin.write(f"{name}\n")
+                process.stdin.flush()
+                times.setdefault(name, []).extend(json.loads(process.stdout.readline()))
+                print(f"{name}: {figures(times)[name]['ms']:.3f} ms", file=sys.stderr, flush=True)
+                write(args, times)
+    for process in processes:
         process.stdin.close()
-        process.wait()
-    ms = {name: 1e3 * statistics.median(t) for name, t in times.items() if t}
-    nan = float("nan")
-    print(
-        f"paper's CNN, b = {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {args.workers} workers"
-    )
-    print(f"{'':62s} {'ms':>7s} {'/ captured':>10s} {'/ resident':>10s} {'Opacus /':>9s}")
-    rows = {}
-    for name, value in ms.items():
-        ratios = {
-            "ms": value,
-            "over_captured": value / ms.get("plain-captured", nan),
-            "over_resident": value / ms.get("plain-resident", nan),
-            "opacus_over": ms.get("opacus", nan) / value,
-        }
-        rows[name] = ratios
-        a, b, c, d = ratios.values()
-        print(f"{CONTENDERS[name]:62s} {a:7.3f} {b:10.2f} {c:10.2f} {d:9.2f}")
-    if args.json:
-        facts = {"batch": args.batch, "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
-        facts["command"] = " ".join(["python -m benchmarks.own_loop", *sys.argv[1:]])
-        with open(args.json, "w") as file:
-            json.dump(facts | {"rows": rows}, file, indent=1)
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        process.kill()
+    table(args, times)
     return None
 
 

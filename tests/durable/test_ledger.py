@@ -57,6 +57,29 @@ def test_what_is_charged_is_read_back_in_order_and_run_length(path):
     assert first | {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.01, "spec": SPEC.digest} == first
 
 
+def test_what_is_written_ahead_is_never_short_of_what_was_charged_and_is_given_back(path, monkeypatch):
+    writes = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (writes.append(file), sync(file)))
+    ledger = Ledger(path)
+    ledger.ahead, before = 4, len(writes)
+    for made in range(1, 7):
+        ledger.charge(TERMS)
+        assert ledger.record.releases == made
+        assert read(path).releases == {1: 4, 5: 8}.get(made, 4 if made < 5 else 8)  # what a crash would leave
+    assert len(writes) - before == 2
+    ledger.charge(OTHER)  # the two that nobody made come back first
+    assert read(path).rows == [(TERMS, 6), (OTHER, 4)]
+    ledger.charge(OTHER, 1, "e" * 32)  # with evidence one is one
+    assert read(path).rows == [(TERMS, 6), (OTHER, 2)]
+    ledger.charge(OTHER)
+    ledger.close()
+    assert read(path).rows == ledger.record.rows == [(TERMS, 6), (OTHER, 3)]
+    again = Ledger(path)
+    assert again.record.releases == 9
+    again.close()
+
+
 def named(*runs):
     return tuple({"run": run, **SPEC.replace(noise_multiplier=sigma).terms} for run, sigma in runs)
 

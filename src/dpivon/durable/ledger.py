@@ -127,10 +127,17 @@ class Ledger:
 
     >>> ledger = Ledger(folder / "ledger.jsonl")
     >>> ledger.charge(({"noise_multiplier": 1.0, "sample_rate": 0.01, …},), 32)  # on disk when this returns
+
+    Attributes:
+        ahead: how many releases are written at once. Those not made yet stay charged if the process dies, and are given back
+            when it closes the ledger.
     """
+
+    ahead = 1
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._file, self._process = Path(path), -1, os.getpid()
+        self._spare = 0  # releases on disk that are not in the record, since nobody has made them
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.path.with_name(self.path.name + ".lock"), str(self.path))
         try:
@@ -153,7 +160,7 @@ class Ledger:
     def _reopen(self) -> None:
         read = _parse(self.path)
         self.record, self._terms, self._largest = read.record, read.terms, read.largest
-        self._seal, self._lines, self._end = read.seal, read.lines, read.end
+        self._seal, self._lines, self._end, self._spare = read.seal, read.lines, read.end, 0
         self._merge_at = max(
             MOST_LINES, 2 * self._lines
         )  # terms that never repeat cannot be merged: not again and again
@@ -176,14 +183,19 @@ class Ledger:
             raise PrivacyError(
                 f"{self.path}: is of releases for the unit of privacy {theirs!r}, not {own!r}. Give each its own ledger."
             )
-        at = self.record.releases
+        if self._spare >= n and terms == self._terms and not evidence:
+            self._spare -= n
+            self.record.note(terms, n, evidence)
+            return
+        self._return_spare()
+        at, more = self.record.releases, 0 if evidence else max(0, self.ahead - n)
         lines: list[dict[str, Any]] = []
         if terms != self._terms:
             lines.append({"terms": [dict(t) for t in terms]})
             self._largest = 1
-        lines.append({"to": at + n, "n": n} | ({"evidence": evidence} if evidence else {}))
+        lines.append({"to": at + n + more, "n": n + more} | ({"evidence": evidence} if evidence else {}))
         self._append(lines)
-        self._terms, self._largest = terms, max(self._largest, n)
+        self._terms, self._largest, self._spare = terms, max(self._largest, n + more), more
         self.record.note(terms, n, evidence)
         self._merge()
 
@@ -193,12 +205,20 @@ class Ledger:
             return
         if not self.record.rows or not 0 < n <= self.record.rows[-1][1]:
             raise PrivacyError(f"{self.path}: {n} releases cannot be given back; so many were not reserved last.")
+        self._return_spare()
         self._append([{"to": self.record.releases - n, "n": -n}])
         self.record.add(self.record.rows[-1][0], -n)
 
+    def _return_spare(self) -> None:
+        if self._spare:
+            self._append([{"to": self.record.releases, "n": -self._spare}])
+            self._spare = 0
+
     def close(self) -> None:
-        """Let another process charge it. What was charged stays."""
+        """Let another process charge it. What was charged stays, but for what was written ahead."""
         if self._file >= 0:
+            with contextlib.suppress(PrivacyError, StorageError):  # it stays charged
+                self._return_spare()
             os.close(self._file)
             self._file = -1
         self._lock.release()

@@ -90,7 +90,7 @@ class Config(Declaration):
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     secure: bool = False
     device: str = "cpu"
-    physical_batch_size: Whole = 256
+    physical_batch_size: Whole | None = None
     checkpoint_seconds: Positive = 30.0
 
     @property

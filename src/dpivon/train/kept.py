@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,14 +11,56 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data._utils.collate import default_collate
 
+from dpivon.durable.ledger import Ledger
 from dpivon.errors import BudgetSpent
 from dpivon.methods import Learner
 from dpivon.privacy import Checkpoints, PrivacyEngine
 from dpivon.privacy.compiled import LossFn
+from dpivon.privacy.kernels.padded import examples_at_once
 from dpivon.train.artefacts import Line, Progress
 
 Evaluate = Callable[[], Mapping[str, Any]]
+Data = Dataset[Any] | tuple[Tensor, ...]
+_AT_ONCE = 256  # examples of a pass on a CPU
+_CHARGED = 0.25  # seconds of steps that one write to the ledger charges on a GPU, where a lost step is not made again
+
+
+class Rows(TensorDataset):
+    """Rows of tensors, of which a loader takes a batch at a time."""
+
+    def __getitems__(self, index: list[int]) -> tuple[Tensor, ...]:
+        at = torch.tensor(index, dtype=torch.int64).to(self.tensors[0].device)
+        return tuple(t[at] for t in self.tensors)
+
+
+def as_batch(rows: Any) -> Any:
+    """A batch as it is, or one made of examples."""
+    return default_collate(rows) if isinstance(rows, list) else rows
+
+
+def loader_of(
+    data: Data, device: torch.device, batch_size: int, generator: torch.Generator | None, collate_fn: Any = as_batch
+) -> DataLoader[Any]:
+    """A loader of the data; tensors go to the device where they take at most a quarter of it, and are pinned where not."""
+    dataset: Any = data
+    if isinstance(data, tuple):
+        cuda, size = device.type == "cuda", sum(t.nbytes for t in data)
+        moved = cuda and size <= torch.cuda.get_device_properties(device).total_memory // 4
+        dataset = Rows(*(t.to(device) if moved else t for t in data))
+    there = isinstance(dataset, Rows) and dataset.tensors[0].is_cuda
+    pinned = device.type == "cuda" and not there
+    return DataLoader(dataset, batch_size, generator=generator, pin_memory=pinned, collate_fn=collate_fn)
+
+
+def at_once(given: int | None, model: nn.Module, data: Data, device: torch.device, views: int = 1) -> int | None:
+    """How many examples run at once: as given, or 256 on a CPU, and on a GPU as many as fit; None if that is not known."""
+    if given is not None or device.type == "cpu":
+        return given or _AT_ONCE
+    return examples_at_once(copy.deepcopy(model), data[0][:1].to(device), views) if isinstance(data, tuple) else None
 
 
 class KeptRun:
@@ -32,7 +75,7 @@ class KeptRun:
         epochs: length of the run.
         delta: δ, for the ε that is shown.
         config: what must be the same when the run goes on.
-        physical_batch_size: how many examples run at once; None for all that are drawn.
+        physical_batch_size: how many examples run at once (:func:`at_once`); None for all that are drawn.
         checkpoint_seconds: how often it is saved within an epoch.
         also: more to be kept with checkpoints, by name.
     """
@@ -57,6 +100,7 @@ class KeptRun:
         self.checkpoint_seconds = checkpoint_seconds
         self.step = engine.compile(losses, max_physical_batch_size=physical_batch_size)
         self.done, self.before = 0, 0.0  # steps, and seconds of earlier processes
+        self._at, self._each = time.monotonic(), _CHARGED  # when the last step began, and about how long one takes
         self.spent = False  # whether the budget refused a step
         self.kept = self.progress = None
         if folder is not None:
@@ -97,6 +141,7 @@ class KeptRun:
         with signals:
             for epoch in range(first, self.epochs):
                 for batch in self.loader:
+                    self._charge_ahead()
                     if not self._step(batch):
                         break
                     show(None, self.done)
@@ -110,6 +155,16 @@ class KeptRun:
                 saved = self._save()
                 if self.spent:
                     break
+
+    def _charge_ahead(self) -> None:
+        """How many steps the next charge is for: none past the plan, and on a CPU, where a lost step is repeated, one."""
+        now = time.monotonic()
+        seconds, self._at = now - self._at, now
+        ledger = self.engine.ledger
+        if isinstance(ledger, Ledger) and self.optimizer.params[0].is_cuda:
+            self._each = 0.8 * self._each + 0.2 * seconds
+            left = self.steps - ledger.record.releases
+            ledger.ahead = max(1, min(left, int(_CHARGED / self._each)))
 
     def _restored(self) -> None:
         """Called once before the first step of this process."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.decisions import shares_of
 from dpivon.errors import bad
@@ -25,7 +24,7 @@ from dpivon.privacy.people import People
 from dpivon.sources import Examples
 from dpivon.train.artefacts import Line
 from dpivon.train.config import COUNT, Config, fixed
-from dpivon.train.kept import KeptRun
+from dpivon.train.kept import KeptRun, at_once, loader_of
 from dpivon.train.published import Description, assembled
 
 HELDOUT_DRAWS = 8
@@ -87,14 +86,11 @@ class Loop(KeptRun):
         if description.noise is not None:
             loss = PerExampleLoss(description.noise)
         self.examples, self.people, self.sums = examples, people, Sums()
+        data = examples.inputs, examples.targets
+        most = at_once(config.physical_batch_size, learner.model, data, self.device)
         made = learner.make_private_with_epsilon(
             engine,
-            DataLoader(
-                TensorDataset(examples.inputs, examples.targets),
-                batch_size=config.batch_size,
-                generator=seeds.generator("batches") if own else None,
-                pin_memory=self.device.type == "cuda",
-            ),
+            loader_of(data, self.device, config.batch_size, seeds.generator("batches") if own else None),
             target_epsilon=config.epsilon,
             target_delta=config.delta,
             epochs=config.epochs,
@@ -115,7 +111,7 @@ class Loop(KeptRun):
             epochs=config.epochs,
             delta=config.delta,
             config=fixed(config),
-            physical_batch_size=config.physical_batch_size,
+            physical_batch_size=most,
             checkpoint_seconds=config.checkpoint_seconds,
             also={"sums": self.sums} if config.also else None,
         )

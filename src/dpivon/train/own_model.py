@@ -18,8 +18,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torch.utils.data._utils.collate import default_collate
 
 from dpivon._version import __version__
 from dpivon.durable.files import replace, sync_folder
@@ -40,14 +38,14 @@ from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
 from dpivon.stacked.rules import stackable
 from dpivon.train.artefacts import Line, write_json
-from dpivon.train.kept import KeptRun
+from dpivon.train.kept import Data, KeptRun, as_batch, at_once, loader_of
 from dpivon.train.loop import Seeds
 from dpivon.train.published import FOLDER
 
 
 def train(
     model: nn.Module,
-    data: Dataset[Any] | tuple[Tensor, Tensor],
+    data: Data,
     plan: Budget,
     *,
     out: str | Path | None,
@@ -86,6 +84,7 @@ def train(
         return *_finished(folder, model, device), engine
     seen = used(augment)
     views = None if seen is None else _Views(seen, Seeds(seed))
+    most = at_once(physical_batch_size, learner.model, data, device, 1 if seen is None else seen.views)
     made = _private(learner, engine, data, plan, views, device, max_grad_norm, clipping, people, Seeds(seed))
     learner._plan(plan.steps)
     engine._limit = _limit(settings, plan)
@@ -104,7 +103,7 @@ def train(
         epochs=epochs,
         delta=plan.delta,
         config=settings,
-        physical_batch_size=physical_batch_size,
+        physical_batch_size=most,
         also={} if views is None else {"views": views},
     )
     found = {} if evaluate is None else {"evaluate": lambda: {"not_private": dict(evaluate(learner))}}
@@ -165,7 +164,7 @@ def _learner(
 def _private(
     learner: Learner,
     engine: PrivacyEngine,
-    data: Dataset[Any] | tuple[Tensor, Tensor],
+    data: Data,
     plan: Budget,
     views: _Views | None,
     device: torch.device,
@@ -175,15 +174,9 @@ def _private(
     seeds: Seeds,
 ) -> tuple[Any, Any, Any]:
     """``make_private`` of the learner, drawing from the operating system unless there is a seed."""
-    own, on_device = seeds.seed is not None, isinstance(data, tuple) and data[0].is_cuda
-    dataset: Dataset[Any] = TensorDataset(*data) if isinstance(data, tuple) else data
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_size=plan.batch_size,
-        generator=seeds.generator("batches") if own else None,
-        pin_memory=device.type == "cuda" and not on_device,
-        collate_fn=views,
-    )
+    own = seeds.seed is not None
+    generator = seeds.generator("batches") if own else None
+    loader = loader_of(data, device, plan.batch_size, generator, as_batch if views is None else views)
     if clipping == "per_layer":  # the same bound for every tensor, as in a stack
         trained = sum(p.requires_grad for p in learner.model.parameters())
         clipping = make_clipping("per_layer", [1.0] * trained, trained)
@@ -208,8 +201,8 @@ class _Views:
     def __init__(self, augment: Augmentation, seeds: Seeds) -> None:
         self.augment, self._generator = augment, seeds.generator("views")
 
-    def __call__(self, rows: list[Any]) -> tuple[Tensor, Tensor]:
-        x, y = default_collate(rows)
+    def __call__(self, rows: Any) -> tuple[Tensor, Tensor]:
+        x, y = as_batch(rows)
         self.augment.check(x)
         n = self.augment.views
         words = torch.randint(2**32, (3, len(x), n), generator=self._generator)
