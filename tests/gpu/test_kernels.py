@@ -12,7 +12,7 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
-from dpivon import Augmentation
+from dpivon import ArgumentError, Augmentation
 from dpivon.models import CompactCNN
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.paper.layout import Layout
@@ -76,6 +76,20 @@ def test_kernels_agree_with_the_loop_to_the_precision_of_their_operands(data):
     for k in (0, 2, 3):
         assert float((got[k] - expected[k]).norm() / expected[k].norm()) < 0.1
         assert float(torch.nn.functional.cosine_similarity(got[k], expected[k], dim=0)) > 0.995
+
+
+def test_a_wider_network_has_smaller_tiles_and_one_too_wide_is_refused_before_anything_is_drawn(data):
+    wide, bound = PaperNetwork(Layout(widths=(64, 128, 256), hidden=256)), torch.tensor([2.0, 30.0], device=DEVICE)
+    theta = torch.stack([wide.initial(k) for k in range(2)]).to(DEVICE)
+    batch = batch_of([30, 21], *data)
+    expected = LoopedGradients(wide, torch.float32).clipped_sums(theta, batch, bound)
+    program = Program(wide.layout, 2, len(batch.labels), DEVICE, torch.bfloat16)
+    got = program.clipped_sums(theta, dataclasses.replace(batch, inputs=program.prepare(batch.inputs)), bound)
+    for k in range(2):
+        assert float((got[k] - expected[k]).norm() / expected[k].norm()) < 0.1
+        assert float(torch.nn.functional.cosine_similarity(got[k], expected[k], dim=0)) > 0.995
+    with pytest.raises(ArgumentError, match="more shared memory"):
+        PaperNetwork(Layout(widths=(64, 1024, 2048))).gradients(1, 16, DEVICE, torch.bfloat16)
 
 
 @pytest.mark.parametrize("offset", [0.0, 30.0])

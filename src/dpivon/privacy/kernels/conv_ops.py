@@ -8,8 +8,8 @@ CUDA graph captures.
 Sums over positions are an operator because a compiler would join one with whatever makes its operand, and a kernel that also
 writes the operand walks it in the order of the sum: GELU's backward took two to six times as long on an H200.
 
-They are off until every test of a GPU has passed with them at one commit: ``DPIVON_CONV_KERNELS=1`` in the environment turns
-them on, and so does :func:`kernels`. Without them every convolution is unfolded.
+They are used on GPUs that have tensor cores for bf16, for shapes that they are made for. ``DPIVON_CONV_KERNELS=0`` in the
+environment turns them off, and so does :func:`kernels`. Without them every convolution is unfolded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 _PROGRAMS = 528  # four per processor of an H200: a sum is cut into chunks so that there are about as many programs
 _LINE = 128  # bytes of a position that a program reads
 _LINES = 128  # positions at a time, at most; a warp reads 16 of them
-enabled = os.environ.get("DPIVON_CONV_KERNELS", "0") == "1"  # whether kernels are wanted; :func:`kernels` changes it
+enabled = os.environ.get("DPIVON_CONV_KERNELS", "1") != "0"  # whether kernels are wanted; :func:`kernels` changes it
 
 
 class Geometry(NamedTuple):

@@ -115,7 +115,7 @@ class PaddedGradients:
                     raise
                 self.step.channels_last = False  # a network that calls `view` on its images needs them as they are
                 traced = self._trace(bound, *args)
-            program = compiled(traced, self.device, again=conv_ops.enabled)
+            program = compiled(traced, self.device, again=conv_ops.enabled and conv_ops.device_takes(self.device))
             self._program[bound] = lambda row, *rest: program(*self._parameters(row), *rest)
             return self._program[bound](*args)
 

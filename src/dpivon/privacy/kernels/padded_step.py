@@ -144,7 +144,9 @@ class PaddedStep:
         if marks(keeper.module) != kept:
             raise NotCaptured("its forward changes attributes of the model")
         _check_writes(traced)
-        made: Callable[..., tuple[Tensor, Tensor]] = compiled(traced, device, again=conv_ops.enabled)
+        made: Callable[..., tuple[Tensor, Tensor]] = compiled(
+            traced, device, again=conv_ops.enabled and conv_ops.device_takes(device)
+        )
         return made
 
     def _trace(self) -> torch.fx.GraphModule:

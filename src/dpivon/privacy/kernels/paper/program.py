@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpivon.errors import bad
 from dpivon.privacy.clipping import EPS_NUM
 from dpivon.privacy.kernels.paper import kernels
 from dpivon.privacy.kernels.paper.layout import Layout
@@ -40,6 +41,7 @@ TUNING: dict[str, list[dict[str, int]]] = {
     ],
     "pool_backward": [{"BP": 32, "num_warps": 1}, {"BP": 16, "num_warps": 1}, {"BP": 8, "num_warps": 1}],
 }
+_STAGES = 3  # rounds that Triton reads ahead, unless it is told
 
 
 class Program:
@@ -67,6 +69,7 @@ class Program:
         # Parts of a run's batch that are summed side by side: enough of them to fill the chip with few runs.
         self.chunks = max(16, min(128, 2048 // runs))
         self.partial = [new(runs, self.chunks, *_taps(c), d, dtype=f) for _, c, d in layout.convs]
+        self.tiles = {kind: fitted(kind, layout, dtype, shared_memory(device)) for kind in ("norms", "sums")}
         self._weights, self._head = compiled(weights, device), compiled(head, device)
         self._factors, self._halves = compiled(clip_factors, device), compiled(halves, device)
         self._assemble = compiled(assemble, device)
@@ -115,7 +118,7 @@ class Program:
             )  # fmt: skip
             x = self.y[i - 1] if i else batch.inputs
             kernels.weight_norms[(self.capacity,)](
-                x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **tuned(TUNING["norms"][i], s * s)
+                x, self.dz[i], self.squared[2 * i + 1], s, s, c, d, **self.tiles["norms"][i]
             )
             if i:
                 options = tuned(TUNING["input"][i], s * s)
@@ -128,7 +131,7 @@ class Program:
     def _conv_sums(self, batch: Batch, by_row: Tensor) -> None:
         for i, (s, c, d) in enumerate(self.layout.convs):
             x = self.y[i - 1] if i else batch.inputs
-            options = tuned(TUNING["sums"][i], s * s)
+            options = self.tiles["sums"][i]
             parts = 1 if c == 3 else 9 // options["TAPS"]
             kernels.weight_sums[(self.runs, parts, self.chunks)](
                 x, self.dz[i], by_row, batch.start, self.partial[i], s, s, c, d, CHUNKS=self.chunks, **options
@@ -211,6 +214,30 @@ def assemble(
 def tuned(options: dict[str, int], positions: int) -> dict[str, int]:
     """A kernel's options, with its block no larger than the image."""
     return {key: min(v, positions) if key in ("BM", "BT", "BP") else v for key, v in options.items()}
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; of a chip that does not say, the least that any with these kernels has."""
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 101_376))
+
+
+def fitted(kind: str, layout: Layout, dtype: torch.dtype, room: int) -> list[dict[str, int]]:
+    """The options of the norms' or sums' kernel by block: as tuned, or for a wider network one tap at a time and fewer stages.
+
+    How many positions are taken at a time stays, so norms and sums still agree.
+    """
+    found = []
+    for (s, c, d), own in zip(layout.convs, TUNING[kind], strict=False):
+        options = tuned(own, s * s)
+        ways = [(options["TAPS"], _STAGES), *((1, stages) for stages in (_STAGES, 2, 1))]
+        each = {taps: dtype.itemsize * options["BT"] * (taps * max(c, 32) + d) for taps, _ in ways}
+        fits = next(((taps, stages) for taps, stages in ways if stages * each[taps] <= room), None)
+        if fits is None:
+            fix = "Use narrower blocks, or AnyNetwork(network.build), which is traced"
+            problem = f"{c} to {d} channels need more shared memory than the {room} bytes of this GPU"
+            raise bad("widths", layout.widths, problem, fix)
+        found.append(options | {"TAPS": fits[0], "num_stages": fits[1]})
+    return found
 
 
 def _taps(channels: int) -> tuple[int, int]:
