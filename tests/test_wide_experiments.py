@@ -12,9 +12,11 @@ from experiments.leaderboard.priors.data import Split
 from experiments.leaderboard.priors.learn import Settings
 from experiments.leaderboard.priors.private import DELTA
 from experiments.leaderboard.wide import private, report
-from experiments.leaderboard.wide.heads import Arm, best_arm
+from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, best_arm
 from experiments.leaderboard.wide.learn import WideLearning
-from experiments.leaderboard.wide.network import UNIT, features, load_wide
+from experiments.leaderboard.wide.network import HEAD, UNIT, balanced, features, load_wide, wide
+
+from dpivon.priors.learning import state_of
 
 CPU = torch.device("cpu")
 
@@ -36,7 +38,8 @@ def split() -> Split:
 
 def test_learning_goes_on_for_longer_and_features_have_their_unit(prior: Path, tmp_path: Path) -> None:
     out = tmp_path / "w.safetensors"
-    out.write_bytes(prior.read_bytes())
+    for path in (prior, state_of(prior)):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
     learning = WideLearning(Settings("spectra", 1e9, 4, 16, pool=32, fresh=8, every=8, warmup=2), CPU)
     learning.fill()
     assert learning.learn(out, 1e9)
@@ -47,19 +50,37 @@ def test_learning_goes_on_for_longer_and_features_have_their_unit(prior: Path, t
     other = WideLearning(replace(learning.settings, process="leaves"), CPU)
     with pytest.raises(SystemExit, match="is of spectra"):
         other.restore(out)
+    # A new schedule from this network: its weights, but neither its steps nor its projection.
+    other.begin_from(out)
+    assert other.step == 0
+    torch.testing.assert_close(other.model.network.stem.weight, learning.model.network.stem.weight)
+    assert not torch.equal(other.model.projection[0].weight, learning.model.projection[0].weight)
+
+
+def test_balancing_the_head_leaves_the_function_and_gives_it_its_size() -> None:
+    torch.manual_seed(0)
+    network, x = wide(toy=True), torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        network.head.weight.mul_(30.0)
+        before = network(x)
+        after = balanced(network)(x)
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    assert float(network.head.weight.detach().square().mean().sqrt()) == pytest.approx(HEAD, rel=1e-5)
+    torch.nn.init.zeros_(network.head.weight)
+    assert torch.equal(balanced(network)(x), network.head.bias.expand(4, 10))
 
 
 @pytest.mark.slow
 def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None:
-    cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 0.4, 2)
-    a = argparse.Namespace(heads=None, work=tmp_path, prior=prior, toy=True, until=float("inf"))
+    cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 0.4, 2, "dp-sgd", 1.0)
+    a = argparse.Namespace(head_steps=2, work=tmp_path, prior=prior, toy=True, until=float("inf"))
     group = private.Group([cell, replace(cell, seed=1)], split(), a)
     stack = group.train()
     assert stack is not None
     for row in group.rows(stack):
         assert 0.98 * 2.0 < row["epsilon_spent"] <= 2.0
         assert set(row) == set(private.COLUMNS)
-    by_itself = private.epsilon([group.heads[0].cost(group.head_sigmas[0])], DELTA, "rdp")
+    by_itself = private.epsilon([group.heads[0].cost(group.head_sigmas[0])], DELTA, ACCOUNTANT)
     assert 0.98 * 0.8 < by_itself <= 0.8
     # The head that was released is the one that training goes on from, also after a restart.
     first = group.networks()[0].head.weight
@@ -69,8 +90,9 @@ def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None
 
 def test_arms_are_chosen_by_validation_rows_alone() -> None:
     keys = ("prior", "split", "epsilon", "method", "lr", "steps", "accuracy")
+    head = {"share": "0.2", "head_method": "dp-sgd", "head_lr": "3.0"}
     table = [
-        dict(zip(keys, row, strict=True))
+        dict(zip(keys, row, strict=True)) | head
         for row in (
             ("w", "validation", "1.0", "dp-sgd", "0.1", "40", "0.5"),
             ("w", "validation", "1.0", "dp-sgd", "0.3", "40", "0.6"),
@@ -79,12 +101,18 @@ def test_arms_are_chosen_by_validation_rows_alone() -> None:
             ("w", "validation", "3.0", "dp-adam", "0.002", "40", "0.8"),
         )
     ]
-    assert private.arms(["best"], table, 1.0, "w") == [("dp-sgd", 0.3), ("dp-steady", 1.25)]
-    assert private.arms(["chosen", "dp-sgd:1"], table, 1.0, "w") == [("dp-steady", 1.25), ("dp-sgd", 1.0)]
+    given, theirs = "0.35:dp-sgd:1", (0.2, "dp-sgd", 3.0)
+    assert private.arms(["best"], table, 1.0, "w", given) == [("dp-sgd", 0.3, *theirs), ("dp-steady", 1.25, *theirs)]
+    assert private.arms(["chosen", "dp-sgd:1", "dp-sgd:2@0.1:dp-adam:3", "dp-sgd:4@0"], table, 1.0, "w", given) == [
+        ("dp-steady", 1.25, *theirs),
+        ("dp-sgd", 1.0, 0.35, "dp-sgd", 1.0),
+        ("dp-sgd", 2.0, 0.1, "dp-adam", 3.0),
+        ("dp-sgd", 4.0, 0.0, "", 0.0),
+    ]
     assert best_arm(table, "w", 1.0) == Arm(1.0, "dp-steady", 1.25, 40)
     assert best_arm(table, "other", 1.0) == Arm(1.0)
     with pytest.raises(SystemExit, match="no validation rows at ε=8"):
-        private.arms(["best"], table, 8.0, "w")
+        private.arms(["best"], table, 8.0, "w", given)
 
 
 def test_the_page_is_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:

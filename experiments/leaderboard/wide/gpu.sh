@@ -1,7 +1,8 @@
 #!/bin/sh
 # WRN-16-4 from a prior on one GPU, in calls of less than ten minutes, each of which may be repeated. First, from ../priors:
 # `sh gpu.sh site` and `sh gpu.sh data PART`.
-#   sh gpu.sh learn SECONDS PROCESS   learn the prior, in the background; with more seconds it goes on later
+#   sh gpu.sh learn SECONDS PROCESS   learn the prior PRIOR, in the background; with more seconds it goes on later. Under another
+#                                     name than wide.safetensors it begins with the network of that one, if that is there
 #   sh gpu.sh warm ARGUMENTS…         compile what `full ARGUMENTS…` will run and time six steps, in the background
 #   sh gpu.sh log                     the last lines of all logs; results to OUT
 #   sh gpu.sh wait SECONDS            until learning has ended, or so long; then as log
@@ -18,6 +19,7 @@ python=${PYTHON:-python3}
 here=experiments.leaderboard.wide
 folder=$KEEP/wide
 mkdir -p "$folder/log" "$folder/work" "$OUT"
+[ -e carry/wide.safetensors ] && [ ! -e "$folder/wide.safetensors" ] && cp carry/wide.safetensors "$folder/"
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
 export PYTHONPATH PYTHONUNBUFFERED=1 DPIVON_CONV_KERNELS=1
 export TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
@@ -35,10 +37,11 @@ tails() { for file in "$folder"/log/*.log; do echo "== $file" && tail -n 4 "$fil
 
 case ${1:-} in
 learn)
-    [ -e "carry/wide.safetensors" ] && [ ! -e "$PRIOR" ] && cp carry/wide.safetensors "$PRIOR"
+    start=
+    [ -e "$folder/wide.safetensors" ] && [ "$PRIOR" != "$folder/wide.safetensors" ] && start="--start $folder/wide.safetensors"
     code learn
     # shellcheck disable=SC2086  # flags or none
-    setsid "$python" -m "$here.learn" "$3" --out "$PRIOR" --seconds "$2" --data "$DATA" $TOY \
+    setsid "$python" -m "$here.learn" "$3" --out "$PRIOR" --seconds "$2" --data "$DATA" $start $TOY \
         >>"$folder/log/learn.log" 2>&1 </dev/null &
     echo $! >"$folder/learn.pid"
     sleep "${SETTLE:-5}"
@@ -73,12 +76,11 @@ full)
     until=$(($(date +%s) + $2))
     shift 2
     # shellcheck disable=SC2086
-    "$python" -m "$here.private" --data "$DATA" --prior "$PRIOR" --heads "$folder/wide-heads.csv" \
-        --table "$folder/wide-runs.csv" --work "$folder/work" --until "$until" $TOY "$@" 2>&1 | tee -a "$folder/log/full.log"
+    "$python" -m "$here.private" --data "$DATA" --prior "$PRIOR" --table "$folder/wide-runs.csv" --work "$folder/work" --until "$until" $TOY "$@" 2>&1 | tee -a "$folder/log/full.log"
     results
     ;;
 *)
-    sed -n '2,11p' "$0"
+    sed -n '2,12p' "$0"
     exit 2
     ;;
 esac

@@ -36,6 +36,7 @@ from experiments.leaderboard.wide.network import features, load_wide
 EPSILONS = (1.0, 3.0, 8.0)
 RATES = {"dp-sgd": (3.0, 10.0, 30.0, 100.0), "dp-adam": (0.03, 0.1, 0.3), "dp-steady": (8.0, 16.0, 32.0)}
 STEPS = (160, 500)
+ACCOUNTANT = "pld"
 Row = dict[str, str]
 
 
@@ -62,6 +63,7 @@ NAMES = tuple(field.name for field in fields(Arm))
 COLUMNS = (
     *("prior", "split", *NAMES, "delta", "max_grad_norm", "noise_multiplier", "epsilon_spent", "train_size"),
     *("accuracy", "nll", "ece", "temperature", "tempered_nll", "tempered_ece", "device", "torch", "commit"),
+    "accountant",
 )
 
 
@@ -109,7 +111,7 @@ def main() -> None:
         mine = [replace(arm, steps=4) if a.toy else arm for arm in arms if arm.steps == steps]
         steps = mine[0].steps
         sigmas = {
-            e: noise_multiplier(e, DELTA, 1.0, steps, "rdp", also=[RESERVE]) for e in {arm.epsilon for arm in mine}
+            e: noise_multiplier(e, DELTA, 1.0, steps, ACCOUNTANT, also=[RESERVE]) for e in {arm.epsilon for arm in mine}
         }
         runs = [arm.run(split.name, sigmas[arm.epsilon], len(x)) for arm in mine]
         rows: list[dict[str, Any]] = []
@@ -122,7 +124,10 @@ def main() -> None:
             scored |= {"tempered_nll": nll(temper(probs, t), y), "tempered_ece": ece(temper(probs, t), y)}
             own = {"prior": a.prior.stem, "split": split.name, "delta": DELTA, "max_grad_norm": C, "train_size": len(x)}
             own |= {"noise_multiplier": round(sigma, 4)} | asdict(arm) | tables.facts(device)
-            own |= {"epsilon_spent": round(epsilon([arm.cost(sigma), RESERVE], DELTA, "rdp"), 4)}
+            own |= {
+                "epsilon_spent": round(epsilon([arm.cost(sigma), RESERVE], DELTA, ACCOUNTANT), 4),
+                "accountant": ACCOUNTANT,
+            }
             rows.append(own | {name: round(value, 5) for name, value in scored.items()})
             print(f"  {arm}: {rows[-1]['accuracy']} {rows[-1]['tempered_nll']}", flush=True)
         tables.append(a.table, rows, COLUMNS)

@@ -19,6 +19,9 @@ from experiments.leaderboard.priors.scores import SHIFTS
 FORMAT, VERSION = "dpivon_wide_prior", "1"
 #: Of a feature: 256 of them have norm 4, which leaves the other layers' gradients their part of a clipped one.
 UNIT = 0.25
+#: Root mean square of the logits' weights after their phase. A clipped gradient is shared out by the scales of its tensors: at
+#: this one the logits have a part of it, and they hardly count in the w of dp-steady.
+HEAD = 0.25
 
 
 def wide(toy: bool = False) -> WideResNet:
@@ -52,6 +55,17 @@ def features(network: WideResNet, images: Tensor, views: bool = False) -> Tensor
         each = [padded[..., 2 + i : 2 + i + side, 2 + j : 2 + j + side] for i, j in SHIFTS]
         found.append(torch.stack([made(v) for one in each for v in (one, one.flip(-1))]).mean(0))
     return torch.cat(found)
+
+
+@torch.no_grad()
+def balanced(network: WideResNet) -> WideResNet:
+    """The same function with logits' weights of size :data:`HEAD`; features take the rest, in the last normalisation."""
+    factor = float(network.head.weight.square().mean().sqrt()) / HEAD
+    if factor > 0.0:
+        network.norm.weight *= factor
+        network.norm.bias *= factor
+        network.head.weight /= factor
+    return network
 
 
 def load_wide(path: Path, toy: bool = False) -> WideResNet:

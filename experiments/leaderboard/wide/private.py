@@ -1,9 +1,10 @@
 """WRN-16-4 from its prior under privacy: the head first, then all weights.
 
-    python -m experiments.leaderboard.wide.private --data DATA --prior wide.safetensors --heads heads.csv --table runs.csv \
-        --epsilons 1 --batch 2048 --steps 250 --views 4 --arms dp-steady:1.25 dp-sgd:0.1 dp-adam:0.001
+    python -m experiments.leaderboard.wide.private --data DATA --prior wide.safetensors --table runs.csv \
+        --epsilons 1 --batch 2048 --steps 250 --views 4 --arms dp-steady:0.7 dp-sgd:0.06@0.2:dp-sgd:3 dp-steady:0.7@0
 
-Both phases and the charged calibration are composed: the head has the σ at which it spends ``--share`` of ε by itself, all
+An arm is METHOD:RATE, and after @ how its head is trained if not as ``--head`` says: SHARE:METHOD:RATE, or 0 for not at all.
+Both phases and the charged calibration are composed: the head has the σ at which it spends its share of ε by itself, all
 weights the least σ with which everything together spends ε. Runs of one call are one stack and differ in ε, method and rate.
 ``--arms best`` takes the best rate of every method, and ``--arms chosen`` the best of all, by the validation rows at that ε.
 ``--judge`` trains on all 50,000 training images and scores the test set. A stack that runs out of time is kept in ``--work``
@@ -39,8 +40,8 @@ from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE
 from experiments.leaderboard.priors.private import DELTA, C
 from experiments.leaderboard.priors.scores import scores
-from experiments.leaderboard.wide.heads import Arm, Row, best_arm, trained_heads
-from experiments.leaderboard.wide.network import Wrapped, features, load_wide, wide
+from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, Row, trained_heads
+from experiments.leaderboard.wide.network import Wrapped, balanced, features, load_wide, wide
 
 HEADS = "dpivon_wide_heads"
 
@@ -59,6 +60,8 @@ class Cell:
     views: int
     share: float
     head_steps: int
+    head_method: str
+    head_lr: float
 
     def stream(self, what: str) -> int:
         return int(hashlib.sha256(f"{self} {what}".encode()).hexdigest()[:15], 16)
@@ -66,9 +69,10 @@ class Cell:
 
 NAMES = tuple(field.name for field in fields(Cell))
 COLUMNS = (
-    *("split", *NAMES, "head_method", "head_lr", "head_noise_multiplier", "delta", "max_grad_norm", "noise_multiplier"),
+    *("split", *NAMES, "head_noise_multiplier", "delta", "max_grad_norm", "noise_multiplier"),
     *("epsilon_spent", "train_size", "head_accuracy", "accuracy", "nll", "ece", "temperature", "tempered_nll"),
     *("tempered_ece", "tta_accuracy", "tta_nll", "tta_ece", "seconds", "precision", "device", "torch", "commit"),
+    "accountant",
 )
 
 
@@ -81,12 +85,10 @@ class Group:
         self.cuda = self.device.type == "cuda"
         first = cells[0]
         self.steps, self.rate = first.steps, first.batch / self.size
-        known = tables.read(a.heads) if a.heads else []
-        self.heads = [best_arm(known, c.prior, c.epsilon) for c in cells]
-        self.heads = [Arm(h.epsilon, h.method, h.lr, c.head_steps) for h, c in zip(self.heads, cells, strict=True)]
+        self.heads = [Arm(c.epsilon, c.head_method, c.head_lr, c.head_steps) for c in cells]
         self.head_sigmas = [self._head_sigma(c) for c in cells]
         self.sigmas = [
-            noise_multiplier(c.epsilon, DELTA, self.rate, self.steps, "rdp", also=[*self._head_cost(i), RESERVE])
+            noise_multiplier(c.epsilon, DELTA, self.rate, self.steps, ACCOUNTANT, also=[*self._head_cost(i), RESERVE])
             for i, c in enumerate(cells)
         ]
         name = hashlib.sha256(repr([split.name, self.cells]).encode()).hexdigest()[:16]
@@ -96,7 +98,7 @@ class Group:
         self.seconds = 0.0
 
     def _head_sigma(self, c: Cell) -> float:
-        return noise_multiplier(c.share * c.epsilon, DELTA, 1.0, c.head_steps, "rdp") if c.head_steps else 0.0
+        return noise_multiplier(c.share * c.epsilon, DELTA, 1.0, c.head_steps, ACCOUNTANT) if c.head_steps else 0.0
 
     def _head_cost(self, i: int) -> list[tuple[float, float, int]]:
         return [self.heads[i].cost(self.head_sigmas[i])] if self.cells[i].head_steps else []
@@ -117,12 +119,13 @@ class Group:
             for i in places:  # a cell's own stream: rates of one ε do not share the noise of their heads
                 run = self.heads[i].run(f"{self.split.name} {self.cells[i]}", self.head_sigmas[i], self.size)
                 runs.append(run)
-            found = trained_heads(runs, self.cells[0].head_steps, x, self.split.labels)
+            found = trained_heads(runs, self.a.head_steps, x, self.split.labels)
             rows = torch.stack([nn.utils.parameters_to_vector(head.parameters()).detach() for head in found])
             write_tensors(path, {"rows": rows}, {HEADS: "1"})
         tensors, _ = read_tensors(path, key=HEADS, version="1", what="heads", fix="Delete it")
         for i, row in zip(places, tensors["rows"], strict=True):
             nn.utils.vector_to_parameters(row, made[i].head.parameters())
+            balanced(made[i])
         return made
 
     def stack(self, networks: Sequence[WideResNet]) -> Stack:
@@ -192,16 +195,15 @@ class Group:
     def rows(self, stack: Stack) -> list[dict[str, Any]]:
         shared = {"split": self.split.name, "delta": DELTA, "max_grad_norm": C, "train_size": self.size}
         shared |= {"seconds": round(self.seconds / len(self.cells), 1)} | tables.facts(self.device)
-        shared |= {"precision": "bfloat16" if self.cuda else "float32"}
+        shared |= {"precision": "bfloat16" if self.cuda else "float32", "accountant": ACCOUNTANT}
         found = []
         for i, cell in enumerate(self.cells):
             # What the stack charged, a resumed one's lost steps included, and the head's phase.
             charged = [(self.sigmas[i], self.rate, stack.mechanism.charged), *self._head_cost(i), RESERVE]
             own = {
                 "noise_multiplier": round(self.sigmas[i], 4),
-                "epsilon_spent": round(epsilon(charged, DELTA, "rdp"), 4),
+                "epsilon_spent": round(epsilon(charged, DELTA, ACCOUNTANT), 4),
             }
-            own |= {"head_method": self.heads[i].method, "head_lr": self.heads[i].lr}
             own |= {
                 "head_noise_multiplier": round(self.head_sigmas[i], 4),
                 "head_accuracy": round(self.head_accuracy[i], 5),
@@ -215,25 +217,32 @@ class Group:
         """The weights that were scored, in half of their bytes: what is predicted from them later is a little rounded."""
         folder.mkdir(exist_ok=True)
         for i, cell in enumerate(self.cells):
-            name = f"{self.split.name}-{cell.method}-{cell.epsilon:g}-{cell.seed}.safetensors"
+            name = f"{cell.prior}-{self.split.name}-{cell.method}-{cell.epsilon:g}-{cell.seed}.safetensors"
             tensors = {n: p.detach().bfloat16() for n, p in stack.model(i, averaged=True).named_parameters()}
             write_tensors(folder / name, tensors, {"dpivon_wide_run": "1", "cell": repr(cell)})
 
 
-def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str) -> list[tuple[str, float]]:
-    """Methods and rates: as METHOD:RATE, or chosen by validation rows."""
-    found = []
+Choice = tuple[str, float, float, str, float]
+
+
+def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, head: str) -> list[Choice]:
+    """Method, rate, and the head's share, method and rate: as written, or chosen by validation rows."""
+    found: list[Choice] = []
     for word in words:
         if word not in ("best", "chosen"):
-            method, rate = word.split(":")
-            found.append((method, float(rate)))
+            own, _, other = word.partition("@")
+            method, rate = own.split(":")
+            share, *trained = (other or head).split(":")
+            first, speed = trained if trained else ("", "0")
+            found.append((method, float(rate), float(share), first, float(speed)))
             continue
         mine = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target and r["prior"] == prior]
         if not mine:
             raise SystemExit(f"--arms {word}: no validation rows at ε={target:g} from {prior}. Give METHOD:RATE.")
         mine.sort(key=lambda r: -float(r["accuracy"]))
-        first = {r["method"]: float(r["lr"]) for r in reversed(mine)}  # the best of every method stays
-        found += list(first.items()) if word == "best" else [(mine[0]["method"], float(mine[0]["lr"]))]
+        best = {r["method"]: r for r in reversed(mine)}.values() if word == "best" else mine[:1]
+        for r in best:
+            found.append((r["method"], float(r["lr"]), float(r["share"]), r["head_method"], float(r["head_lr"])))
     return found
 
 
@@ -241,16 +250,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--prior", type=Path, help="a file of learn.py; without it, from scratch")
-    parser.add_argument("--heads", type=Path, help="the table of heads.py, to choose the first phase by")
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--arms", nargs="+", default=["dp-steady:1.25"])
+    parser.add_argument("--arms", nargs="+", default=["dp-steady:0.7"])
+    parser.add_argument("--head", default="0.35:dp-sgd:1", help="share of ε that it spends by itself, method, rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--views", type=int, default=4)
-    parser.add_argument("--share", type=float, default=0.35, help="of ε, that the head spends by itself")
-    parser.add_argument("--head-steps", type=int, default=160, help="0 leaves the first phase out")
+    parser.add_argument("--head-steps", type=int, default=160)
     parser.add_argument("--work", type=Path, default=Path("/tmp/wide-work"))
     parser.add_argument("--until", type=float, default=math.inf, help="the time, of date +%%s, to stop and keep at")
     parser.add_argument("--judge", action="store_true")
@@ -258,15 +266,14 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
     if a.toy:
-        a.batch, a.steps, a.head_steps = 16, 4, min(a.head_steps, 2)
+        a.batch, a.steps, a.head_steps = 16, 4, 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     split, table = load_split(a.data, device, judge=a.judge, toy=a.toy), tables.read(a.table)
     prior = "scratch" if a.prior is None else a.prior.stem
-    head_steps = 0 if a.prior is None else a.head_steps
     cells = [
-        Cell(prior, e, method, lr, seed, a.batch, a.steps, a.views, a.share if head_steps else 0.0, head_steps)
+        Cell(prior, e, method, lr, seed, a.batch, a.steps, a.views, share, a.head_steps if share else 0, *head)
         for e in a.epsilons
-        for method, lr in arms(a.arms, table, e, prior)
+        for method, lr, share, *head in arms(a.arms, table, e, prior, "0" if a.prior is None else a.head)
         for seed in a.seeds
     ]
     known = {tuple(r[n] for n in NAMES) for r in table if r["split"] == split.name}

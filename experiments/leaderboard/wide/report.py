@@ -48,27 +48,44 @@ def heads(heads_: Sequence[Row], runs: Sequence[Row]) -> str:
     """The best arm of every method on validation images, and the chosen ones on the test set."""
     lines = []
     for split in ("validation", "test"):
-        for (e, method), rows in _grouped(_of(heads_, split), ("epsilon", "method")).items():
+        for (prior, e, method), rows in _grouped(_of(heads_, split), ("prior", "epsilon", "method")).items():
             best = max(rows, key=lambda r: float(r["accuracy"]))
             shown = [best] if split == "validation" else rows
             own = [_score(shown, c, f, d) for _, c, f, d in SCORES if c != "tta_accuracy"]
-            lines.append([split, f"{float(e):g}", method, best["lr"], best["steps"], *own])
-    lines.sort(key=lambda line: (line[0], float(line[1]), line[2]))
-    return table(["split", "ε", "method", "rate", "T", *(t for t, c, *_ in SCORES if c != "tta_accuracy")], lines)
+            lines.append([split, prior, f"{float(e):g}", method, best["lr"], best["steps"], *own])
+    lines.sort(key=lambda line: (line[0], line[1], float(line[2]), line[3]))
+    return table(
+        ["split", "prior", "ε", "method", "rate", "T", *(t for t, c, *_ in SCORES if c != "tta_accuracy")], lines
+    )
 
 
 def runs(heads_: Sequence[Row], runs_: Sequence[Row]) -> str:
     """All weights: every setting, on validation images and on the test set."""
     names = ("split", "prior", "epsilon", "method", "lr", "batch", "steps", "views")
+    names += ("share", "head_method", "head_lr")
     lines = []
     for key, rows in _grouped(runs_, names).items():
-        split, prior, e, *rest = key
+        split, prior, e, *rest, share, method, lr = key
         own = [_score(rows, c, f, d) for _, c, f, d in SCORES]
         first = _score(rows, "head_accuracy", 100.0, 2) if int(rows[0]["head_steps"]) else ""
-        lines.append([split, prior, f"{float(e):g}", *rest, str(len(rows)), first, *own])
-    lines.sort(key=lambda line: (line[0], float(line[2]), line[3], float(line[4])))
-    head = ["split", "prior", "ε", "method", "rate", "b", "T", "views", "runs", "head, %", *(t for t, *_ in SCORES)]
-    return table(head, lines)
+        phase = f"{method} {float(lr):g} at {float(share):g} ε" if float(share) else "none"
+        lines.append([split, prior, f"{float(e):g}", *rest, phase, str(len(rows)), first, *own])
+    lines.sort(key=lambda line: (line[0], line[1], float(line[2]), line[3], float(line[4])))
+    titles = [
+        "split",
+        "prior",
+        "ε",
+        "method",
+        "rate",
+        "b",
+        "T",
+        "views",
+        "head",
+        "runs",
+        "head, %",
+        *(t for t, *_ in SCORES),
+    ]
+    return table(titles, lines)
 
 
 def provenance(heads_: Sequence[Row], runs_: Sequence[Row]) -> str:

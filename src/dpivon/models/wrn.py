@@ -56,7 +56,11 @@ class WideResNet(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """What the last layer sees, [n, channels]."""
-        return _activated(self.blocks(self.stem(x)), self.norm, self.relu_first).mean((2, 3))
+        return self.maps(x).mean((2, 3))
+
+    def maps(self, x: Tensor) -> Tensor:
+        """The same before the mean over places."""
+        return _activated(self.blocks(self.stem(x)), self.norm, self.relu_first)
 
 
 def _activated(x: Tensor, norm: nn.Module, relu_first: bool) -> Tensor:
