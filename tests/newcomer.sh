@@ -35,8 +35,17 @@ python "$root/tests/newcomer_tables.py"
 private="--epsilon 3 --delta 1e-5 --dataset-size 3000 --test new-admissions.csv"
 sed 's/^decimal.*//' readmitted.yaml > points.yaml
 if dpivon train admissions.csv --schema points.yaml $private --out refused; then exit 1; fi  # before any ε is spent
-step dpivon train admissions.csv --schema readmitted.yaml $private --prior yes=.1 --cost balanced --out readmitted
-step dpivon predict readmitted new-admissions.csv --out readmitted.csv
+step dpivon train admissions.csv --schema readmitted.yaml $private --out readmitted
+step dpivon train admissions.csv --schema readmitted.yaml --unit patient ${private/3000/1000} --prior yes=.1 --cost balanced --out patients
+step dpivon export patients --out patients-published
+step dpivon predict patients-published new-admissions.csv --out readmitted.csv
 step dpivon train admissions.csv --schema days.yaml $private --out days
 step dpivon predict days new-admissions.csv --out days.csv
 head -n 2 readmitted.csv days.csv
+cat > plain.py << 'END'
+import torch
+model = torch.export.load("patients-published/model.pt2").module()
+print(model(torch.zeros(2, 10)))
+END
+step python plain.py
+grep "Unit of privacy: one person" patients-published/model-card.md

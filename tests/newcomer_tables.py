@@ -1,4 +1,4 @@
-"""Tables as an office program saves them, for `make newcomer`: semicolons, decimal commas, dates, an id, a rare class, gaps.
+"""Tables as an office program saves them, for `make newcomer`: semicolons, decimal commas, dates, patients, gaps.
 
 `python newcomer_tables.py` writes admissions.csv and new-admissions.csv, with a schema for the class and one for the number.
 """
@@ -20,12 +20,12 @@ columns:
   ward: {categories: [north, south]}
   admitted: {min: 2020-01-01, max: 2024-12-31, format: '%d.%m.%Y'}
 """
-READMITTED = "target: readmitted\nclasses: ['yes', 'no']\nignore: [days]\n"
-DAYS = "task: regression\ntarget: days\ntarget_bounds: {min: 0, max: 40}\nignore: [readmitted]\n"
+READMITTED = "target: readmitted\nclasses: ['yes', 'no']\nignore: [days, patient]\n"
+DAYS = "task: regression\ntarget: days\ntarget_bounds: {min: 0, max: 40}\nignore: [readmitted, patient]\n"
 
 
 def rows(n: int, seed: int) -> list[str]:
-    """One line per admission; one in eight is readmitted."""
+    """One line per admission, three of each patient; one in eight is readmitted."""
     draw = np.random.default_rng(seed)
     age, crp, since = draw.uniform(18, 100, n), draw.gamma(2.0, 30.0, n), draw.integers(0, 1826, n)
     ward = draw.choice(["north", "south"], n)
@@ -33,7 +33,7 @@ def rows(n: int, seed: int) -> list[str]:
     readmitted = risk > 3.2
     days = np.clip(4 + 0.15 * (age - 18) + crp / 20 + draw.normal(0, 2, n), 0, 40)
     dates = np.datetime64("2020-01-01") + since
-    out = ["case;age;crp;ward;admitted;readmitted;days"]
+    out = ["case;patient;age;crp;ward;admitted;readmitted;days"]
     for i in range(n):
         day = dates[i].item().strftime("%d.%m.%Y")
         cells = [
@@ -44,7 +44,7 @@ def rows(n: int, seed: int) -> list[str]:
             ["no", "yes"][int(readmitted[i])],
         ]
         numbers = [cell if j > 1 else cell.replace(".", ",") for j, cell in enumerate(cells)]
-        out.append(";".join([f"c{seed}-{i}", *numbers, f"{days[i]:.1f}".replace(".", ",")]))
+        out.append(";".join([f"c{seed}-{i}", f"p{seed}-{i // 3}", *numbers, f"{days[i]:.1f}".replace(".", ",")]))
     return out
 
 

@@ -11,7 +11,7 @@ import pytest
 from dpivon.defaults import table_defaults
 from dpivon.integrations.sklearn import DPIVONClassifier, DPIVONRegressor
 from dpivon.models import TableMLP
-from dpivon.train.config import resolve
+from dpivon.train import resolve, train
 
 
 @pytest.mark.parametrize("n", [1, 107, 5000, 60_000, 10**7])
@@ -21,7 +21,7 @@ def test_it_is_a_run_that_can_be_made(n: int, epsilon: float) -> None:
     assert 1 <= rule.batch_size <= min(n, 2048)
     assert 1.0 <= rule.lr <= 3.5
     assert 2.0 <= rule.max_grad_norm <= 10.0
-    assert rule.hidden == (() if n * epsilon < 30_000 else (64,))
+    assert rule.hidden == (() if n * min(epsilon, 2) < 30_000 else (64,))
     assert rule.epochs * math.ceil(n / rule.batch_size) >= 90
 
 
@@ -52,6 +52,32 @@ def test_train_follows_it_and_arguments_win(tmp_path: Path) -> None:
     for another in ({"method": "dp-adam"}, {"lr": 0.2}, {"network": "mlp"}):
         assert (found := resolve({**given, **another})).network in ("auto", "mlp")
         assert (found.max_grad_norm, found.hidden) == (1.0, (64,))
+
+
+def test_classes_are_counted_and_answered_alike_where_that_costs_little(tmp_path: Path) -> None:
+    given = table(tmp_path)
+    assert (resolve(given).prior, resolve(given).cost) == ("count", "balanced")
+    plain = [{"cost": {"yes": 1.0}}, {"method": "dp-sgd"}, {"dataset_size": 1999}, {"classes": list("abcdef")}]
+    assert all((found := resolve({**given, **some})).prior is None and found.cost != "balanced" for some in plain)
+    assert resolve({**given, "prior": {"yes": 0.1}}).cost == {}
+
+
+@pytest.mark.slow
+def test_a_rare_class_is_recognised_by_default(tmp_path: Path) -> None:
+    """16 % positives that overlap the others: the most probable class would be 'no' for nearly every row."""
+    draw = np.random.default_rng(1)
+    for name, n in (("rows.csv", 5000), ("test.csv", 2000)):
+        x = draw.normal(size=(n, 3)).clip(-4, 4)
+        ill = draw.random(n) < 1 / (1 + np.exp(2 - x @ [0.8, -0.6, 0.4]))
+        lines = [",".join([*(f"{v:.3f}" for v in row), ["no", "yes"][int(y)]]) for row, y in zip(x, ill, strict=True)]
+        (tmp_path / name).write_text("\n".join(["a,b,c,y", *lines]))
+    given = {"data": str(tmp_path / "rows.csv"), "test": str(tmp_path / "test.csv"), "out": str(tmp_path / "run")}
+    given |= {"columns": {name: {"min": -4, "max": 4} for name in "abc"}, "target": "y", "classes": ["no", "yes"]}
+    known = {"epsilon": 1.0, "delta": 1e-5, "dataset_size": 5000, "seed": 0, "accountant": "rdp"}
+    summary = train(resolve({**given, **known}))
+    assert summary["epsilon"] <= 1.0
+    assert summary["metrics"]["decided_balanced_accuracy"] > 0.63
+    assert summary["metrics"]["recall(yes)"] > 0.55
 
 
 def test_scikit_learn_follows_it() -> None:

@@ -89,10 +89,42 @@ def _generated(name, rng):
     return _four(x), _flip(1.5 * score, 0.3, rng), n[name]
 
 
+def _unseen(name, rng, seed):
+    """Tables that no choice was made on: other generators, of the shapes that people have."""
+    from sklearn.datasets import make_classification, make_friedman1
+
+    n = UNSEEN[name]
+    rows = n + 2 * HELD
+    if name == "patients":  # lab values with long tails and yes/no findings, 15.7 % positives
+        lab, found = rng.lognormal(0.0, 0.6, size=(rows, 8)), rng.random((rows, 6)) < rng.uniform(0.05, 0.5, 6)
+        score = 0.9 * np.log(lab[:, 0]) + 0.5 * (lab[:, 1] > 1.5) - 0.3 * lab[:, 2] + found[:, :3] @ [0.6, 0.5, -0.4]
+        return np.concatenate([np.clip(lab / 4 - 1, -1, 1), found], 1), _flip(score, 0.157, rng), n
+    if name == "wide":
+        known = {"n_informative": 12, "n_redundant": 6, "n_clusters_per_class": 3, "class_sep": 1.5, "flip_y": 0.02}
+        x, y = make_classification(rows, 30, random_state=seed, **known)
+        return _declared(x), y, n
+    if name == "mixed":  # five measurements, the high ones missing more often, and four categories with rare levels
+        x, columns, score = rng.exponential(size=(rows, 5)), [], 0.0
+        for levels in (2, 4, 9, 15):
+            shares = 1 / np.arange(1, 1 + levels)
+            drawn = rng.choice(levels, rows, p=shares / shares.sum())
+            score, columns = score + 0.8 * rng.normal(size=levels)[drawn], [*columns, np.eye(levels)[drawn]]
+        score = score + 0.7 * x[:, 0] - 0.8 * np.minimum(x[:, 1], 1) + 0.4 * x[:, 2] * (x[:, 3] > 1)
+        gone = rng.random(x.shape) < np.where(x > 1, 0.25, 0.1)
+        return np.concatenate([np.where(gone, 0, _declared(x)), gone, *columns], 1), _flip(score, 0.3, rng), n
+    x, score = make_friedman1(rows, n_features=10, noise=1.0, random_state=seed)
+    return 2 * x - 1, (score > np.quantile(score, 0.6)).astype(int), n
+
+
+UNSEEN = {"patients": 5000, "wide": 60_000, "mixed": 8000, "friedman": 20_000}
 NAMES = ("imbalanced", "nonlinear", "cancer", "categories", "missing", "digits", "diabetes", "wine", "small", "large")
 
 
 def make(name):
+    if name in UNSEEN:
+        seed = 2000 + list(UNSEEN).index(name)
+        x, y, train = _unseen(name, np.random.default_rng(seed), seed)
+        return _split(x, y, 11, train)
     rng = np.random.default_rng(1000 + NAMES.index(name))
     if name in ("cancer", "wine", "digits", "diabetes"):
         return _real(name, 7)
@@ -120,7 +152,7 @@ def main():
     arguments.add_argument("--out", type=Path, required=True)
     out = arguments.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
+    for name in (*NAMES, *UNSEEN):
         parts = make(name)
         arrays = {f"{part}_x": x.astype(np.float16) for part, (x, _) in parts.items()}
         arrays |= {f"{part}_y": y.astype(np.uint8) for part, (_, y) in parts.items()}

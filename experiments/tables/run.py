@@ -1,12 +1,12 @@
 """Train every cell of a plan, one process per core; rows are appended as they are finished, and finished ones are skipped.
 
-python -m experiments.tables.run --plan final --jobs 16 --until 540 --table rows.csv --data carry/tables
+python -m experiments.tables.run --plan every --jobs 16 --until 540 --table rows.csv --data carry/tables
 python -m experiments.tables.run --sigmas     # noise multipliers by PLD, into sigmas.json, where dp-accounting is installed
 
 ``final`` has two arms per table and ε: "before", the network, bound, batch and length that the library had until now, and
 "rule", those of ``dpivon.defaults``. In both each method's step size is tuned on validation data by one run each; the best
 is then trained with five other seeds. The default itself, with the rule's own step size, is trained with the same five.
-``explore`` is a wider grid at one or two seeds.
+``every`` has four tables besides that no choice was made on. ``explore`` is a wider grid at one or two seeds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 
 from dpivon.defaults import table_defaults
-from experiments.tables.data import NAMES, load
+from experiments.tables.data import NAMES, UNSEEN, load
 from experiments.tables.train import HIDDEN, Net, Spec, evaluate, train
 
 EPSILONS = (1.0, 3.0, 0.5, 8.0)
 ROWS = {"imbalanced": 5000, "nonlinear": 60_000, "cancer": 341, "categories": 10_000, "missing": 4000, "digits": 1078}
-ROWS |= {"diabetes": 265, "wine": 107, "small": 400, "large": 100_000}
+ROWS |= {"diabetes": 265, "wine": 107, "small": 400, "large": 100_000, **UNSEEN}
 NETWORKS = {
     "linear3": (0, 3.0),
     "mlp3": (HIDDEN, 3.0),
@@ -89,11 +89,12 @@ def explore():
             yield from sorted(jobs, key=lambda job: -job.cost)  # the longest first, so that all cores end together
 
 
-def final():
-    """One job per arm, method, table and ε, the longest first."""
+def final(tables=NAMES, epsilons=EPSILONS):
+    """One job per arm, method, table and ε; the arm "before" comes last, and the longest first."""
     jobs = []
-    for table, n in ROWS.items():
-        for epsilon in EPSILONS:
+    for table in tables:
+        for epsilon in epsilons:
+            n = ROWS[table]
             rule = table_defaults(n, epsilon)
             steps = rule.epochs * math.ceil(n / rule.batch_size)
             new = ("mlp3" if rule.hidden else "linear3", rule.batch_size, steps)
@@ -103,10 +104,16 @@ def final():
                     Job("rule", table, epsilon, *new, 0, tuple(Spec(method, r, rule.max_grad_norm) for r in rates)),
                 ]
             jobs.append(Job("default", table, epsilon, *new, 0, (Spec(rule.method, rule.lr, rule.max_grad_norm),)))
-    return sorted(jobs, key=lambda job: -job.cost)
+    return sorted(jobs, key=lambda job: (job.arm == "before", -job.cost))
 
 
-PLANS = {"final": final, "explore": explore}
+def every():
+    """``final``, and the same at two ε on tables that no choice was made on."""
+    jobs = [*final(UNSEEN, EPSILONS[:2]), *final()]
+    return sorted(jobs, key=lambda job: job.arm == "before")
+
+
+PLANS = {"final": final, "every": every, "explore": explore}
 
 
 def name_of(job):
@@ -208,7 +215,7 @@ def calibrate(jobs):
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--plan", default="final", choices=PLANS)
+    arguments.add_argument("--plan", default="every", choices=PLANS)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument("--until", type=float, default=math.inf, help="seconds")
     arguments.add_argument("--table", type=Path, default=Path("rows.csv"))

@@ -3,7 +3,8 @@
 It was chosen on ten tables (``experiments/tables``) and reads no row. N·ε is what decides: it is how far the signal stands
 above the noise.
 
-- **Network** (``table``, :class:`dpivon.models.TableMLP`). Below N·ε = 30,000 a linear classifier, above it one hidden layer.
+- **Network** (``table``, :class:`dpivon.models.TableMLP`). One hidden layer from N·min(ε, 2) = 30,000 on, below it a linear
+  classifier: beyond ε = 2 it is the rows that are few, and no longer the noise that is strong.
 - **Method.** ``dp-steady``, whose step is in units of the weights and whose result is the average of the last iterates.
 - **C** is near the norm of a linear classifier's gradients there, and grows with N·ε: noise is what a large C costs.
 - **Batches** are large and steps few: at a fixed ε the noise of T steps depends on T and hardly on b.
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 from dpivon.errors import check_number, check_whole
 
-NETWORK_FROM = 30_000  # N·ε
+NETWORK_FROM, LARGE_EPSILON = 30_000, 2.0  # N·ε, and the ε beyond which more of it does not stand for more rows
+COUNTED_FROM = 1000  # N·ε per class, from which on counting the classes costs little and says much
 HIDDEN = (64,)
 
 
@@ -51,8 +53,8 @@ def table_defaults(dataset_size: int, epsilon: float, batch_size: int | None = N
     """
     n = check_whole("dataset_size", dataset_size, "Use the public number of examples", at_least=1)
     worth = n * check_number("epsilon", epsilon, "Use a value such as 3.0", above=0.0)
-    network = worth >= NETWORK_FROM
-    excess = math.sqrt(worth / NETWORK_FROM)
+    excess = math.sqrt(n * min(epsilon, LARGE_EPSILON) / NETWORK_FROM)
+    network = excess >= 1
     batch = min(n, check_whole("batch_size", batch_size or 2048, "Use the expected batch", at_least=1))
     steps = min(400 * excess, 1600) if network else 100
     return TableDefaults(
@@ -60,7 +62,7 @@ def table_defaults(dataset_size: int, epsilon: float, batch_size: int | None = N
         network="table",
         hidden=HIDDEN if network else (),
         max_grad_norm=round(2 * min(max(worth / 1000, 1.0), 125.0) ** (1 / 3), 2),
-        lr=round(min(1.2 * excess, 3.5) if network else min(max(2 * (1000 / worth) ** 0.25, 1.0), 2.0), 2),
+        lr=round(min(2 * excess, 3.5) if network else min(max(2 * (1000 / worth) ** 0.25, 1.0), 2.0), 2),
         batch_size=batch,
         epochs=max(1, round(steps / math.ceil(n / batch))),
     )

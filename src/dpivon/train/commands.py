@@ -73,7 +73,9 @@ _FLAGS = {
     "channels": _Flag(int, _PUBLIC, "1 for grey, 3 for RGB (default)."),
     "source": _Flag(str, _PUBLIC, "Where the bounds come from; printed beside them."),
     "test": _Flag(str, _DATA, "Scored at the end, never trained on. Its scores are NOT private."),
-    "heldout": _Flag(str, _DATA, "Scored after every epoch, never trained on. NOT private."),
+    "heldout": _Flag(
+        str, _DATA, "Scored after an epoch (of more than 50, at least 25 times), never trained on. NOT private."
+    ),
     "calibration": _Flag(str, _DATA, "With --coverage: private rows that are not trained on; charged as a part of ε."),
     "coverage": _Flag(float, _MODEL, "Predict sets of classes that hold the true one so often, such as 0.9."),
     "delimiter": _Flag(str, _DATA, "Of a CSV; a comma by default. tab for a tab."),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from dpivon.decisions import Decision, Positive, Share, complete_prior
-from dpivon.defaults import table_defaults
+from dpivon.defaults import COUNTED_FROM, table_defaults
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad, check_choice
 from dpivon.methods import METHODS
@@ -30,6 +30,7 @@ from dpivon.yaml_files import read_yaml, validated
 Whole = Annotated[int, Field(ge=1, le=10**9)]
 COUNT: Literal["count"] = "count"  # the prior that is counted with noise, and charged
 METHOD, EPOCHS = "dp-ivon-gradsq", 40
+AT_ONCE = 4096  # rows of a table, which are short
 _LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
 _OF_NUMBERS = 0.3  # of the step size: residuals do not saturate as probabilities do; set on diabetes and made-up data
 PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
@@ -246,7 +247,8 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         try:
             b = None if given.get("batch_size") is None else int(given["batch_size"])
             rule = table_defaults(n, float(given["epsilon"]), b)
-            return {**asdict(rule), "samples": METHODS[rule.method].samples}
+            some = {"samples": METHODS[rule.method].samples, "physical_batch_size": AT_ONCE}
+            return {**asdict(rule), **some, **_answers(given, n)}
         except (DpivonError, TypeError, ValueError):
             pass
     found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
@@ -254,6 +256,13 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
     return {**found, "lr": method.lr * share * (_OF_NUMBERS if given.get("task") == "regression" else 1.0)}
+
+
+def _answers(given: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """A class is answered where it is likelier than usual, by counted shares: else a rare one would hardly ever be."""
+    enough = n * float(given["epsilon"]) >= COUNTED_FROM * len(given["classes"])
+    decided = any(given.get(name) is not None for name in ("prior", "cost"))
+    return {"prior": COUNT, "cost": "balanced"} if enough and not decided else {}
 
 
 def _is_table(given: Mapping[str, Any]) -> bool:

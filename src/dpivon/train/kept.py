@@ -23,6 +23,8 @@ from dpivon.privacy.compiled import LossFn
 from dpivon.privacy.kernels.padded import examples_at_once
 from dpivon.train.artefacts import Line, Progress
 
+LINES = 25  # of progress, with an ε each, that a run of many short epochs has at least
+
 Evaluate = Callable[[], Mapping[str, Any]]
 Data = Dataset[Any] | tuple[Tensor, ...]
 _AT_ONCE = 256  # examples of a pass on a CPU
@@ -147,6 +149,8 @@ class KeptRun:
                     show(None, self.done)
                     if time.monotonic() - saved > self.checkpoint_seconds:
                         saved = self._save()
+                if (epoch + 1) % max(1, self.epochs // LINES) and epoch + 1 < self.epochs and not self.spent:
+                    continue
                 seconds = self.before + time.monotonic() - began
                 line = Line(self.done, self.steps, epoch + 1, self.epsilon, self.delta, seconds, **evaluate())
                 if self.progress is not None:
