@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+from opacus.accountants import RDPAccountant
 
 from dpivon.study.plan.plan import Plan
 from dpivon.study.results.table import Cells, Row
@@ -34,7 +37,7 @@ def claims_page(
         ]
     lines += [f"Written by `{command}` from `runs.csv` and `diagnostics.csv`. " + provenance(rows, plan), ""]
     lines += [_definition(), ""]
-    lines += [*_regimes(cells), ""]
+    lines += [*_regimes(cells), "", *_axes(cells), ""]
     lines += ["| | the paper says | posterior mean | Monte-Carlo average |", "|---|---|---|---|"]
     for number, claim in plain.items():
         lines.append(f"| {number} | {claim.sentence} | {verdict(claim)} | {verdict(averaged[number])} |")
@@ -75,6 +78,27 @@ def _regimes(cells: Cells) -> list[str]:
         if found:
             out.append(f"- {name} privacy: ε from {min(found):.3g} to {max(found):.3g}")
     return out
+
+
+def _axes(cells: Cells) -> list[str]:
+    """ε of every b and σ by our RDP, by PLD, and by RDP at the orders of Opacus, which the paper's axis has."""
+    lines = ["ε of a cell by our RDP, by PLD, and by RDP at Opacus's orders, as the paper computes it:", ""]
+    lines += ["| b | σ | ε (RDP) | ε (PLD) | ε (Opacus's orders) |", "|---|---|---|---|---|"]
+    for b, sigma in sorted({(key[1], key[2]) for key in cells.keys}):
+        row = next(row for key in cells.keys if key[1:3] == (b, sigma) for row in cells.members[key])
+        theirs = opacus_epsilon(sigma, b / row["train_size"], row["releases"], row["delta"])
+        ours = [f"{row[name]:.3g}" if row[name] is not None else "" for name in ("epsilon", "epsilon_pld")]
+        lines.append(f"| {b} | {sigma:g} | {' | '.join(ours)} | {theirs:.3g} |")
+    return lines
+
+
+def opacus_epsilon(sigma: float, rate: float, steps: int, delta: float) -> float:
+    """By Opacus's own accountant at its default orders."""
+    accountant = RDPAccountant()
+    accountant.history = [(sigma, rate, steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the best order may be the largest or smallest of its list
+        return float(accountant.get_epsilon(delta))
 
 
 def verdict(claim: Claim) -> str:

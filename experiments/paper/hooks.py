@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon.errors import bad
+from dpivon.methods import METHODS
 from dpivon.methods import method as make
 from dpivon.posterior import Posterior
 from dpivon.privacy import PrivacyEngine
@@ -56,6 +57,8 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
     seed = noise_seed(plan, run) ^ 1  # another stream than the stack's, and a third for the noise
     model = network.model(network.initial(first_seed(plan, run)).to(device))
     options: dict[str, Any] = dict(run.options) | ({"rescale_lr": False} if run.method.startswith("dp-ivon") else {})
+    total = steps_of(run, plan.epochs, data.size)
+    options |= {"steps": float(total)} if "steps" in METHODS[run.method].defaults else {}
     learner = make(run.method, model, dataset_size=data.size, lr=run.lr, **options)
     engine = PrivacyEngine(accountant="rdp")
     loader: DataLoader[Any] = DataLoader(
@@ -71,7 +74,7 @@ def _row(plan: Plan, run: PlannedRun, data: StudyData, device: torch.device) -> 
         max_grad_norm=run.max_grad_norm,
         noise_generator=torch.Generator(device).manual_seed(seed ^ 2),
     )
-    total, began = steps_of(run, plan.epochs, data.size), time.monotonic()
+    began = time.monotonic()
     while len(engine.accountant) < total:
         for x, y in batches:
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ COMMANDS = (
     "    python -m experiments.posterior.run --data DATA --table experiments/posterior/results/rows.csv",
     "    python -m experiments.posterior    # this page",
 )
-KINDS = ("own", "swag", "iterates", "one", "last")
+KINDS = ("own", "swag", "iterates", "one", "last", "ensemble")
 Row = dict[str, str]
 
 
@@ -33,13 +33,16 @@ class Table:
             self.rows = list(csv.DictReader(file))
         self.epsilons = list(dict.fromkeys(r["epsilon"] for r in self.rows))
         self.methods = [m for m in TITLES if any(r["method"] == m for r in self.rows)]
+        self._by: dict[tuple[str, ...], list[Row]] = {}
+        names = ("method", "epsilon", "predictor", "map", "condition", "charged")
+        for row in sorted(self.rows, key=lambda r: int(r["seed"])):
+            self._by.setdefault(tuple(row[name] for name in names), []).append(row)
 
     def get(
         self, method: str, eps: str, kind: str, scale: str, map_: str, condition: str, charged: str = "0"
     ) -> list[Row]:
-        wanted = {"method": method, "epsilon": eps, "predictor": kind, "map": map_, "condition": condition}
-        wanted |= {"charged": charged} | ({"scale": scale} if scale else {})
-        return sorted((r for r in self.rows if all(r[k] == v for k, v in wanted.items())), key=lambda r: int(r["seed"]))
+        found = self._by.get((method, eps, kind, map_, condition, charged), [])
+        return [r for r in found if not scale or r["scale"] == scale]
 
     def scale(self, method: str, eps: str, kind: str) -> str:
         """The scale of the least tempered NLL on the images that fit; '' where the method has no such predictor."""
@@ -133,7 +136,40 @@ def ood(t: Table) -> list[str]:
     return table(["method", "images", "mean, entropy", "SWAG, entropy", "SWAG, mutual information"], body)
 
 
-def page(t: Table) -> str:
+def bounds(t: Table) -> list[str]:
+    """DP-SGD at each larger C with the rate of the least tempered NLL on the images that fit, raw and tempered."""
+    body = []
+    for eps in t.epsilons:
+        found = t.get("dp-sgd", eps, "bound", "", "temperature", "clean")
+        for c in sorted({r["scale"] for r in found}, key=float):
+            rates = {r["lr"] for r in found if r["scale"] == c}
+            of = {lr: [r for r in found if (r["scale"], r["lr"]) == (c, lr)] for lr in rates}
+            lr = min(of, key=lambda rate: mean(float(r["fit_nll"]) for r in of[rate]))
+            raw = [r for r in t.get("dp-sgd", eps, "bound", c, "none", "clean") if r["lr"] == lr]
+            cells = [
+                f"{mean(float(r[k]) for r in rows):.3f}" for rows in (raw, of[lr]) for k in ("accuracy", "nll", "ece")
+            ]
+            body.append([eps, f"{float(c):g}", f"{float(lr):.3g}", *cells[:3], *cells[4:]])
+    return table(["ε", "C", "rate", "accuracy", "NLL", "ECE", "NLL, temperature", "ECE, temperature"], body)
+
+
+def covered(rows: Sequence[Row]) -> list[str]:
+    """Prediction sets: means over seeds, by ε of training."""
+    body = []
+    keys = dict.fromkeys((r["method"], r["predictor"], r["set_epsilon"]) for r in rows)
+    for method, kind, asked in sorted(keys, key=lambda k: (list(TITLES).index(k[0]), k[1] != "mean", float(k[2]))):
+        cells = []
+        for column in ("coverage", "least_class", "size", "single"):
+            per: dict[str, list[float]] = {}
+            for r in rows:
+                if (r["method"], r["predictor"], r["set_epsilon"]) == (method, kind, asked):
+                    per.setdefault(r["epsilon"], []).append(float(r[column]))
+            cells.append(" / ".join(f"{mean(v):.3f}" if column != "size" else f"{mean(v):.2f}" for v in per.values()))
+        body.append([TITLES[method], kind, "∞" if asked == "inf" else asked, *cells])
+    return table(["method", "predictor", "ε of the sets", "coverage", "least of a class", "size", "single"], body)
+
+
+def page(t: Table, sets: Sequence[Row] = ()) -> str:
     """README.md."""
     eps = " / ".join(t.epsilons)
     seeds = len({r["seed"] for r in t.rows})
@@ -181,14 +217,30 @@ def page(t: Table) -> str:
     if any(r["condition"] == "shift" for r in t.rows):
         lines += ["## Under corruption", "", shift, "", *differences(t, "shift"), ""]
     lines += [f"## Out of distribution: AUROC against clean test images (ε = {eps})", "", *ood(t), ""]
+    if any(r["predictor"] == "bound" for r in t.rows):
+        lines += ["## A larger bound: DP-SGD", "", *bounds(t), ""]
+    if sets:
+        eps = " / ".join(dict.fromkeys(r["epsilon"] for r in sets))
+        words = (
+            "Sets that should hold the true class of 90 % of each class's images ([sets.py](sets.py)): thresholds from half "
+            "of the test images under the stated ε of their own, scored on the other half. 'Least of a class' is the "
+            "coverage of the class that has least, 'single' the share of sets with one class. The mean has its charged "
+            "temperature."
+        )
+        lines += [f"## Private prediction sets (training at ε = {eps})", "", *wrap(words, 100), "", *covered(sets), ""]
     return "\n".join(lines)
+
+
+def read_sets() -> list[Row]:
+    path = HERE / "results" / "sets.csv"
+    return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     a = parser.parse_args()
-    text = page(Table(HERE / "results" / "rows.csv"))
+    text = page(Table(HERE / "results" / "rows.csv"), read_sets())
     if a.check:
         if text != (HERE / "README.md").read_text():
             raise SystemExit("README.md is not what results/rows.csv gives. Run python -m experiments.posterior.")

@@ -1,12 +1,18 @@
 """Train runs, make every predictor of each, and score them on clean, corrupted and out-of-distribution images.
 
-    python -m experiments.posterior.run --data DATA --table rows.csv
+    python -m experiments.posterior.run --data DATA --table rows.csv --only 7.5 --arms base shift
 
-One stack per noise multiplier: four methods, five seeds, CIFAR-10's 50,000 training images, the setting and the rates of
-experiments/strong_privacy's comparison (b = 4,096, 90 epochs, C = 1, averaged iterates; rates tuned at each ε on validation
-images). Scales are chosen and temperatures fitted on mirrored training images, whose confidence is that on new images since
-training shows no mirrored ones; neither is charged, alike for every predictor, which favours those that have a scale to choose.
-Rows marked ``charged`` are fitted with noise, and ε includes them. Rows are appended per stack; what has its rows is left out.
+CIFAR-10's 50,000 training images, the setting and the rates of experiments/strong_privacy's comparison (b = 4,096, 90 epochs,
+C = 1, averaged iterates; rates tuned at each ε on validation images). One stack per arm, ε and seed:
+
+- ``base``: four methods; every predictor on clean and OOD images, and private prediction sets (sets.csv, beside the table);
+- ``shift``: the same runs under corruption, for the scales that ``base`` chose over its seeds;
+- ``joint``: ensembles of four members that share one budget: each has the σ at which all four together cost ε;
+- ``bound``: DP-SGD with C = 4 and 16, three rates each (Bu et al., 2023: a large C calibrates).
+
+Scales are chosen and temperatures fitted on mirrored training images, whose confidence is that on new images since training
+shows no mirrored ones; neither is charged, alike for every predictor, which favours those that have a scale to choose. Rows
+marked ``charged`` are fitted with noise, and ε includes them. What has its rows is left out; ``--work`` keeps trained runs.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +39,7 @@ from dpivon.study.run.predict import AT_ONCE, normalised
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE, Map, fit_temperature, fit_vector
+from experiments.posterior import sets as prediction_sets
 from experiments.posterior.predictors import DRAWS, Trained
 from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 
@@ -47,6 +54,9 @@ METHODS: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
     "dp-ivon-gradsq": ({"1": 1.0, "3": 3.0, "7.5": 3.0, "weak": 3.0}, {}),
     "dp-steady": (dict.fromkeys(SIGMAS, 3.5), {"trace": 0.25}),
 }
+MEMBERS, JOINED = 4, ("dp-sgd", "dp-steady")
+#: Larger bounds, and rates in units of the tuned rate over C.
+BOUNDS, FACTORS = (4.0, 16.0), (1.0, 2.0, 4.0)
 FITTED = 10_000
 #: Draws of a predictor on corrupted images, of which there are fifty times as many.
 SHIFTED_DRAWS = 8
@@ -55,6 +65,14 @@ ROW = (
     "condition", "severity", "accuracy", "nll", "ece", "adaptive_ece", "ece_floor", "brier", "aurc",
     "auroc_entropy", "auroc_information", "fit_nll", "seconds", "device", "torch", "commit",
 )  # fmt: skip
+#: By which rows an arm is known to be done: predictor and condition.
+ARMS = {
+    "base": ("mean", "clean"),
+    "shift": ("mean", "shift"),
+    "joint": ("ensemble", "clean"),
+    "bound": ("bound", "clean"),
+}
+Rows = list[dict[str, Any]]
 
 
 class Sets:
@@ -62,54 +80,99 @@ class Sets:
 
     def __init__(self, split: Split, *, toy: bool) -> None:
         g = Generator(split.images.device).manual_seed(7)
-        raw = (split.score_images * STD + MEAN).clamp(0, 1)
-        names = list(CORRUPTIONS)[: 2 if toy else None]
+        self.raw, self.names = (split.score_images * STD + MEAN).clamp(0, 1), list(CORRUPTIONS)[: 2 if toy else None]
         self.clean, self.labels = split.score_images, split.score_labels
-        self.shifted = {s: [corrupt(raw, name, s, seed=0) for name in names] for s in SEVERITIES}
-        n, _, side, _ = raw.shape
-        noise = torch.rand(raw.shape, generator=g, device=raw.device)
+        n, _, side, _ = self.raw.shape
+        noise = torch.rand(self.raw.shape, generator=g, device=self.raw.device)
         self.ood = {"leaves": images("leaves", n, g, side, 3), "noise": noise.mul(255).round().to(torch.uint8)}
         self.fit, self.fit_labels = split.images[:FITTED].flip(-1), split.labels[:FITTED]
         self.everyone, self.everyones = split.images.flip(-1), split.labels  # what a charged map is fitted on
 
+    @cache  # noqa: B019  one object per process
+    def shifted(self, severity: int) -> list[Tensor]:
+        return [corrupt(self.raw, name, severity, seed=0) for name in self.names]
 
-def train(label: str, split: Split, *, toy: bool) -> tuple[list[dict[str, Any]], list[Trained], float]:
-    """The runs of one σ with what each leaves."""
+
+@cache
+def joint_sigma(sigma: float, rate: float, steps: int) -> float:
+    """The σ of each of MEMBERS runs that together cost what one run at ``sigma`` does, from above."""
+    spent, low, high = epsilon([(sigma, rate, steps), RESERVE], DELTA, "rdp"), sigma, MEMBERS * sigma + 1.0
+    while high - low > 1e-3 * sigma:
+        middle = (low + high) / 2
+        dear = epsilon([(middle, rate, MEMBERS * steps), RESERVE], DELTA, "rdp") > spent
+        low, high = (middle, high) if dear else (low, middle)
+    return high
+
+
+def planned(
+    arm: str, label: str, seed: int, batch: int, rate: float, steps: int
+) -> list[tuple[dict[str, Any], Run, int]]:
+    """The runs of an arm with their facts and the seed of their first weights."""
+    sigma, found = SIGMAS[label], []
+    spent = round(epsilon([(sigma, rate, steps), RESERVE], DELTA, "rdp"), 4)
+    first = 7919 * seed + 1299709 * list(SIGMAS).index(label)
+    ema = {"ema": window_decay(float(steps))}
+    for place, (method, (rates, options)) in enumerate(METHODS.items()):
+        own = options if method == "dp-steady" else options | ema
+        fact = {"method": method, "epsilon": label, "epsilon_spent": spent, "seed": seed}
+        if arm in ("base", "shift"):
+            wanted = [(sigma, C, rates[label], 0)]
+        elif arm == "joint" and method in JOINED:
+            less = joint_sigma(sigma, rate, steps)
+            nearest = min(SIGMAS, key=lambda name: abs(math.log(SIGMAS[name] / less)))
+            wanted = [(less, C, rates[nearest], member) for member in range(MEMBERS)]
+        elif arm == "bound" and method == "dp-sgd":
+            wanted = [(sigma, c, f * rates[label] / c, 0) for c in BOUNDS for f in FACTORS]
+        else:
+            continue
+        for i, (noise, bound, lr, member) in enumerate(wanted):
+            number = (
+                first + 104729 * place + (0 if arm in ("base", "shift") else 32452843 * (2 * i + 1 + (arm == "bound")))
+            )
+            run = Run(method, number, noise, bound, lr, batch, own)
+            found.append((fact | {"noise_multiplier": noise, "lr": lr}, run, 1000 + seed + 100 * member))
+    return found
+
+
+def train(
+    arm: str, label: str, seed: int, split: Split, work: Path | None, *, toy: bool
+) -> tuple[Rows, list[Run], list[Trained]]:
+    """The runs of an arm with what each leaves; kept in ``work`` and taken from there."""
     batch, epochs = (32, 4) if toy else (BATCH, EPOCHS)
     size = len(split.labels)
     steps = -(-size // batch) * epochs
-    sigma, rate = SIGMAS[label], batch / size
-    runs, facts = [], []
-    for method, (rates, options) in METHODS.items():
-        for seed in SEEDS[:1] if toy else SEEDS:
-            own = options if method == "dp-steady" else options | {"ema": window_decay(float(steps))}
-            number = 7919 * seed + 104729 * list(METHODS).index(method) + 1299709 * list(SIGMAS).index(label)
-            runs.append(Run(method, number, sigma, C, rates[label], batch, own))
-            spent = epsilon([(sigma, rate, steps), RESERVE], DELTA, "rdp")
-            facts.append({"method": method, "epsilon": label, "epsilon_spent": round(spent, 4), "seed": seed})
-            facts[-1] |= {"noise_multiplier": sigma, "lr": rates[label]}
-    network = PaperNetwork()
-    bf16 = split.images.device.type == "cuda"
-    stack = Stack(
-        runs,
-        network,
-        split.images,
-        split.labels,
-        start=torch.stack([network.initial(1000 + fact["seed"]) for fact in facts]),
-        dtype=torch.bfloat16 if bf16 else torch.float32,
-        block=2 if toy else 32,
-        steps=steps,
-    )
-    began, kept = time.monotonic(), []
-    for done in stack.train(steps):
-        if 2 * done >= steps:
-            kept.append(stack.mean.clone())
-    order = [stack._row(i) for i in range(len(runs))]
-    iterates, average, std = torch.stack(kept, 1)[order], stack.average[order], stack.std[order]
+    plan = planned(arm, label, seed, batch, batch / size, steps)
+    facts, runs = [fact for fact, *_ in plan], [run for _, run, _ in plan]
+    network, device = PaperNetwork(), split.images.device
     last = network.layout.classes * (network.layout.hidden + 1)
+    kept = work / f"{'base' if arm == 'shift' else arm}-{label}-{seed}.pt" if work else None
+    if kept is not None and kept.is_file():
+        seconds, average, std, iterates = torch.load(kept, map_location=device, weights_only=True)
+    else:
+        stack = Stack(
+            runs,
+            network,
+            split.images,
+            split.labels,
+            start=torch.stack([network.initial(first) for *_, first in plan]),
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            block=2 if toy else 32,
+            steps=steps,
+        )
+        began, seen = time.monotonic(), []
+        for done in stack.train(steps):
+            if 2 * done >= steps:
+                seen.append(stack.mean.clone())
+        order = [stack._row(i) for i in range(len(runs))]
+        iterates, average, std = torch.stack(seen, 1)[order], stack.average[order], stack.std[order]
+        seconds = round((time.monotonic() - began) / len(runs), 2)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            torch.save((seconds, average, std, iterates), kept.with_suffix(".partial"))
+            kept.with_suffix(".partial").replace(kept)
     made = [Trained(a, s, x, last) for a, s, x in zip(average, std, iterates, strict=True)]
-    seconds = (time.monotonic() - began) / len(runs)
-    return facts, made, seconds
+    about = {"seconds": seconds} | tables.facts(device)
+    return [fact | about for fact in facts], runs, made
 
 
 @torch.no_grad()
@@ -134,56 +197,87 @@ def scores(probs: Tensor, labels: Tensor, g: Generator) -> dict[str, float]:
     return {k: f(probs, labels) for k, f in found.items()} | {"ece_floor": ece(probs, drawn)}
 
 
-def predicted(network: AnyNetwork, trained: Trained, sets: Sets, seed: int, draws: int) -> list[dict[str, Any]]:
-    """Rows of one run on clean and OOD images, for every predictor, raw and at its temperature."""
-    device = trained.average.device
+def clean_rows(
+    network: AnyNetwork, kind: str, scale: float, rows: Sequence[Tensor], sets: Sets, g: Generator
+) -> tuple[Rows, dict[tuple[str, bool], Tensor]]:
+    """Rows of one predictor on clean and OOD images under every map, and its probabilities on clean images by map."""
+    fit, _ = averaged(network, rows, sets.fit)
+    clean, information = averaged(network, rows, sets.clean)
+    ood = {name: averaged(network, rows, pixels) for name, pixels in sets.ood.items()}
+    fitted = maps(fit, sets.fit_labels, g)
+    if kind == "mean":
+        fitted += charged_maps(averaged(network, rows, sets.everyone)[0], sets.everyones, g)
+    found, probs = [], {}
+    for name, charged, f in fitted:
+        own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
+        own |= {"fit_nll": nll(f(fit), sets.fit_labels)}
+        shown = probs[name, charged] = f(clean)
+        found.append(own | {"condition": "clean", "severity": 0} | scores(shown, sets.labels, g))
+        for other, (logs, mutual) in ood.items():
+            aurocs = {"auroc_entropy": ood_auroc(entropy(shown), entropy(f(logs)))}
+            if len(rows) > 1:
+                aurocs["auroc_information"] = ood_auroc(information, mutual)
+            found.append(own | {"condition": other, "severity": 0} | aurocs)
+    return found, probs
+
+
+def shift_rows(network: AnyNetwork, kind: str, scale: float, rows: Sequence[Tensor], sets: Sets, g: Generator) -> Rows:
+    """Rows of one predictor on corrupted images, by severity: means over the corruptions."""
+    fit, _ = averaged(network, rows, sets.fit)
     found = []
-    for kind, scale in trained.wanted:
-        g = Generator(device).manual_seed(seed)
-        rows = trained.rows(kind, scale, draws, g)
-        fit, _ = averaged(network, rows, sets.fit)
-        clean, information = averaged(network, rows, sets.clean)
-        ood = {name: averaged(network, rows, pixels) for name, pixels in sets.ood.items()}
-        fitted = maps(fit, sets.fit_labels, g)
-        if kind == "mean":
-            fitted += charged_maps(averaged(network, rows, sets.everyone)[0], sets.everyones, g)
-        for name, charged, f in fitted:
+    for severity in SEVERITIES:
+        logs = [averaged(network, rows, pixels)[0] for pixels in sets.shifted(severity)]
+        for name, charged, f in maps(fit, sets.fit_labels, g)[:2]:
             own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
-            own |= {"fit_nll": nll(f(fit), sets.fit_labels)}
-            shown = f(clean)
-            found.append(own | {"condition": "clean", "severity": 0} | scores(shown, sets.labels, g))
-            for other, (logs, mutual) in ood.items():
-                aurocs = {"auroc_entropy": ood_auroc(entropy(shown), entropy(f(logs)))}
-                if len(rows) > 1:
-                    aurocs["auroc_information"] = ood_auroc(information, mutual)
-                found.append(own | {"condition": other, "severity": 0} | aurocs)
+            probs = torch.stack([f(one) for one in logs])
+            every = batch_scores(probs, sets.labels.expand(len(logs), -1), coverages=(90,))
+            means = {k: sum(s[k] for s in every) / len(every) for k in every[0] if k in ROW}
+            found.append(own | {"condition": "shift", "severity": severity} | means)
     return found
 
 
-def shifted(
-    network: AnyNetwork, trained: Trained, sets: Sets, seed: int, draws: int, picks: set[tuple[str, float]]
-) -> list[dict[str, Any]]:
-    """Rows of one run on corrupted images, by severity: means over the corruptions."""
-    found = []
-    for kind, scale in sorted(picks):
-        g = Generator(trained.average.device).manual_seed(seed)
-        rows = trained.rows(kind, scale, draws, g)
-        fit, _ = averaged(network, rows, sets.fit)
-        fitted = maps(fit, sets.fit_labels, g)
-        logs = {
-            severity: [averaged(network, rows, pixels)[0] for pixels in each] for severity, each in sets.shifted.items()
-        }
-        for name, charged, f in fitted[:2]:
-            own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
-            for severity, each in logs.items():
-                probs = torch.stack([f(one) for one in each])
-                every = [
-                    s | {"aurc": aurc(p, sets.labels)}
-                    for s, p in zip(batch_scores(probs, sets.labels), probs, strict=True)
-                ]
-                means = {k: sum(s[k] for s in every) / len(every) for k in every[0] if k in ROW}
-                found.append(own | {"condition": "shift", "severity": severity} | means)
-    return found
+def predicted(
+    network: AnyNetwork,
+    arm: str,
+    facts: Rows,
+    runs: Sequence[Run],
+    made: Sequence[Trained],
+    sets: Sets,
+    known: Rows,
+    draws: int,
+) -> tuple[Rows, Rows]:
+    """The rows of an arm's table, and those of its prediction sets."""
+    found: Rows = []
+    covered: Rows = []
+    device = sets.labels.device
+    if arm == "joint":
+        for start in range(0, len(runs), MEMBERS):
+            g = Generator(device).manual_seed(facts[start]["seed"])
+            rows = [t.average for t in made[start : start + MEMBERS]]
+            part = clean_rows(network, "ensemble", MEMBERS, rows, sets, g)[0]
+            part += shift_rows(network, "ensemble", MEMBERS, rows, sets, g)
+            found += [facts[start] | row for row in part]
+        return found, covered
+    for fact, run, trained in zip(facts, runs, made, strict=True):
+        seed = fact["seed"]
+        if arm == "bound":
+            g = Generator(device).manual_seed(seed)
+            found += [fact | r for r in clean_rows(network, "bound", run.max_grad_norm, [trained.average], sets, g)[0]]
+            continue
+        wanted = trained.wanted if arm == "base" else sorted(best(known, fact["method"], fact["epsilon"]))
+        for kind, scale in wanted:
+            g = Generator(device).manual_seed(seed)
+            rows = trained.rows(kind, scale, draws if arm == "base" else min(draws, SHIFTED_DRAWS), g)
+            if arm == "shift":
+                found += [fact | row for row in shift_rows(network, kind, scale, rows, sets, g)]
+                continue
+            more, probs = clean_rows(network, kind, scale, rows, sets, g)
+            found += [fact | row for row in more]
+            if kind in ("mean", "iterates"):
+                asked = ("temperature", kind == "mean")
+                own = {"predictor": kind, "map": asked[0], "charged": int(asked[1])}
+                covered += [fact | own | row for row in prediction_sets.rows(probs[asked], sets.labels, seed)]
+    return found, covered
 
 
 def maps(fit: Tensor, labels: Tensor, g: Generator) -> list[tuple[str, bool, Any]]:
@@ -203,15 +297,19 @@ def charged_maps(logs: Tensor, labels: Tensor, g: Generator) -> list[tuple[str, 
     return [("temperature", True, one), ("vector", True, fit_vector(logs, labels, one, RESERVE[0], g))]
 
 
-def best(rows: Sequence[dict[str, Any]], method: str) -> set[tuple[str, float]]:
+def best(rows: Sequence[dict[str, Any]], method: str, label: str) -> set[tuple[str, float]]:
     """The mean, the iterates, and of every kind of draws the scale with the least NLL on the images that fit, tempered."""
-    mine = [r for r in rows if r["method"] == method and r["condition"] == "clean" and r["map"] == "temperature"]
+    mine = [
+        r
+        for r in rows
+        if (r["method"], r["epsilon"], r["condition"], r["map"]) == (method, label, "clean", "temperature")
+    ]
     picks = {("mean", 0.0), ("iterates", 1.0)}
-    for kind in {r["predictor"] for r in mine} - {"mean", "iterates"}:
+    for kind in {r["predictor"] for r in mine} & {"own", "swag", "one", "last"}:
         losses: dict[float, list[float]] = {}
         for r in mine:
             if r["predictor"] == kind:
-                losses.setdefault(r["scale"], []).append(r["fit_nll"])
+                losses.setdefault(float(r["scale"]), []).append(float(r["fit_nll"]))
         picks.add((kind, min(losses, key=lambda s: sum(losses[s]))))
     return picks
 
@@ -220,43 +318,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="keeps trained runs: 70 MB per run")
     parser.add_argument(
         "--until", type=float, default=math.inf, help="the time, of date +%%s, after which no stack is begun"
     )
     parser.add_argument("--only", nargs="*", default=list(SIGMAS), help="names of ε")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     split = load_split(a.data, device, judge=True, toy=a.toy)
     began = time.monotonic()
     say = partial(print, flush=True)
-    sets = Sets(split, toy=a.toy)
-    say(f"images of all conditions: {time.monotonic() - began:.0f} s")
-    done = {row["epsilon"] for row in tables.read(a.table)}
-    for label in a.only:
-        if label in done or time.time() > a.until:
+    sets, network = Sets(split, toy=a.toy), PaperNetwork()
+    for label, arm, seed in ((e, arm, s) for e in a.only for arm in a.arms for s in a.seeds):
+        known: Rows = [dict(row) for row in tables.read(a.table)]
+        done = {(r["epsilon"], r["seed"], r["predictor"], r["condition"]) for r in known}
+        if (label, str(seed), *ARMS[arm]) in done or time.time() > a.until:
             continue
-        facts, made, seconds = train(label, split, toy=a.toy)
-        say(f"ε = {label}: trained, {seconds * len(made):.0f} s")
-        network = PaperNetwork()
-        about = {"seconds": round(seconds, 2)} | tables.facts(device)
-        found: list[dict[str, Any]] = []
-        for fact, trained in zip(facts, made, strict=True):
-            found += [
-                fact | about | row for row in predicted(network, trained, sets, fact["seed"], 2 if a.toy else DRAWS)
-            ]
-        say(f"ε = {label}: clean and OOD images, {time.monotonic() - began:.0f} s since the start")
-        tables.append(a.table, [filled(row) for row in found], ROW)
-        more: list[dict[str, Any]] = []
-        for fact, trained in zip(facts, made, strict=True):
-            picks, draws = best(found, fact["method"]), 2 if a.toy else SHIFTED_DRAWS
-            more += [fact | about | row for row in shifted(network, trained, sets, fact["seed"], draws, picks)]
-        tables.append(a.table, [filled(row) for row in more], ROW)
-        say(f"ε = {label}: corrupted images, {time.monotonic() - began:.0f} s since the start")
+        facts, runs, made = train(arm, label, seed, split, a.work, toy=a.toy)
+        say(f"ε = {label}, {arm}, seed {seed}: trained, {time.monotonic() - began:.0f} s since the start")
+        found, covered = predicted(network, arm, facts, runs, made, sets, known, 2 if a.toy else DRAWS)
+        if covered:
+            tables.append(
+                a.table.with_name("sets.csv"), [filled(r, prediction_sets.ROW) for r in covered], prediction_sets.ROW
+            )
+        tables.append(a.table, [filled(row, ROW) for row in found], ROW)
+        say(f"ε = {label}, {arm}, seed {seed}: scored, {time.monotonic() - began:.0f} s since the start")
 
 
-def filled(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 6) if isinstance(v := row.get(k, ""), float) else v for k in ROW}
+def filled(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    return {k: round(v, 6) if isinstance(v := row.get(k, ""), float) else v for k in columns}
 
 
 if __name__ == "__main__":

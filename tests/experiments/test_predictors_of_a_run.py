@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experiments.posterior.__main__ import HERE, Table, page
+from experiments.posterior.__main__ import HERE, Table, page, read_sets
 from experiments.posterior.predictors import Trained
+from experiments.posterior.run import DELTA, MEMBERS, RESERVE, SIGMAS, joint_sigma, planned
+from experiments.posterior.sets import COVERAGE, rows
+
+from dpivon.privacy.accounting import epsilon
 
 
 def trained() -> Trained:
@@ -43,4 +47,28 @@ def test_iterates_are_those_of_the_run() -> None:
 
 
 def test_the_page_is_what_the_table_gives() -> None:
-    assert page(Table(HERE / "results" / "rows.csv")) == (HERE / "README.md").read_text()
+    assert page(Table(HERE / "results" / "rows.csv"), read_sets()) == (HERE / "README.md").read_text()
+
+
+def test_members_of_an_ensemble_cost_together_what_one_run_does() -> None:
+    rate, steps = 4096 / 50_000, 1170
+    sigma = joint_sigma(SIGMAS["3"], rate, steps)
+    one, all_ = (
+        epsilon([(s, rate, n), RESERVE], DELTA, "rdp") for s, n in ((SIGMAS["3"], steps), (sigma, MEMBERS * steps))
+    )
+    assert 0.999 * one < all_ <= one
+    runs = [run for arm in ("base", "joint", "bound") for _, run, _ in planned(arm, "3", 0, 4096, rate, steps)]
+    assert len({run.seed for run in runs}) == len(runs) == 4 + 2 * MEMBERS + 6
+
+
+def test_private_sets_cover_and_those_of_a_better_predictor_are_smaller() -> None:
+    g = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 4, (8000,), generator=g)
+    logits = torch.randn(8000, 4, generator=g) + 3.0 * torch.nn.functional.one_hot(labels, 4)
+    good, bad = (list(rows((f * logits).softmax(1), labels, 0)) for f in (1.0, 0.0))
+    for row in good:
+        assert row["coverage"] > COVERAGE - 0.02, row
+    sizes = [row["size"] for row in good]
+    assert sizes == sorted(sizes, reverse=True)  # less noise, smaller sets
+    assert 0.9 <= sizes[-1] < 1.5  # an image may have none
+    assert all(row["size"] == 4 for row in bad)
