@@ -1,0 +1,1 @@
+"""The numbers of the documentation that come from scikit-learn's digits."""

@@ -1,0 +1,250 @@
+"""The measured numbers of the README and the documentation, from committed tables.
+
+    python -m experiments.numbers            # writes every marked number
+    python -m experiments.numbers --check    # fails where a page does not say what its table gives
+
+A number stands between ``<!--n:NAME ARGUMENTS-->`` and ``<!--/n-->``, in a sentence or as lines of a table. NAME is a function
+below. Line breaks inside a sentence do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+
+from dpivon.study.results import table
+from dpivon.study.results.summary import IVON
+from dpivon.study.results.table import Cells
+from experiments.posterior.__main__ import KINDS, Interval, Row, Table
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!--n:([^>]*?)-->)(.*?)(<!--/n-->)", re.DOTALL)
+GAINS = ("dp-sgd", "dp-adam", IVON)  # whose own iterates beat their mean
+
+
+def pages() -> list[Path]:
+    """Where numbers may stand."""
+    docs = sorted((ROOT / "docs").glob("*.md"))
+    return [ROOT / "README.md", ROOT / "experiments" / "posterior" / "verdict.md", *docs]
+
+
+def file(path: str, keys: str, form: str, factor: str = "1") -> str:
+    """One number of a JSON file: ``keys`` lead to it, separated by slashes."""
+    found = json.loads((ROOT / path).read_text())
+    for key in keys.split("/"):
+        found = found[int(key) if isinstance(found, list) else key]
+    return format(float(factor) * found, form)
+
+
+def step(name: str, row: str, key: str, form: str) -> str:
+    """One number of a benchmark of steps."""
+    return file(f"benchmarks/results/step-{name}.json", f"rows/{row}/{key}", form)
+
+
+def better(scope: str, digits: str) -> str:
+    """The recipe's default against the baseline that is better on the test set: points with their interval."""
+    with (ROOT / "experiments/strong_privacy/results/comparison/bars.csv").open(newline="") as bars:
+        wanted = {"contender": "DP-Steady, default rate", "number": "1a", "scope": scope.replace("_", " ")}
+        (row,) = [r for r in csv.DictReader(bars) if all(r[k] == v for k, v in wanted.items())]
+    mean, low, high = re.findall(r"[+-]\d+\.\d+", row["numbers"].split("on the test set")[1])
+    inside = ", ".join(unsigned(float(end), int(digits)) for end in (low, high))
+    return f"{signed(float(mean), int(digits))} points [{inside}]"
+
+
+def behind(epsilon: str) -> str:
+    """The most points by which DP-IVON-Gradsq, averaged over draws, is behind the best baseline of a cell at ε or above."""
+    cells, gaps = Cells(table.read(ROOT / "experiments/paper/results/paper/runs.csv")), []
+    for method, *cell in cells.keys:
+        spent = cells.get(method, *cell, "epsilon")
+        if method == IVON and spent is not None and spent.mean >= float(epsilon):
+            theirs = [v.mean for m in ("dp-sgd", "dp-adam") if (v := cells.get(m, *cell, "accuracy")) is not None]
+            ours = cells.get(IVON, *cell, "mc_accuracy")
+            assert ours is not None
+            gaps.append(100 * (max(theirs) - ours.mean))
+    return f"{max(gaps):.1f}"
+
+
+@cache
+def posterior() -> Table:
+    return Table(ROOT / "experiments/posterior/results/rows.csv")
+
+
+def differences(kinds: Sequence[str], methods: Sequence[str], column: str, factor: float = 1.0) -> list[Interval]:
+    """Tempered predictors less the tempered mean, by method, kind and ε."""
+    t, found = posterior(), []
+    for method in methods:
+        for kind in kinds:
+            for eps in t.epsilons:
+                if scale := t.scale(method, eps, kind):
+                    ours = t.get(method, eps, kind, scale, "temperature", "clean")
+                    base = t.get(method, eps, "mean", "", "temperature", "clean")
+                    if (one := t.less(ours, base, column, factor)) is not None:
+                        found.append(one)
+    return found
+
+
+def epsilons() -> str:
+    """The ε of the posterior's runs."""
+    *most, last = posterior().epsilons
+    return f"{', '.join(most)} and {last}"
+
+
+def iterates(method: str) -> str:
+    """Averaged predictions of the iterates less those of the mean: points and NLL, by ε."""
+    points, losses = differences(["iterates"], [method], "accuracy", 100.0), differences(["iterates"], [method], "nll")
+    shown = " / ".join(f"{signed(i.mean, 2)} [{unsigned(i.low, 2)}, {unsigned(i.high, 2)}]" for i in points)
+    return f"{shown} points and {' / '.join(signed(i.mean, 3) for i in losses)} of NLL"
+
+
+def gain() -> str:
+    """The same over the three methods that gain, as a range with the ends of its intervals."""
+    found = differences(["iterates"], GAINS, "accuracy", 100.0)
+    means = [i.mean for i in found]
+    ends = f"[{unsigned(min(i.low for i in found), 1)}, {unsigned(max(i.high for i in found), 1)}]"
+    return f"{unsigned(min(means), 1)} to {unsigned(max(means), 1)} points ({ends})"
+
+
+def draws(side: str) -> str:
+    """In how many comparisons Gaussian draws have a lower (or higher) NLL than the mean, beyond their interval."""
+    kinds = [k for k in KINDS if k not in ("iterates", "ensemble")]
+    found = differences(kinds, posterior().methods, "nll")
+    beyond = sum(i.high < 0 if side == "lower" else i.low > 0 for i in found)
+    return f"{beyond} of {len(found)}" if side == "lower" else str(beyond)
+
+
+def spread(kind: str, map_: str, column: str, digits: str, charged: str = "0") -> str:
+    """The least and the largest mean over seeds of a predictor's score, over methods and ε."""
+    t = posterior()
+    rows = [t.get(m, e, kind, "", map_, "clean", charged) for m in t.methods for e in t.epsilons]
+    return ends([fmean(float(r[column]) for r in some) for some in rows if some], int(digits))
+
+
+def platt(digits: str) -> str:
+    """By how much DP-Platt lowers the NLL of a temperature."""
+    t, found = posterior(), []
+    for m, e in ((m, e) for m in t.methods for e in t.epsilons):
+        one, other = (t.get(m, e, "mean", "", map_, "clean") for map_ in ("temperature", "vector"))
+        found.append(fmean(float(r["nll"]) for r in one) - fmean(float(r["nll"]) for r in other))
+    return ends(found, int(digits))
+
+
+def iterates_ece(digits: str) -> str:
+    return ends([i.mean for i in differences(["iterates"], GAINS, "ece")], int(digits))
+
+
+@cache
+def digit_rows() -> list[Row]:
+    with (ROOT / "experiments/digits/results/rows.csv").open(newline="") as rows:
+        return list(csv.DictReader(rows))
+
+
+def of_digits(column: str, **wanted: str) -> list[float]:
+    return [float(r[column]) for r in digit_rows() if all(r[k] == v for k, v in wanted.items())]
+
+
+def demo_table() -> str:
+    """The demo's table of seed 0."""
+    head = ["method", "prediction", "ε", "accuracy", "NLL", "ECE", "Brier"]
+    body = [
+        [r["method"], r["way"], f"{float(r['epsilon']):.3f}", f"{100 * float(r['accuracy']):.1f} %"]
+        + [f"{float(r[k]):.3f}" for k in ("nll", "ece", "brier")]
+        for r in digit_rows()
+        if (r["part"], r["seed"]) == ("demo", "0") and r["method"] in ("DP-SGD", "DP-Adam", "DP-IVON-Gradsq")
+    ]
+    return lines(head, body)
+
+
+def demo_seeds(method: str) -> str:
+    """Accuracy and NLL over the demo's seeds; averaged over draws where a method has them."""
+    ways = {r["way"] for r in digit_rows() if (r["part"], r["method"]) == ("demo", method)}
+    way = max(ways, key=lambda name: name[0].isdigit())
+    a, n = (of_digits(k, part="demo", method=method, way=way) for k in ("accuracy", "nll"))
+    return f"{100 * fmean(a):.1f} ± {100 * stdev(a):.1f} % and NLL {fmean(n):.3f} ± {stdev(n):.3f}"
+
+
+def ema_table() -> str:
+    body = []
+    for method in dict.fromkeys(r["method"] for r in digit_rows() if r["part"] == "ema"):
+        cells = []
+        for way in ("last", "average"):
+            a, n = (fmean(of_digits(k, part="ema", method=method, way=way)) for k in ("accuracy", "nll"))
+            cells.append(f"{100 * a:.1f} %, {n:.3f}")
+        body.append([method, *cells])
+    return lines(["", "last iterate: accuracy, NLL", "average: accuracy, NLL"], body)
+
+
+def ensemble_table() -> str:
+    body = []
+    for way in dict.fromkeys(r["way"] for r in digit_rows() if r["part"] == "ensemble"):
+        each = {
+            k: fmean(of_digits(k, part="ensemble", way=way))
+            for k in ("noise_multiplier", "epsilon", "accuracy", "nll", "ece")
+        }
+        sigma, spent, a, n, e = each.values()
+        body.append([way, f"{sigma:.2f}", f"{spent:.2f}", f"{100 * a:.1f} %", f"{n:.3f}", f"{e:.3f}"])
+    return lines(["members", "σ", "ε of one member", "accuracy", "NLL", "ECE"], body)
+
+
+def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = ["| " + " | ".join(r) + " |" for r in (head, *body)]
+    return "\n" + "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]).replace("|  |", "| |") + "\n"
+
+
+def ends(values: Sequence[float], digits: int) -> str:
+    return f"{min(values):.{digits}f} – {max(values):.{digits}f}"
+
+
+def signed(value: float, digits: int) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def unsigned(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+_ALL = (file, step, better, behind, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
+_DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
+NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_DIGITS)}
+
+
+def written(text: str, where: str = "") -> str:
+    """The page with every marked number as its table gives it."""
+
+    def number(match: re.Match[str]) -> str:
+        name, *arguments = match[2].split()
+        if name not in NUMBERS:
+            raise SystemExit(
+                f"{where}: '{name}' is not a number of experiments/numbers.py. Use one of {sorted(NUMBERS)}."
+            )
+        found = NUMBERS[name](*arguments)
+        same = found.split() == match[3].split() if "\n" not in found else found == match[3]
+        return match[0] if same else match[1] + found + match[4]
+
+    if text.count("<!--n:") != text.count("<!--/n-->"):
+        raise SystemExit(f"{where}: a marked number is not closed by <!--/n-->. Add it.")
+    return MARKED.sub(number, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page would change")
+    a = parser.parse_args()
+    for path in pages():
+        text = path.read_text()
+        made = written(text, path.relative_to(ROOT).as_posix())
+        if a.check and made != text:
+            raise SystemExit(
+                f"{path.relative_to(ROOT)}: is not what its tables give. Run python -m experiments.numbers."
+            )
+        if not a.check and made != text:
+            path.write_text(made)
+
+
+if __name__ == "__main__":
+    main()

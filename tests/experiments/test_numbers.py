@@ -1,0 +1,40 @@
+"""Marked numbers of the pages are what their tables give, and a page that says something else is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments import numbers
+
+
+def test_every_page_says_what_its_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["numbers", "--check"])
+    numbers.main()
+
+
+def test_a_number_that_was_changed_is_put_right_and_its_line_breaks_are_kept() -> None:
+    right = numbers.draws("lower")
+    kept = f"Lower in <!--n:draws lower-->{right.replace(' ', chr(10))}<!--/n--> cases."
+    assert numbers.written(kept) == kept
+    wrong = f"Lower in <!--n:draws lower-->{right.replace('of', 'in')}<!--/n--> cases."
+    assert numbers.written(wrong) == f"Lower in <!--n:draws lower-->{right}<!--/n--> cases."
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("<!--n:what-->1<!--/n-->", "'what' is not"), ("<!--n:gain-->1", "not closed")]
+)
+def test_marks_that_mean_nothing_are_refused(text: str, words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        numbers.written(text, "page")
+
+
+def test_numbers_follow_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DP-Adam's iterates lose one point in every run: so does what the page says."""
+    before = numbers.differences(["iterates"], ["dp-adam"], "accuracy", 100.0)
+    t = numbers.Table(numbers.ROOT / "experiments/posterior/results/rows.csv")
+    for row in t.rows:
+        if row["method"] == "dp-adam" and row["predictor"] == "iterates" and row["accuracy"]:
+            row["accuracy"] = str(float(row["accuracy"]) - 0.01)
+    monkeypatch.setattr(numbers, "posterior", lambda: t)
+    after = numbers.differences(["iterates"], ["dp-adam"], "accuracy", 100.0)
+    assert [a.mean for a in after] == pytest.approx([b.mean - 1.0 for b in before])
