@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo study docs test test-all browser lint conformance audit faults fuzz bad-input newcomer clean
+.PHONY: help demo study docs reproduce test test-all browser lint conformance audit faults fuzz bad-input newcomer clean
 
 help:
 	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
 	@echo "make study       a small grid of private runs on digits, figures in study-output/ (about ten minutes)"
+	@echo "make reproduce   train a sample of published cells again and hold them to their tables (under ten minutes)"
 	@echo "make docs        the documentation as a site in site/, links checked; open site/index.html"
 	@echo "make newcomer    from the built wheel to a report on a table, in an empty folder (about two minutes)"
 	@echo "make test        style, types, the release boundary, and the tests (about five minutes on two cores)"
@@ -38,6 +39,10 @@ study: $(READY)
 	@echo "== dpivon study: 72 private runs on scikit-learn's digits; stop it as you like, the same command goes on"
 	OMP_NUM_THREADS=1 $(BIN)/dpivon study run examples/study.yaml --out study-output
 	$(BIN)/dpivon study report study-output
+
+reproduce: $(READY)
+	@echo "== Published cells again, on this machine: digits and tables; where CIFAR-10 is (DATA=FOLDER) and a GPU, the paper's CNN too"
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.reproduce $(if $(DATA),--parts tables quick steady check --data $(DATA))
 
 docs: $(READY)
 	@echo "== The documentation, into site/; a warning is an error"

@@ -3,6 +3,7 @@
 # First, from leaderboard/priors: `sh gpu.sh site` and `sh gpu.sh data PART`. KEEP (/tmp/priors) is kept between calls; tables are
 # copied to OUT as evidence.tar.gz. COMMIT is written in rows.
 #   sh gpu.sh posterior SECONDS "EPS…" "ARMS…" "SEEDS…"    experiments.posterior.run
+#   sh gpu.sh check                                         experiments.reproduce on CIFAR-10: stacks against the ordinary loop
 #   sh gpu.sh study SECONDS PLAN ONLY STACK                 carry/PLAN.json, made by `dpivon study resolve`; runs with ONLY in their id
 set -u
 KEEP=${KEEP:-/tmp/priors}
@@ -23,25 +24,30 @@ posterior)
     "$python" -m experiments.posterior.run --data "$DATA" --table "$work/rows.csv" --work "$work/runs" \
         --until "$(($(date +%s) + $2))" --only $3 --arms $4 --seeds $5 $TOY
     ;;
-study)
-    "$python" - "carry/$3.json" "$work/$3" "$DATA" "$4" "$5" "$2" <<'P'
+study | check)
+    "$python" - "$@" <<P
 import sys
 from pathlib import Path
 import dpivon.study.plan.data as study_data
 from dpivon.data.images import DataSet
+from experiments.leaderboard.priors.data import cached
+study_data.load_cifar10 = lambda root: DataSet("cifar10", *cached(Path(root)), True)  # decoded once
+if sys.argv[1] == "check":
+    import runpy
+    sys.argv[1:] = ["--parts", "check", "--data", "$DATA", "--work", "$work/reproduce"]
+    runpy.run_module("experiments.reproduce", run_name="__main__")
 from dpivon.study.plan.plan import read_plan
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
-from experiments.leaderboard.priors.data import cached
-study_data.load_cifar10 = lambda root: DataSet("cifar10", *cached(Path(root)), True)  # decoded once
-plan, out, data, only, stack, seconds = sys.argv[1:]
-settings = Settings(Path(data), stack=int(stack), minutes=float(seconds) / 60, only=only, quiet=True)
-print(*run_study(read_plan(Path(plan)), Path(out), settings).lines(Path(out)), sep="\n")
+seconds, plan, only, stack = sys.argv[2:]
+settings = Settings(Path("$DATA"), stack=int(stack), minutes=float(seconds) / 60, only=only, quiet=True)
+out = Path("$work") / plan
+print(*run_study(read_plan(Path(f"carry/{plan}.json")), out, settings).lines(out), sep="\n")
 P
     ;;
 *)
-    sed -n '2,7p' "$0"
+    sed -n '2,8p' "$0"
     exit 2
     ;;
 esac
-tar -C "$work" --exclude=runs --exclude=stacks --exclude=.lock -czf "$OUT/evidence.tar.gz" .
+tar -C "$work" --exclude=./runs --exclude=stacks --exclude=.lock -czf "$OUT/evidence.tar.gz" .
