@@ -230,8 +230,9 @@ def shift_rows(network: AnyNetwork, kind: str, scale: float, rows: Sequence[Tens
         for name, charged, f in maps(fit, sets.fit_labels, g)[:2]:
             own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
             probs = torch.stack([f(one) for one in logs])
-            every = batch_scores(probs, sets.labels.expand(len(logs), -1), coverages=(90,))
+            every = batch_scores(probs, sets.labels.expand(len(logs), -1))
             means = {k: sum(s[k] for s in every) / len(every) for k in every[0] if k in ROW}
+            means["aurc"] = sum(aurc(one, sets.labels) for one in probs) / len(probs)
             found.append(own | {"condition": "shift", "severity": severity} | means)
     return found
 

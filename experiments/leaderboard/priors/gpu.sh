@@ -54,6 +54,7 @@ data)
     echo "parts: $have of $parts"
     if [ "$have" -eq "$parts" ] && [ ! -d "$DATA" ]; then
         cat "$KEEP"/parts/cifar10.tar.* | tar -C "$KEEP" -xf -
+        [ -e "$DATA/unpack.py" ] && "$python" "$DATA/unpack.py" "$DATA" # compact parts, to the official layout
         "$python" -c "from pathlib import Path; from $here.data import cached; cached(Path('$DATA'))"
         ls -l "$DATA"
     fi
