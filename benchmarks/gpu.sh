@@ -6,7 +6,7 @@ folder=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 plain="plain-bf16 plain-bf16-cl plain-bf16-compiled plain-bf16-cl-compiled plain-bf16-captured plain-bf16-cl-captured
        plain-bf16-compiled-captured plain-bf16-cl-compiled-captured"
-export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}" # contenders compile side by side
+export DPIVON_CONV_KERNELS=0 TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}" # contenders compile side by side
 
 measure() { # NAME COMMAND…
     file="$folder/$1.json"
@@ -28,7 +28,7 @@ step step-wrn-h200 wrn 256 --only $plain opacus-hooks opacus-ghost ours-bf16 our
 step step-text-h200 text 512 --only $plain ours-bf16 ours-captured
 # shellcheck disable=SC2086
 step step-vit-h200 vit 256 --only $plain ours-bf16 ours-captured
-# The same with kernels for norms and sums, which are off by default. One contender is new to the compiler's cache, so it
+# The same with kernels for norms and sums; those above are without. One contender is new to the compiler's cache, so it
 # may have the processors to itself: 508 configurations of torch's own kernels on two of them would take minutes.
 export DPIVON_CONV_KERNELS=1 TORCHINDUCTOR_COMPILE_THREADS=16
 # shellcheck disable=SC2086

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -103,6 +104,31 @@ def test_a_kept_run_is_the_stacks_run_but_for_its_draws():
         float((torch.cat([p.detach().flatten() for p in f.model.parameters()]) - start).norm()) for f in (kept, stacked)
     ]
     assert 0.7 < moved[0] / moved[1] < 1.4
+
+
+def test_a_kept_run_has_the_prior_that_a_stack_has(tmp_path):
+    """Gradients are clipped to nothing, so that the pull to the prior is all there is, and both make the same steps."""
+    start = network()
+    mean = {name: torch.full_like(p, 0.3) for name, p in start.named_parameters()}
+    prior = dpivon.Posterior(mean, {name: torch.full_like(p, 0.01) for name, p in start.named_parameters()})
+    options = PLAN | {"max_grad_norm": 1e-9, "options": {"hess_init": 0.1, "beta2": 1.0}, "prior": prior, "lr": 0.05}
+    kept = dpivon.fit(start, *data(), **options, out=tmp_path / "run")
+    stacked = dpivon.fit(start, *data(), **options)
+    assert kept.path == stacked.path == "eager (on cpu)"
+    for name, p in start.named_parameters():
+        torch.testing.assert_close(kept.posterior.mean[name], stacked.posterior.mean[name], rtol=1e-4, atol=1e-5)
+        assert float((kept.posterior.mean[name] - p.detach()).abs().max()) > 0.01
+    with pytest.raises(dpivon.ArgumentError, match="other arguments"):
+        dpivon.fit(start, *data(), **options | {"prior": None}, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_bar_is_shown_where_it_is_wanted_and_nothing_to_a_file(tmp_path, capsys, kept):
+    options = PLAN | ({"out": tmp_path / "run"} if kept else {})
+    dpivon.fit(network(), *data(), **options | {"epochs": 1})
+    assert capsys.readouterr().err == ""
+    dpivon.fit(network(), *data(), **options | {"epochs": 1, "progress": True, "out": tmp_path / "b" if kept else None})
+    assert re.search(r"10/10  ε = \d\.\d\d\d", capsys.readouterr().err)
 
 
 def test_what_is_charged_later_must_not_pass_by_the_ledger(tmp_path):

@@ -25,6 +25,7 @@ from dpivon.privacy.people import People
 from dpivon.stacked.networks import cross_entropy, network_for
 from dpivon.stacked.run import Run
 from dpivon.stacked.stack import Stack
+from dpivon.terminal import Bar
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,12 +39,14 @@ class Fitted:
         posterior: the Gaussian over its weights.
         budget: the plan that was run, with its ε.
         account: what was spent, and what is charged later; of a run that is kept in a folder, its engine.
+        path: ``"captured"`` where steps were replayed as a CUDA graph, or ``"eager"`` with the reason.
     """
 
     model: nn.Module
     posterior: Posterior
     budget: Budget
     account: Accountant | PrivacyEngine = field(default_factory=Accountant)
+    path: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.account, Accountant) and not self.account.history:
@@ -86,6 +89,7 @@ def fit(
     rows_per_user: int | None = None,
     prior: Posterior | str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, steps: None,
+    progress: bool | None = None,
     out: str | os.PathLike[str] | None = None,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     physical_batch_size: int | None = None,
@@ -129,10 +133,11 @@ def fit(
             privacy.
         clipping: the rule that bounds every example at C, by its name or as an object.
         user_ids: whose each row is, for privacy per person (:meth:`dpivon.PrivacyEngine.make_private`): N and b count people.
-            The steps are then those of a loop of your own, not one captured program.
+            The steps are then those of a loop of your own, not one captured program: ``path`` of the result says so.
         rows_per_user: at most so many rows of a person in a step, drawn afresh; None for all.
         prior: of the weights, as for :class:`dpivon.IVON`; begin at its mean by putting that into ``model``.
         on_progress: ``on_progress(done, steps)`` is called after every block.
+        progress: a bar on stderr with live ε and the time left; by default where stderr is a terminal.
         out: a folder for ledger, checkpoints, progress and the model, as that of ``dpivon train``: ``dpivon ledger``,
             ``report`` and ``export`` read it. All but its ``model/`` is as secret as the data.
         evaluate: called with what predicts after every epoch. Its numbers are in ``progress.jsonl`` as not private: do not
@@ -159,12 +164,9 @@ def fit(
     if labels is None and isinstance(inputs, Tensor):
         raise bad("labels", None, "is missing", "Give one label per row of inputs, or a Dataset of pairs as inputs")
     if out is not None or people is not None or labels is None or evaluate is not None:
-        if prior is not None:
-            fix = "Leave it out, or give it to dpivon.IVON in a loop of your own"
-            raise bad("prior", type(prior).__name__, "is not supported with out, user_ids, evaluate or a Dataset", fix)
         from dpivon.train import own_model  # here, since it needs what a command line needs
 
-        trained, posterior, engine = own_model.train(
+        trained, posterior, engine, path = own_model.train(
             model,
             given if labels is None else (given, labels),
             plan,
@@ -181,11 +183,13 @@ def fit(
             augment=augment,
             clipping=clipping,
             people=people,
+            prior=prior,
+            progress=progress,
             physical_batch_size=physical_batch_size,
             on_progress=on_progress,
             evaluate=evaluate,
         )
-        return Fitted(trained, posterior, plan, engine.accountant if out is None else engine)
+        return Fitted(trained, posterior, plan, engine.accountant if out is None else engine, path)
     seed = secrets.randbits(62) if seed is None else seed
     run = Run(method, seed, plan.noise_multiplier, max_grad_norm, lr, batch_size, dict(options or {}))
     network = network_for(model, loss, augment, clipping)
@@ -193,7 +197,11 @@ def fit(
     known: dict[str, Any] = {"dataset_size": n, "steps": plan.steps}
     known |= {"augment": augment, "clipping": clipping, "accountant": accountant, "prior": prior}
     stack = Stack([run], network, given, labels, dtype=dtype, start=start, **known)
-    for done in stack.train(plan.steps):
-        on_progress(done, plan.steps)
+    account = stack.mechanism.accountants[0]
+    with Bar(plan.steps, lambda: account.get_epsilon(delta), progress) as bar:
+        for done in stack.train(plan.steps):
+            bar.at(done)
+            on_progress(done, plan.steps)
     at = {"averaged": run.averaged}
-    return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, stack.mechanism.accountants[0])
+    path = "captured" if given.is_cuda else f"eager (on {given.device.type})"
+    return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, account, path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 
 def printable(text: object) -> str:
@@ -28,6 +29,54 @@ def print_facts(console: Any, facts: Mapping[str, str | Sequence[str]]) -> None:
     for label, text in facts.items():
         grid.add_row(Text(label), Text("\n".join(map(printable, [text] if isinstance(text, str) else text))))
     console.print(grid)
+
+
+class Bar:
+    """Steps, live ε and the time left, on one line of a terminal.
+
+    Args:
+        steps: how many there will be.
+        epsilon: what is spent now. Some accountants take seconds: they get a twentieth of the time.
+        shown: whether there is a bar; None for where stderr is a terminal.
+        console: where; stderr if None.
+    """
+
+    def __init__(
+        self, steps: int, epsilon: Callable[[], float], shown: bool | None = None, console: Any = None
+    ) -> None:
+        self._epsilon, self._due, self._bar = epsilon, 0.0, None
+        if not (sys.stderr.isatty() if shown is None else shown):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            BarColumn(bar_width=10),  # all of it fits into 80 columns
+            TextColumn("{task.completed:.0f}/{task.total:.0f}  ε = {task.fields[epsilon]:.3f}{task.fields[note]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console or Console(stderr=True, highlight=False),
+        )
+        self._task = self._bar.add_task("", total=steps, epsilon=0.0, note="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def at(self, step: int, **fields: Any) -> None:
+        """So many steps are done; ``fields`` may hold ε, where it is known, and a note."""
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        if "epsilon" not in fields and now >= self._due:
+            fields["epsilon"] = self._epsilon()
+            self._due = time.monotonic() + max(0.2, 20 * (time.monotonic() - now))
+        self._bar.update(self._task, completed=step, **fields)
 
 
 @contextmanager

@@ -314,6 +314,22 @@ def test_a_loss_that_is_not_one_per_row_is_refused_before_any_release(loss_fn):
     assert len(engine.accountant) == 0
 
 
+def test_a_model_that_torch_compiled_learns_the_same_and_is_said_not_to_be_captured():
+    rows = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = network()
+        engine, _, optimizer, loader = made(module=torch.compile(module, backend="eager") if compiled else module)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step = engine.compile(losses, capture=True if compiled else None)
+        assert any("torch.compile was called on the model" in str(w.message) for w in told) == compiled
+        step(next(iter(loader)))
+        rows.append(torch.cat([p.detach().flatten() for p in optimizer.params]))
+    assert step.path.startswith("eager (torch.compile")
+    torch.testing.assert_close(rows[1], rows[0])
+
+
 def test_compiling_comes_after_make_private():
     with pytest.raises(PrivacyError, match="before make_private"):
         dpivon.PrivacyEngine().compile(losses)

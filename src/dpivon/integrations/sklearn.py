@@ -122,10 +122,11 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             loss=loss,
             seed=noise_seed,
             user_ids=people,
+            progress=False,
         )
         self.bounds_, self.predict_seed_ = bounds, predict_seed
         self.model_, self.posterior_, self.budget_ = fitted.model, fitted.posterior, fitted.budget
-        self.epsilon_, self.n_iter_ = fitted.epsilon, fitted.budget.steps
+        self.epsilon_, self.n_iter_, self.path_ = fitted.epsilon, fitted.budget.steps, fitted.path
 
     def _read(self, X: Any, *y: Any, **options: Any) -> Any:
         return validate_data(self, X, *y, ensure_all_finite="allow-nan" if self.allow_nan else True, **options)
@@ -253,7 +254,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         random_state: decides first weights, batches, noise and posterior draws. It is a secret, and using one is warned of:
             leave it None unless the data is public.
 
-    After ``fit``: ``classes_``, ``posterior_``, ``model_``, ``budget_``, ``epsilon_`` (spent), ``n_iter_`` (steps).
+    After ``fit``: ``classes_``, ``posterior_``, ``model_``, ``budget_``, ``epsilon_`` (spent), ``n_iter_`` (steps), ``path_``
+    (captured, or eager with the reason).
 
     Every fit spends ε anew. GridSearchCV, cross_val_score and the like fit many times: a warning says what that adds up to,
     and `dpivon budget --tuning` what choosing the best costs. ``score`` is not private: use it on public or test rows.

@@ -179,6 +179,10 @@ class CompiledStep:
             return "batch_first=False"
         if not has_rules(keeper.module):
             return "a layer without a rule runs example by example"
+        if any("_orig_mod" in layer._modules for layer in keeper.module.modules()):
+            return (
+                "torch.compile was called on the model, which is then not recorded: give make_private the model itself"
+            )
         return None
 
     def _give_up(self, reason: str) -> None:

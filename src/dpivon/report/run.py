@@ -24,7 +24,7 @@ def content(folder: Path, again: str) -> Content:
     run = read(folder)
     summary, checked = run.summary, privacy.check(run)
     seconds = "" if summary.seconds is None else f"{summary.seconds:.1f} s"
-    machine = {"hardware": summary.hardware, "training took": seconds, **summary.versions}
+    machine = {"hardware": summary.hardware, "steps": summary.path, "training took": seconds, **summary.versions}
     sections = [
         testset.section(run),
         privacy.section(run, checked),

@@ -72,6 +72,7 @@ class Summary(_Values):
     noise_multiplier: float | None = None
     seconds: float | None = None
     hardware: str = ""
+    path: str = ""  # captured, or eager with the reason
     versions: dict[str, str] = {}
     task: Task = Task()
     metrics: dict[str, float | None] | None = None

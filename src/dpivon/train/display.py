@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from dpivon.terminal import print_facts, printable
+from dpivon.terminal import Bar, print_facts, printable
 from dpivon.train.artefacts import Line
 from dpivon.train.config import Config
 from dpivon.train.loop import Loop
@@ -26,8 +24,7 @@ class Display(Watcher):
 
     def __init__(self, quiet: bool) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False)
-        self._bar: Progress | None = None
-        self._due = 0.0  # when ε is to be computed again
+        self._bar: Bar | None = None
 
     def begin(self, config: Config, description: Description, loop: Loop) -> Show:
         units = "people" if config.unit else "examples"
@@ -38,33 +35,22 @@ class Display(Watcher):
             f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
         )
         self.console.print(Text(printable(plan)))
-        bar = self._bar = Progress(
-            BarColumn(bar_width=10),  # all of it fits into 80 columns
-            TextColumn("{task.completed:.0f}/{task.total:.0f}  ε = {task.fields[epsilon]:.3f}{task.fields[heldout]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self.console,
-        )
-        if self.console.quiet:
-            return lambda line, step: None
-        task = bar.add_task("", total=loop.steps, epsilon=loop.epsilon, heldout="")
-        bar.start()
-        return lambda line, step: self._update(bar, task, loop, line, step)
+        bar = self._bar = Bar(loop.steps, lambda: loop.epsilon, not self.console.quiet, self.console)
+        bar.__enter__()
 
-    def _update(self, bar: Progress, task: TaskID, loop: Loop, line: Line | None, step: int) -> None:
-        if line is None:
-            now = time.monotonic()
-            if now >= self._due:  # some accountants take seconds: they may take a twentieth of the time
-                bar.update(task, epsilon=loop.epsilon)
-                self._due = time.monotonic() + max(0.2, 20 * (time.monotonic() - now))
-            bar.update(task, completed=step)
-            return
-        held = "" if line.heldout_nll is None else f"  held-out loss {line.heldout_nll:.3f} ({NOT_PRIVATE})"
-        bar.update(task, completed=step, epsilon=line.epsilon, heldout=held)
+        def show(line: Line | None, step: int) -> None:
+            known: dict[str, Any] = {}
+            if line is not None:
+                nll = line.heldout_nll
+                note = {} if nll is None else {"note": f"  held-out loss {nll:.3f} ({NOT_PRIVATE})"}
+                known = {"epsilon": line.epsilon, **note}
+            bar.at(step, **known)
+
+        return show
 
     def end(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.__exit__()
 
     def say(self, text: str) -> None:
         self.console.print(Text(printable(text)))
@@ -89,6 +75,8 @@ def _lines(summary: dict[str, Any]) -> dict[str, str | list[str]]:
         f"for the published model of {summary['releases']} releases (by accountant: {by}). "
         "Another run on the same data costs its own ε on top.",
     }
+    if "path" in summary:
+        lines["Steps"] = f"were {summary['path']}."
     if not summary["seed_is_secret"]:
         lines["Seed"] = "was given, and decides the noise: whoever knows it can take the noise away."
     if (scores := summary["metrics"]) is not None:

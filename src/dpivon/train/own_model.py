@@ -11,6 +11,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpivon._version import __version__
-from dpivon.durable.files import replace, sync_folder
+from dpivon.durable.files import read_json, replace, sync_folder
 from dpivon.durable.ledger import read as read_ledger
+from dpivon.durable.tensors import bytes_of
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
+from dpivon.optim.ivon import IVON
+from dpivon.optim.parameters import parameter_names
+from dpivon.optim.prior import as_prior
+from dpivon.optim.rule import takes_prior
+from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy import Budget, PrivacyEngine
 from dpivon.privacy.accounting.budget import Limit
@@ -37,6 +44,7 @@ from dpivon.privacy.kernels.reference import autocast
 from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
 from dpivon.stacked.rules import stackable
+from dpivon.terminal import Bar
 from dpivon.train.artefacts import Line, write_json
 from dpivon.train.kept import Data, KeptRun, as_batch, at_once, loader_of
 from dpivon.train.loop import Seeds
@@ -61,13 +69,19 @@ def train(
     augment: Augmentation | None,
     clipping: str | Clipping,
     people: People | None,
+    prior: Posterior | str | PathLike[str] | None,
+    progress: bool | None,
     physical_batch_size: int | None,
     on_progress: Callable[[int, int], None],
     evaluate: Callable[[Learner], Mapping[str, float]] | None,
-) -> tuple[nn.Module, Any, PrivacyEngine]:
-    """A copy of the model at what was learned, the posterior, and the engine with the account; trained, or found finished."""
+) -> tuple[nn.Module, Any, PrivacyEngine, str]:
+    """A copy of the model at what was learned, the posterior, the engine with the account, and the path of the steps; trained,
+    or found finished."""
     device = next(model.parameters()).device
     learner = _learner(model, plan.dataset_size, lr, method, dict(options), Seeds(seed), device)
+    if prior is not None:
+        prior = as_prior(prior)
+        _take_prior(learner, method, prior)
     settings: dict[str, Any] = {"method": method, "options": dict(options), "lr": lr, "epochs": epochs}
     settings |= {"batch_size": plan.batch_size, "dataset_size": plan.dataset_size, "max_grad_norm": max_grad_norm}
     settings |= {"noise_multiplier": plan.noise_multiplier, "epsilon": target_epsilon or plan.epsilon}
@@ -75,13 +89,14 @@ def train(
     settings |= {"clipping": clipping if isinstance(clipping, str) else clipping.name}
     settings |= {"unit": "" if people is None else people.unit}
     settings |= {"augment": None if augment is None else asdict(augment)}
+    settings |= {} if prior is None else {"prior": _digest(prior)}
     engine = PrivacyEngine(accountant=plan.accountant)
     folder = None if out is None else _folder(Path(out), settings)
     if folder is not None and (folder / SUMMARY).exists():
         engine.attach_ledger(folder / LEDGER).close()
         engine._limit = _limit(settings, plan)
         on_progress(plan.steps, plan.steps)
-        return *_finished(folder, model, device), engine
+        return *_finished(folder, model, device), engine, str(read_json("out", folder / SUMMARY, "Remove it")["path"])
     seen = used(augment)
     views = None if seen is None else _Views(seen, Seeds(seed))
     most = at_once(physical_batch_size, learner.model, data, device, 1 if seen is None else seen.views)
@@ -109,18 +124,22 @@ def train(
     found = {} if evaluate is None else {"evaluate": lambda: {"not_private": dict(evaluate(learner))}}
     last: list[Line] = []
 
+    bar = Bar(run.steps, lambda: run.epsilon, progress)
+
     def show(line: Line | None, step: int) -> None:
         last[:] = [line] if line is not None else last
+        bar.at(step)
         on_progress(step, plan.steps)
 
     try:
-        run.run(show, **found)
+        with bar:
+            run.run(show, **found)
     finally:
         run.close()
     if folder is not None:
         _publish(folder, learner, run, settings, last[0].seconds if last else 0.0, device, secret=seed is None)
     posterior = learner.posterior()
-    return _at_mean(model, learner.model.state_dict(), posterior), posterior, engine
+    return _at_mean(model, learner.model.state_dict(), posterior), posterior, engine, run.step.path
 
 
 def _limit(settings: Mapping[str, Any], plan: Budget) -> Limit:
@@ -159,6 +178,27 @@ def _learner(
     )
     learner.model.to(device)
     return learner
+
+
+def _take_prior(learner: Learner, method: str, prior: Posterior) -> None:
+    """Hand the prior to the method's optimizer, which knows its parameters by their numbers."""
+    optimizer: Any = learner.optimizer
+    if not isinstance(optimizer, IVON) and not (isinstance(optimizer, RuleOptimizer) and takes_prior(optimizer.rule)):
+        fix = "Use 'dp-steady', 'dp-calm' or a DP-IVON"
+        raise bad("prior", type(prior).__name__, f"is not used by {method!r}", fix)
+    names = parameter_names(optimizer, learner.model)
+    trained = [names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if missing := [name for name in trained if name not in prior.mean]:
+        raise bad("prior", sorted(prior.mean)[:3], f"has no parameter {missing[0]!r}", "Give the prior of this network")
+    mean, variance = ({str(i): t[name] for i, name in enumerate(trained)} for t in (prior.mean, prior.variance))
+    optimizer._take_prior(Posterior(mean, variance))
+
+
+def _digest(prior: Posterior) -> str:
+    total = hashlib.sha256()
+    for name in sorted(prior.mean):
+        total.update(name.encode() + bytes_of(prior.mean[name]) + bytes_of(prior.variance[name]))
+    return total.hexdigest()[:16]
 
 
 def _private(

@@ -94,7 +94,7 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
             loop.close()
     if not (folder / FOLDER).exists():
         publish(folder, description, loop.learner, config.delta, loop.decision)
-    return _finish(config, description, loop.optimizer.noise_multiplier, folder, test, watcher)
+    return _finish(config, description, loop, folder, test, watcher)
 
 
 def _calibrate(loop: Loop, rows: Examples | None, people: People | None, watcher: Watcher) -> None:
@@ -189,7 +189,7 @@ def _again(config: Config, folder: Path, watcher: Watcher, proceed: bool) -> dic
 
 
 def _finish(
-    config: Config, description: Description, sigma: float, folder: Path, test: Examples | None, watcher: Watcher
+    config: Config, description: Description, loop: Loop, folder: Path, test: Examples | None, watcher: Watcher
 ) -> dict[str, Any]:
     """All that follows from the published model; the summary last, since it says that the rest is there."""
     published = load(folder)
@@ -220,12 +220,13 @@ def _finish(
         "expected_batch_size": config.batch_size,
         "steps": lines[-1].step if lines else 0,
         "releases": record.releases,
-        "noise_multiplier": sigma,
+        "noise_multiplier": loop.optimizer.noise_multiplier,
         "max_grad_norm": config.max_grad_norm,
         "learning_rate": config.lr,
         "epochs": config.epochs,
         "seconds": lines[-1].seconds if lines else 0.0,
         "hardware": hardware_name(torch.device(config.device)),
+        "path": loop.step.path,
         "versions": {
             "dpivon": __version__,
             "torch": torch.__version__,
