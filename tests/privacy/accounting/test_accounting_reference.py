@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from scipy.optimize import brentq
 from scipy.stats import norm
 
@@ -171,6 +172,18 @@ def test_huge_epsilon_by_pld_is_quick_and_pessimistic() -> None:
     assert 8952 <= value <= epsilon(history, 1e-5, "rdp")
     # 10 steps that sample a record with probability 0.1 do so more than 5 times with probability 1.5e-4 > δ
     assert epsilon([(1e-3, 0.1, 10)], 1e-5, "pld") >= 6 * 0.5e6
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "spacing"),
+    [(1.0, 0.03, 1e-3), (0.5, 0.2, 1e-3), (10.0, 0.5, 1e-4), (0.1, 0.9, 1e-1), (3.0, 1e-3, 1e-5), (1.0, 1.0, 1e-2)],
+)
+def test_the_loss_of_a_release_is_that_of_dp_accounting(sigma: float, q: float, spacing: float) -> None:
+    theirs = from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=spacing)
+    ours = pld._one(sigma, q, spacing)
+    at = np.sort(np.concatenate([np.linspace(-2, 12, 29) * spacing, np.linspace(0, 3 / sigma**2, 31)]))
+    np.testing.assert_allclose(ours.get_delta_for_epsilon(at), theirs.get_delta_for_epsilon(at), rtol=1e-9, atol=1e-13)
+    assert ours._symmetric == theirs._symmetric
 
 
 def test_pld_is_that_of_dp_accounting() -> None:
