@@ -21,7 +21,9 @@ from statistics import fmean, stdev
 from dpivon.study.results import table
 from dpivon.study.results.summary import IVON
 from dpivon.study.results.table import Cells
-from experiments.posterior.__main__ import KINDS, Interval, Row, Table
+from experiments.posterior.__main__ import KINDS, Row, Table
+from experiments.strong_privacy import spread as spread_page
+from experiments.strong_privacy.compare.statistics import Interval, interval
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!--n:([^>]*?)-->)(.*?)(<!--/n-->)", re.DOTALL)
@@ -31,7 +33,8 @@ GAINS = ("dp-sgd", "dp-adam", IVON)  # whose own iterates beat their mean
 def pages() -> list[Path]:
     """Where numbers may stand."""
     docs = sorted((ROOT / "docs").glob("*.md"))
-    return [ROOT / "README.md", ROOT / "experiments" / "posterior" / "verdict.md", *docs]
+    own = ("paper/README.md", "posterior/verdict.md", "strong_privacy/README.md")
+    return [ROOT / "README.md", *(ROOT / "experiments" / name for name in own), *docs]
 
 
 def file(path: str, keys: str, form: str, factor: str = "1") -> str:
@@ -71,6 +74,26 @@ def behind(epsilon: str) -> str:
 
 
 @cache
+def tuned() -> list[table.Row]:
+    return table.read(ROOT / "experiments/strong_privacy/results/strong-epsilon/runs.csv")
+
+
+def ivon(sigma: str) -> str:
+    """DP-IVON-Gradsq less DP-SGD at one σ, both tuned, averaged and tempered: points and NLL, paired by seed."""
+    by = {(r["method"], r["seed"]): r for r in tuned() if r["noise_multiplier"] == float(sigma)}
+    pairs = [(by[IVON, s], by["dp-sgd", s]) for m, s in sorted(by) if m == IVON]
+    points = interval([100 * (a["tempered_accuracy"] - b["tempered_accuracy"]) for a, b in pairs])
+    losses = interval([a["tempered_nll"] - b["tempered_nll"] for a, b in pairs])
+    return f"{within(points, 1)} points and {within(losses, 3)} of NLL"
+
+
+def width(column: str, digits: str) -> str:
+    """What trace = .25 adds to a tempered score on the test sets, from the page on width."""
+    found = spread_page.differences(spread_page.scores(spread_page.FINAL, "runs.csv"), 0.25, column)
+    return unsigned(abs(fmean(fmean(cell) for cell in found)), int(digits))
+
+
+@cache
 def posterior() -> Table:
     return Table(ROOT / "experiments/posterior/results/rows.csv")
 
@@ -98,7 +121,7 @@ def epsilons() -> str:
 def iterates(method: str) -> str:
     """Averaged predictions of the iterates less those of the mean: points and NLL, by ε."""
     points, losses = differences(["iterates"], [method], "accuracy", 100.0), differences(["iterates"], [method], "nll")
-    shown = " / ".join(f"{signed(i.mean, 2)} [{unsigned(i.low, 2)}, {unsigned(i.high, 2)}]" for i in points)
+    shown = " / ".join(within(i, 2) for i in points)
     return f"{shown} points and {' / '.join(signed(i.mean, 3) for i in losses)} of NLL"
 
 
@@ -204,11 +227,15 @@ def signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
+def within(i: Interval, digits: int) -> str:
+    return f"{signed(i.mean, digits)} [{unsigned(i.low, digits)}, {unsigned(i.high, digits)}]"
+
+
 def unsigned(value: float, digits: int) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-_ALL = (file, step, better, behind, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
+_ALL = (file, step, better, behind, ivon, width, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
 _DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
 NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_DIGITS)}
 

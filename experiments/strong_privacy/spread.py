@@ -4,7 +4,7 @@
 
 A score is a mean over cells of means over seeds, its standard error that of the seeds within cells. What is within
 one standard error of the difference cannot be told apart. Of those the widest is taken: width is what a prediction has beyond
-a temperature, and under shift it pays.
+a temperature. That it pays under shift is a hint of one run.
 
 What the final studies say of the same widths on their test sets is told beside it, and chooses nothing.
 """
