@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpivon.study.plan.plan import Plan, PlannedRun
-from dpivon.study.results.provenance import check_code
-from dpivon.study.results.table import Row
+from dpivon.study.results.table import Row, check_code
 
 
 def provenance(rows: Sequence[Row], plan: Plan | None) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpivon.optim.average import window_decay
 from dpivon.optim.steady import weight_scale
-from dpivon.stacked.rules import FILLED, Rows, defaults_of, rule_of
+from dpivon.stacked.run import FILLED, Rows, defaults_of, rule_of
 
 HIDDEN = 64
 CACHED = 2**17  # numbers per activation tensor, so that they stay near the core

@@ -11,7 +11,7 @@ import typer
 
 from dpivon.durable.ledger import PROVES, PROVES_NOT, Record, read
 from dpivon.errors import PrivacyError, bad
-from dpivon.privacy.accounting.accountants import check_delta
+from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import History, merged
 from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, find, history, own_delta, seeded
 from dpivon.study.results.folder import run_names

@@ -13,7 +13,7 @@ from torch import Tensor
 import dpivon.privacy.clipping as clipping
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
-from dpivon.audit.subject import PATHS
+from dpivon.audit.session import PATHS
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.layers import fallback, uses
 from dpivon.privacy.layers.uses import Dense, Outer, Rows

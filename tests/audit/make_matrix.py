@@ -29,9 +29,9 @@ from sowing import Mutant
 from dpivon.audit.page import write
 from dpivon.audit.probes import probe
 from dpivon.audit.run import CHECKS, Audit, audit, digits
-from dpivon.audit.subject import PATHS, STACK_PATHS, Finding
+from dpivon.audit.session import PATHS, STACK_PATHS, Finding
 from dpivon.audit.tier_c import Audited, single_releases
-from dpivon.stacked.rules import stackable
+from dpivon.stacked.run import stackable
 
 SEEDS = (1, 2, 3)
 OTHER_METHODS = ("dp-sgd", "dp-adam", "dp-psgld", "dp-bbp", "dp-mc-dropout")

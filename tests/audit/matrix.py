@@ -11,7 +11,7 @@ from sowing import Mutant
 
 from dpivon.audit.probes import probe
 from dpivon.audit.run import CHECKS
-from dpivon.audit.subject import Check, Finding
+from dpivon.audit.session import Check, Finding
 
 METHOD = "dp-ivon-gradsq"
 

@@ -11,7 +11,7 @@ from noise_bugs import engine_release
 from sowing import Patch, attr, both
 from torch import Tensor
 
-from dpivon.audit.subject import PATHS
+from dpivon.audit.session import PATHS
 from dpivon.optim.ivon import IVON
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.team import Replicated

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import dpivon.privacy.engine as engines
-from dpivon.audit.subject import PATHS, STACK_PATHS
+from dpivon.audit.session import PATHS, STACK_PATHS
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import LoopedGradients

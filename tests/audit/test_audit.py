@@ -20,8 +20,7 @@ from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.page import write
 from dpivon.audit.probes import probe
 from dpivon.audit.run import CHECKS, Audit
-from dpivon.audit.session import silence, start
-from dpivon.audit.subject import PATHS, PEOPLE_PATHS, VARIED_PATHS, Finding, Setting
+from dpivon.audit.session import PATHS, PEOPLE_PATHS, VARIED_PATHS, Finding, Setting, silence, start
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tier_c import Audited

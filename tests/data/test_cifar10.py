@@ -11,7 +11,7 @@ import pytest
 from archives import batch_pickle, binary, pictures, tar
 
 from dpivon.data import Images, cifar10, digest, load_cifar10, normalised, tuning_split
-from dpivon.data.pickles import read_pickle
+from dpivon.data.cifar10 import read_pickle
 from dpivon.errors import ArgumentError
 
 SHARED = Path(__file__).parents[2] / "../shared/data/cifar10"

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
-from dpivon.optim.adam import Adam
+from dpivon.optim.point import Adam
 from dpivon.shards import part_of
 
 N, B = 60, 12

@@ -7,10 +7,8 @@ import torch
 from resumable import Run
 
 from dpivon import ArgumentError, Checkpoints
-from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import resolve
-from dpivon.optim.dpagd import DPAGD, GRADIENT, PSI
-from dpivon.optim.sgd import SGD
+from dpivon.optim.point import DPAGD, GRADIENT, PSI, SGD, Adam
 from dpivon.optim.steady import Calm
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import dpivon
 from dpivon.data import cifar10
+from dpivon.data.cifar10 import read_pickle
 from dpivon.data.fashion_mnist import read_idx
-from dpivon.data.pickles import read_pickle
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.checkpoint import read as read_run_checkpoint
 from dpivon.durable.ledger import Ledger

@@ -9,7 +9,7 @@ from method_trials import data, same, start, with_frozen_releases
 
 from dpivon import Release
 from dpivon.optim import RuleOptimizer
-from dpivon.optim.sgd import SGD
+from dpivon.optim.point import SGD
 
 
 def test_a_look_at_the_private_sums_is_seen(monkeypatch: Any) -> None:

@@ -13,8 +13,8 @@ from dpivon.methods import METHODS, describe
 from dpivon.methods.base import options_of
 from dpivon.optim import IVON, RuleOptimizer
 from dpivon.optim.curvature import ESTIMATORS
-from dpivon.optim.dpagd import Moment
-from dpivon.stacked.rules import estimator_of
+from dpivon.optim.point import Moment
+from dpivon.stacked.run import estimator_of
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -17,7 +17,7 @@ from dpivon.optim.curvature import ESTIMATORS
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import predict
 from dpivon.stacked import AnyNetwork, Ensemble, Run, Stack, ensemble_noise, joint_epsilon
-from dpivon.stacked.rules import defaults_of, stackable
+from dpivon.stacked.run import defaults_of, stackable
 
 N, STEPS = 40, 6
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpivon import EMA, IVON, RuleOptimizer
 from dpivon.optim.average import average_update
-from dpivon.optim.sgd import SGD
+from dpivon.optim.point import SGD
 
 DECAY = 0.8
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dpivon import Release
 from dpivon.optim import RuleOptimizer
-from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import CorrectedSquaredGradient, Evidence
-from dpivon.optim.dpagd import (
+from dpivon.optim.ivon_rule import IVONState, ivon_update
+from dpivon.optim.point import (
     ADAGRAD,
     ADAMBC,
     AVERAGE,
@@ -23,11 +23,11 @@ from dpivon.optim.dpagd import (
     PHI,
     PSI,
     RMSPROP,
+    SGD,
     SQUARE_AVERAGE,
+    Adam,
     dpagd_step,
 )
-from dpivon.optim.ivon_rule import IVONState, ivon_update
-from dpivon.optim.sgd import SGD
 
 STEPS, WIDTH = 25, 6
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpivon.optim.curvature import ESTIMATORS, EmpiricalBayes, Evidence, estimate, matrix, memory_of, remembered
-from dpivon.optim.dpagd import CORRECTED
+from dpivon.optim.point import CORRECTED
 from dpivon.optim.steady import calm_step
 from dpivon.optim.tensors import TensorList
 

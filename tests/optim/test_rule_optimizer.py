@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from dpivon import PrivacyError, Release
 from dpivon.optim import RuleOptimizer
-from dpivon.optim.adam import Adam, AdamW
+from dpivon.optim.point import SGD, Adam, AdamW
 from dpivon.optim.rule import REQUIRED, debias, full_like
-from dpivon.optim.sgd import SGD
 from dpivon.optim.tensors import TensorList
 
 

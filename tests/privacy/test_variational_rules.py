@@ -15,8 +15,7 @@ from torch import nn
 
 from dpivon import DpivonError, PrivacyError
 from dpivon.errors import ArgumentError
-from dpivon.optim.adam import Adam
-from dpivon.optim.sgd import SGD
+from dpivon.optim.point import SGD, Adam
 from dpivon.privacy.clipping import FlatClipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.layers import Outer, uses

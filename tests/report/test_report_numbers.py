@@ -21,7 +21,8 @@ from dpivon.report import privacy, testset, write
 from dpivon.report.run import width_chart
 from dpivon.report.run_folder import Layer, TestSet
 from dpivon.report.run_folder import read as read_run
-from dpivon.study.results import html_report, table
+from dpivon.study.results import summary as html_report
+from dpivon.study.results import table
 from dpivon.study.results.summary import load as read_study
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"

@@ -19,7 +19,7 @@ from dpivon.privacy.accounting.recorded import epsilons, history
 from dpivon.report import build, run_folder
 from dpivon.report.privacy import shown
 from dpivon.report.run_folder import WITHHELD, without_seeds
-from dpivon.study.results import html_report
+from dpivon.study.results import summary as html_report
 
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 CANARY = "CANARY-4b1d"

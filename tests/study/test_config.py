@@ -14,7 +14,7 @@ from dpivon import Augmentation, budget, temperature_cost
 from dpivon.errors import ArgumentError
 from dpivon.methods import METHODS
 from dpivon.recipe import RATE, WIDTH
-from dpivon.stacked.rules import stackable
+from dpivon.stacked.run import stackable
 from dpivon.study.plan.config import resolve, rounded_up
 from dpivon.study.plan.plan import (
     PlannedRun,

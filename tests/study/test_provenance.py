@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpivon.errors import ArgumentError
-from dpivon.study.results import provenance
-from dpivon.study.results.provenance import check_code
+from dpivon.study.results import table
+from dpivon.study.results.table import check_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,38 +38,38 @@ def test_rows_of_different_code_are_refused_unless_allowed_and_then_named(rows: 
 
 def test_the_commit_is_gits_and_says_whether_sources_were_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    provenance.commit.cache_clear()
+    table.commit.cache_clear()
     if not head:
-        monkeypatch.setenv(provenance.COMMIT, "1234567")
-        assert provenance.commit() == "1234567"
+        monkeypatch.setenv(table.COMMIT, "1234567")
+        assert table.commit() == "1234567"
     else:
-        assert head.startswith(provenance.commit().removesuffix("+changes"))
-    provenance.commit.cache_clear()
-    monkeypatch.setattr(provenance, "_git", lambda *_: "")
-    monkeypatch.setenv(provenance.COMMIT, "copied")
-    assert provenance.commit() == "copied"
-    monkeypatch.delenv(provenance.COMMIT)
-    provenance.commit.cache_clear()
-    assert provenance.commit() == provenance.UNKNOWN
-    provenance.commit.cache_clear()
+        assert head.startswith(table.commit().removesuffix("+changes"))
+    table.commit.cache_clear()
+    monkeypatch.setattr(table, "_git", lambda *_: "")
+    monkeypatch.setenv(table.COMMIT, "copied")
+    assert table.commit() == "copied"
+    monkeypatch.delenv(table.COMMIT)
+    table.commit.cache_clear()
+    assert table.commit() == table.UNKNOWN
+    table.commit.cache_clear()
 
 
 def test_the_digest_follows_a_source_that_makes_numbers_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*provenance._FILES, *(f"{folder}/a.py" for folder in provenance._NUMBERS), "report/a.py"):
+    for name in (*table._FILES, *(f"{folder}/a.py" for folder in table._NUMBERS), "report/a.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
-        assert name.startswith("report") or (provenance._PACKAGE / name).parent.is_dir()
-    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path)
+        assert name.startswith("report") or (table._PACKAGE / name).parent.is_dir()
+    monkeypatch.setattr(table, "_PACKAGE", tmp_path)
 
     def digest() -> str:
-        provenance.code.cache_clear()
-        return provenance.code()
+        table.code.cache_clear()
+        return table.code()
 
     first = digest()
     (tmp_path / "report" / "a.py").write_text("x = 2\n")
     assert digest() == first
     (tmp_path / "optim" / "a.py").write_text("x = 2\n")
     assert digest() != first
-    provenance.code.cache_clear()
+    table.code.cache_clear()

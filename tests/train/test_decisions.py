@@ -18,7 +18,7 @@ from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import ArgumentError, DpivonError
 from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.counting import ROUNDS, sets_cost, shares_cost
-from dpivon.report.findings import findings
+from dpivon.report.testset import findings
 from dpivon.train import load, resolve, train
 from dpivon.train import loop as looping
 from dpivon.train import run as running

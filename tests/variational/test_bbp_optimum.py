@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpivon.optim.sgd import SGD
+from dpivon.optim.point import SGD
 from dpivon.variational import BayesByBackprop, variational
 
 N, D, NOISE, PRIOR = 200, 4, 0.5, 0.8

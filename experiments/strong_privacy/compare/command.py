@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dpivon.errors import bad
 from dpivon.study.results import table
-from dpivon.study.results.provenance import check_code
+from dpivon.study.results.table import check_code
 from experiments.strong_privacy.compare.bars import judge
 from experiments.strong_privacy.compare.cell import SETTING, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field

@@ -16,7 +16,7 @@ from pathlib import Path
 from dpivon.errors import bad
 from dpivon.methods import METHODS
 from dpivon.recipe import WIDTH
-from dpivon.stacked.rules import FILLED
+from dpivon.stacked.run import FILLED
 from dpivon.study.plan.plan import CLASSES, Plan, changed, read_plan
 from dpivon.study.results import table
 from dpivon.study.results.summary import load

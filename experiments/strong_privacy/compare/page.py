@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dpivon.study.results.provenance import check_code
-from dpivon.study.results.table import Value
+from dpivon.study.results.table import Value, check_code
 from experiments.strong_privacy.compare import bars as rules
 from experiments.strong_privacy.compare.cell import Cell, Contender
 from experiments.strong_privacy.compare.field import MEAN, RAW, TEMPERED, Field

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpivon.audit.engine_session import EngineSession, make_optimizer
-from dpivon.audit.session import Answer, Observed, Session
-from dpivon.audit.subject import Setting, Subject
+from dpivon.audit.session import Answer, Observed, Session, Setting, Subject
 from dpivon.errors import ArgumentError, PrivacyError, bad
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.mechanism import NoiseSpec

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.engine_session import EngineSession
-from dpivon.audit.session import start
-from dpivon.audit.subject import Setting, Subject, Tier, Verdict
+from dpivon.audit.session import Setting, Subject, Tier, Verdict, start
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
 from dpivon.privacy.checkpoints import Checkpoints

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from dpivon.audit.session import Answer, Observed, Session
-from dpivon.audit.subject import Setting, Subject
+from dpivon.audit.session import Answer, Observed, Session, Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.methods import describe, method
 from dpivon.optim.ivon import IVON

@@ -14,7 +14,7 @@ import torch
 
 from dpivon._version import __version__
 from dpivon.audit.run import CHECKS, Audit
-from dpivon.audit.subject import Check
+from dpivon.audit.session import Check
 from dpivon.audit.tier_c import Audited
 from dpivon.errors import bad
 from dpivon.report.chart import GREY, ORANGE, Axis, Chart, Panel, Point, Series, View

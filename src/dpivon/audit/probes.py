@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.audit.subject import MakeOptimizer, Subject
+from dpivon.audit.session import MakeOptimizer, Subject
 from dpivon.stacked.networks import cross_entropy
 
 EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,15 +14,14 @@ from torch.utils.data import Dataset
 
 from dpivon.audit.distributed_session import can_fork, check_forks
 from dpivon.audit.probes import probe
-from dpivon.audit.session import unknown
-from dpivon.audit.subject import PATHS, STACK_PATHS, Check, Finding, Loss, MakeOptimizer, Subject, check_path
+from dpivon.audit.session import PATHS, STACK_PATHS, Check, Finding, Loss, MakeOptimizer, Subject, check_path, unknown
 from dpivon.audit.tier_a import TIER_A
 from dpivon.audit.tier_b import TIER_B
 from dpivon.audit.tier_c import SIGMAS, TIER_C, Audited, one_run, own_model, plain, single_releases
 from dpivon.errors import bad, check_whole
 from dpivon.import_paths import imported
 from dpivon.stacked.networks import cross_entropy
-from dpivon.stacked.rules import stackable
+from dpivon.stacked.run import stackable
 
 CHECKS: list[Check] = [*TIER_A, *TIER_B, *TIER_C]
 EXAMPLES = 64  # of a data set that are looked at

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.audit.session import Answer, Observed, Session
-from dpivon.audit.subject import Setting, Subject
+from dpivon.audit.session import Answer, Observed, Session, Setting, Subject
 from dpivon.errors import PrivacyError
 from dpivon.privacy.accounting import Accountant
 from dpivon.privacy.augmentation import Augmentation

@@ -13,8 +13,20 @@ from torch import Tensor
 
 from dpivon.audit.draws import DRAWS
 from dpivon.audit.probes import cancelling_probe, with_extremes
-from dpivon.audit.session import clipped_sum, drowned, is_random, one_std, side_by_side, silence, start, unknown
-from dpivon.audit.subject import Setting, Subject, Tier, Verdict
+from dpivon.audit.session import (
+    Setting,
+    Subject,
+    Tier,
+    Verdict,
+    clipped_sum,
+    drowned,
+    is_random,
+    one_std,
+    side_by_side,
+    silence,
+    start,
+    unknown,
+)
 from dpivon.audit.tier_c import gaussian_epsilon
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import epsilon

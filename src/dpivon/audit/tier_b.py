@@ -13,8 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from dpivon.audit.probes import wide_probe
-from dpivon.audit.session import Observed, start
-from dpivon.audit.subject import Setting, Subject, Tier, Verdict
+from dpivon.audit.session import Observed, Setting, Subject, Tier, Verdict, start
 
 COORDINATES = 100_000
 EXAMPLES, RATE, STEPS = 400, 0.05, 1200

@@ -20,8 +20,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 from dpivon.audit.probes import canary_probe
-from dpivon.audit.session import Session, clipped, gradients, start
-from dpivon.audit.subject import Setting, Subject, Tier, Verdict
+from dpivon.audit.session import Session, Setting, Subject, Tier, Verdict, clipped, gradients, start
 from dpivon.errors import ArgumentError
 from dpivon.privacy.accounting import epsilon
 

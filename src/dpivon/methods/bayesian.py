@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from dpivon.dropout import MCDropout, dropouts, with_dropout
 from dpivon.methods.base import Build, Method, Setup, options_of
-from dpivon.optim.adam import Adam
 from dpivon.optim.curvature import CorrectedSquaredGradient, CurvatureEstimator, Reparameterised, SquaredGradient
 from dpivon.optim.ivon import IVON
 from dpivon.optim.ivon_rule import IVONRule
+from dpivon.optim.point import Adam
 from dpivon.optim.sgld import CHAIN, PSGLD, SGLD, LangevinDynamics
 from dpivon.optim.steady import Calm, CalmOptimizer, Steady, SteadyOptimizer
 from dpivon.variational import BayesByBackprop, variational

@@ -9,10 +9,8 @@ from torch.optim import Optimizer
 
 from dpivon.errors import bad
 from dpivon.methods.base import Method, Setup
-from dpivon.optim.adam import Adam, AdamW
-from dpivon.optim.dpagd import ADAGRAD, ADAMBC, DPAGD, PHI, PSI, RMSPROP, Moment
+from dpivon.optim.point import ADAGRAD, ADAMBC, DPAGD, PHI, PSI, RMSPROP, SGD, Adam, AdamW, Moment
 from dpivon.optim.rule_optimizer import RuleOptimizer
-from dpivon.optim.sgd import SGD
 
 #: Every number that some φ or ψ may ask for; None takes its own default.
 _NUMBERS = ("momentum", "beta1", "beta2", "floor", "relative_floor", "nu", "cap", "weight_decay")
@@ -21,7 +19,7 @@ _NUMBERS = ("momentum", "beta1", "beta2", "floor", "relative_floor", "nu", "cap"
 def _moment(kind: str, value: Any, known: dict[str, Moment]) -> Moment:
     found = known.get(value) if isinstance(value, str) else value
     if not isinstance(found, Moment):
-        fix = f"Use one of {', '.join(map(repr, known))}, or a dpivon.optim.dpagd.Moment"
+        fix = f"Use one of {', '.join(map(repr, known))}, or a dpivon.optim.point.Moment"
         raise bad(kind, value, "is not known", fix)
     return found
 

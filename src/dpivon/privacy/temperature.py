@@ -40,7 +40,7 @@ from dpivon.durable.tensors import bytes_of
 from dpivon.errors import ArgumentError, PrivacyError, bad, check_number, check_whole
 from dpivon.privacy.accounting import DEFAULT, Accountant
 from dpivon.privacy.accounting import noise_multiplier as calibrate
-from dpivon.privacy.accounting.accountants import check_delta
+from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.mechanism import NoiseSpec, release

@@ -12,9 +12,9 @@ from dpivon.metrics import auroc, balanced_accuracy, ece
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.report import privacy, testset
 from dpivon.report.chart import GREEN, ORANGE, Axis, Chart, Panel, Point, Series, View
-from dpivon.report.findings import findings, percent
 from dpivon.report.page import Content, Section, versions
 from dpivon.report.run_folder import Layer, RunFolder, read
+from dpivon.report.testset import findings, percent
 
 _HELDOUT = {"heldout_accuracy": "held-out accuracy", "heldout_nll": "held-out NLL (nats)"}
 

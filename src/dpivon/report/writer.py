@@ -19,7 +19,7 @@ from dpivon.terminal import say
 
 REPORT, FORMATS = "report.html", ("png", "pdf")
 #: Kinds of folders: the file that tells one, and the module whose ``content(folder, again)`` says what its report holds.
-KINDS = {"summary.json": "dpivon.report.run", "runs.csv": "dpivon.study.results.html_report"}
+KINDS = {"summary.json": "dpivon.report.run", "runs.csv": "dpivon.study.results.summary"}
 
 
 @dataclass(frozen=True)

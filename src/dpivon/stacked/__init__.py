@@ -1,8 +1,7 @@
 """Many private runs as one program."""
 
 from dpivon.stacked.ensemble import Ensemble, ensemble_noise, joint_epsilon
-from dpivon.stacked.networks import AnyNetwork, Network, register_program
-from dpivon.stacked.paper import PaperNetwork
+from dpivon.stacked.networks import AnyNetwork, Network, PaperNetwork, register_program
 from dpivon.stacked.run import Run
 from dpivon.stacked.stack import Stack
 

@@ -29,7 +29,7 @@ from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.temperature import temperature_releases
-from dpivon.stacked.rules import estimator_of
+from dpivon.stacked.run import estimator_of
 from dpivon.stacked.stack import Stack
 
 

@@ -34,8 +34,7 @@ from dpivon.privacy.precision import compiled, without_autocast
 from dpivon.privacy.stack import BatchBlock, StackedMechanism, StackedSampler
 from dpivon.privacy.streams import POSTERIOR, VIEWS, Streams
 from dpivon.stacked.networks import AnyNetwork, Network
-from dpivon.stacked.rules import FILLED, Rows, State, defaults_of, rule_of
-from dpivon.stacked.run import Kind, Run
+from dpivon.stacked.run import FILLED, Kind, Rows, Run, State, defaults_of, rule_of
 
 
 class Stack:

@@ -17,8 +17,8 @@ from dpivon.durable.files import replace, replacing
 from dpivon.errors import StorageError
 from dpivon.gaussian import regression_scores
 from dpivon.metrics import class_scores, evaluate
-from dpivon.report.findings import findings
 from dpivon.report.run_folder import POSTERIOR, PROGRESS, TEST
+from dpivon.report.testset import findings
 from dpivon.sources import Examples
 from dpivon.sources.columns import Array
 from dpivon.train.published import Published

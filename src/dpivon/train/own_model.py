@@ -43,7 +43,7 @@ from dpivon.privacy.export import export
 from dpivon.privacy.kernels.reference import autocast
 from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
-from dpivon.stacked.rules import stackable
+from dpivon.stacked.run import stackable
 from dpivon.terminal import Bar
 from dpivon.train.artefacts import Line, write_json
 from dpivon.train.kept import Data, KeptRun, as_batch, at_once, loader_of

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_number
-from dpivon.optim.adam import Adam
 from dpivon.optim.parameters import dense, full_mean
+from dpivon.optim.point import Adam
 from dpivon.optim.rule import UpdateRule
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, unwrap

@@ -5,8 +5,7 @@ Every Îµ is an upper bound. Where an accountant fails numerically, the looser RÃ
 """
 
 from dpivon.privacy.accounting import pld, prv, rdp
-from dpivon.privacy.accounting.accountant import Accountant
-from dpivon.privacy.accounting.accountants import ACCOUNTANTS, DEFAULT, epsilon, register_accountant
+from dpivon.privacy.accounting.accountant import ACCOUNTANTS, DEFAULT, Accountant, epsilon, register_accountant
 from dpivon.privacy.accounting.budget import Budget, Limit, budget, noise_multiplier
 from dpivon.privacy.accounting.tuning import (
     RandomRuns,

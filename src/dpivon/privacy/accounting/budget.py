@@ -10,8 +10,7 @@ from functools import partial
 
 from dpivon.errors import ArgumentError, BudgetSpent, PrivacyWarning, bad, check_number, check_whole
 from dpivon.privacy.accounting import pld
-from dpivon.privacy.accounting.accountant import Accountant
-from dpivon.privacy.accounting.accountants import DEFAULT, check_accountant, check_delta, epsilon
+from dpivon.privacy.accounting.accountant import DEFAULT, Accountant, check_accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import Entry, History, append, check_entry, check_history, merged
 from dpivon.privacy.accounting.rdp import WHOLE_ORDERS, Orders, check_orders
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dpivon.privacy.accounting import rdp
-from dpivon.privacy.accounting.accountants import NoBound
+from dpivon.privacy.accounting.accountant import NoBound
 from dpivon.privacy.accounting.history import Entry, History, merged
 from dpivon.privacy.accounting.rdp import Array
 

@@ -19,7 +19,7 @@ from opacus.accountants.analysis.prv import (
 )
 
 from dpivon.privacy.accounting import rdp
-from dpivon.privacy.accounting.accountants import NoBound
+from dpivon.privacy.accounting.accountant import NoBound
 from dpivon.privacy.accounting.history import History, merged
 
 EPSILON_ERROR = 0.01

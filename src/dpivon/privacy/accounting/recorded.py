@@ -8,8 +8,7 @@ from pathlib import Path
 from dpivon.durable.files import read_json
 from dpivon.durable.ledger import Record
 from dpivon.errors import DpivonError, PrivacyError, bad
-from dpivon.privacy.accounting.accountant import Accountant
-from dpivon.privacy.accounting.accountants import ACCOUNTANTS, check_delta, epsilon
+from dpivon.privacy.accounting.accountant import ACCOUNTANTS, Accountant, check_delta, epsilon
 from dpivon.privacy.accounting.history import History, append, check_entry
 
 LEDGER = "ledger.jsonl"

@@ -34,7 +34,7 @@ import numpy as np
 
 from dpivon.errors import bad, check_choice, check_number
 from dpivon.privacy.accounting import rdp
-from dpivon.privacy.accounting.accountants import check_delta, epsilon
+from dpivon.privacy.accounting.accountant import check_delta, epsilon
 from dpivon.privacy.accounting.budget import Budget, calibrated
 from dpivon.privacy.accounting.history import Entry, History
 from dpivon.privacy.accounting.rdp import Array, Orders, check_orders

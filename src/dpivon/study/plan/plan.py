@@ -16,7 +16,7 @@ from dpivon.errors import ArgumentError, bad, check_choice, check_number, check_
 from dpivon.models import check_network
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.stacked import Run
-from dpivon.stacked.rules import estimator_of, stackable
+from dpivon.stacked.run import estimator_of, stackable
 
 FORMAT = "dpivon-study-1"
 DATASETS = ("cifar10", "fashion-mnist", "digits")

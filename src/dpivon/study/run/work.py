@@ -22,13 +22,12 @@ from dpivon.privacy.accounting.recorded import LEDGER, replay
 from dpivon.privacy.temperature import for_temperature, temperature_releases
 from dpivon.stacked import Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
-from dpivon.stacked.rules import defaults_of
+from dpivon.stacked.run import defaults_of
 from dpivon.study.plan.data import StudyData, build_network
 from dpivon.study.plan.plan import Plan, PlannedRun, changed, first_seed, steps_of
 from dpivon.study.results import table
 from dpivon.study.results.folder import Note, open_stack
-from dpivon.study.results.provenance import code, commit
-from dpivon.study.results.table import CELL, QUANTILES
+from dpivon.study.results.table import CELL, QUANTILES, code, commit
 from dpivon.study.run.evaluation import Keep, StackEvaluation
 from dpivon.study.run.progress import Left
 from dpivon.study.run.settings import PRECISIONS, Settings

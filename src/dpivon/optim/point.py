@@ -1,4 +1,4 @@
-"""The general private adaptive step, DPAGD (Zhou et al., 2020), in the paper's symbols.
+"""Rules that train a point: SGD and Adam as torch has them, and DPAGD, the general private adaptive step (Zhou et al., 2020).
 
     m_t = φ_t(g_1, …, g_t),   v_t = min(ψ_t(g_1, …, g_t), λ),   θ ← θ − α m_t / (√v_t + ν)
 
@@ -178,3 +178,68 @@ RMSPROP = DPAGD(GRADIENT, RAW_SQUARE_AVERAGE, "rmsprop", {"beta2": 0.99})
 #: AdaGrad as ``torch.optim.Adagrad`` has it.
 ADAGRAD = DPAGD(GRADIENT, SQUARE_SUM, "adagrad", {"nu": 1e-10})
 ADAMBC = DPAGD(AVERAGE, CORRECTED, "adambc", {"nu": 0.0})
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD with momentum, as ``torch.optim.SGD`` has it; on released gradients it is DP-SGD (Abadi et al., 2016).
+
+        d = g + λ m,   v ← μ v + d,   m ← m − α v        (Nesterov: m ← m − α (d + μ v))
+
+    ``nesterov`` is 0 or 1; as a column it gives each row of a stack its own.
+    """
+
+    name: ClassVar[str] = "sgd"
+    defaults: ClassVar[Mapping[str, float]] = {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": 0.0}
+    draws: ClassVar[bool] = False
+
+    def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
+        return {"mean": mean, "velocity": full_like(mean, 0.0)}
+
+    def step(
+        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
+    ) -> dict[str, Values]:
+        mean, momentum, nesterov = state["mean"], hyper["momentum"], hyper["nesterov"]
+        d = g + mean * hyper["weight_decay"]
+        velocity = state["velocity"] * momentum + d
+        if isinstance(nesterov, bool | float | int):
+            step = d + velocity * momentum if nesterov else velocity
+        else:
+            step = d * nesterov + velocity * (momentum * nesterov + (1.0 - nesterov))
+        return {"mean": mean - step * hyper["lr"], "velocity": velocity}
+
+
+@dataclass(frozen=True)
+class Adam:
+    """As ``torch.optim.Adam`` has it (Kingma and Ba, 2015); on released gradients it is DP-Adam (Zhou et al., 2020).
+
+        d = g + λ m,   s ← β₁ s + (1 − β₁) d,   v ← β₂ v + (1 − β₂) d²,   m ← m − α ŝ / (√v̂ + ν)
+
+    with ŝ = s/(1 − β₁ᵗ) and v̂ = v/(1 − β₂ᵗ).
+    """
+
+    name: ClassVar[str] = "adam"
+    defaults: ClassVar[Mapping[str, float]] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-4}
+    draws: ClassVar[bool] = False
+    decoupled: ClassVar[bool] = False
+
+    def start(self, mean: Values, hyper: Hyper) -> dict[str, Values]:
+        return {"mean": mean, "momentum": full_like(mean, 0.0), "second": full_like(mean, 0.0)}
+
+    def step(
+        self, state: dict[str, Values], g: Values, *, t: Any, noise_variance: Any, normal: Values | None, hyper: Hyper
+    ) -> dict[str, Values]:
+        mean, lr, weight_decay = state["mean"], hyper["lr"], hyper["weight_decay"]
+        mean, d = (mean * (1.0 - lr * weight_decay), g) if self.decoupled else (mean, g + mean * weight_decay)
+        phi, momentum = average(state, d, t=t, hyper=hyper)
+        psi, second = square_average(state, d, t=t, hyper=hyper)
+        return {"mean": mean - phi / (psi.sqrt() + hyper["eps"]) * lr, **momentum, **second}
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Decay out of the moments (Loshchilov and Hutter, 2019): d = g, and m ← (1 − αλ) m first; its default is torch's."""
+
+    name: ClassVar[str] = "adamw"
+    defaults: ClassVar[Mapping[str, float]] = {**Adam.defaults, "weight_decay": 1e-2}
+    decoupled: ClassVar[bool] = True
