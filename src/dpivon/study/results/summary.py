@@ -1,4 +1,4 @@
-"""What follows from a study's tables: ε by PLD, a summary per cell, charts against ε, the learning rates tried, the HTML report."""
+"""What follows from a study's tables: ε by PLD, a summary per cell, charts against ε, rates tried, and the HTML report."""
 
 from __future__ import annotations
 
