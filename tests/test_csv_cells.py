@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpivon.csv_cells import cell
 from dpivon.decisions import Decision
+from dpivon.terminal import cell
 from dpivon.train import published as publishing
 
 FORMULAS = ['=HYPERLINK("http://x","y")', "+1+1", "-cmd|' /C calc'!A0", "@SUM(1)", "\t=1", "\r=1", "＝1+1"]

@@ -23,7 +23,7 @@ from dpivon.study.plan.data import StudyData, build_network, load_data
 from dpivon.study.plan.plan import Plan, PlannedRun, first_seed, noise_seed, sample_seed, steps_of
 from dpivon.study.results import table
 from dpivon.study.results.folder import alone, claim
-from dpivon.study.run.predict import predict_row, scores
+from dpivon.study.run.evaluation import predict_row, scores
 from dpivon.study.run.settings import Outcome, Settings
 from dpivon.study.run.work import facts
 

@@ -35,7 +35,7 @@ from dpivon.predict import entropy
 from dpivon.priors.processes import images
 from dpivon.privacy.accounting import epsilon
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
-from dpivon.study.run.predict import AT_ONCE, normalised
+from dpivon.study.run.evaluation import AT_ONCE, normalised
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE, Map, fit_temperature, fit_vector

@@ -27,7 +27,7 @@ from dpivon.study.plan.data import StudyData, build_network, load_data
 from dpivon.study.plan.plan import Plan, read_plan, sample_seed
 from dpivon.study.results import table
 from dpivon.study.results.table import SCORES, Row
-from dpivon.study.run.predict import Predictions, predict_row
+from dpivon.study.run.evaluation import Predictions, predict_row
 from dpivon.yaml_files import read_yaml
 from experiments.paper.hooks import posterior_rows
 from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, as_bytes, corrupt

@@ -359,16 +359,15 @@ _PartT = TypeVar("_PartT", _Classes, _Gaussian)
 def _classification(parts: list[_Classes], samples: int) -> ClassPrediction:
     probs = torch.cat([part.p / part.count for part in parts])
     _check_finite(probs)
-    p = prediction_of(probs, torch.cat([part.h / part.count for part in parts]), samples)
-    dtype = parts[0].dtype
-    return ClassPrediction(p.probs.to(dtype), p.entropy.to(dtype), p.mutual_information.to(dtype), samples)
+    return prediction_of(probs, torch.cat([part.h / part.count for part in parts]), samples, parts[0].dtype)
 
 
-def prediction_of(probs: Tensor, expected_entropy: Tensor, samples: int) -> ClassPrediction:
-    """The prediction of p̄ = mean_s p_s and mean_s H[p_s], with its entropies in double."""
+def prediction_of(probs: Tensor, expected: Tensor, samples: int, dtype: torch.dtype | None = None) -> ClassPrediction:
+    """The prediction of p̄ = mean_s p_s and mean_s H[p_s], rounded to ``dtype`` last; its entropies are in double without."""
     total = entropy(probs)
-    information = (total - expected_entropy).clamp_min(0)  # ≥ 0 by Jensen; rounding may disagree
-    return ClassPrediction(probs, total, information, samples)
+    information = (total - expected).clamp_min(0)  # ≥ 0 by Jensen; rounding may disagree
+    p, h, mutual = (t.to(dtype or t.dtype) for t in (probs, total, information))
+    return ClassPrediction(p, h, mutual, samples)
 
 
 def entropy(probs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What commands print: one line at a time, and nothing in it that a terminal would obey."""
+"""What commands print and write for people: nothing in it that a terminal would obey, or a spreadsheet execute."""
 
 from __future__ import annotations
 
@@ -94,3 +94,22 @@ def warnings_as_lines() -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
+
+
+_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # the last four as Asian locales write them
+
+
+def is_formula(text: str) -> bool:
+    """Whether a spreadsheet would execute the text instead of showing it. A number is none."""
+    if not text.startswith(_STARTS):
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return True
+    return False
+
+
+def cell(text: str) -> str:
+    """The text, after an apostrophe where a spreadsheet would execute it."""
+    return f"'{text}" if is_formula(text) else text

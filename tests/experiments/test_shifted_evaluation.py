@@ -30,7 +30,7 @@ from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.study.plan.data import load_data
 from dpivon.study.plan.plan import Plan, PlannedRun
 from dpivon.study.results import table
-from dpivon.study.run.predict import posterior_row, predict_row
+from dpivon.study.run.evaluation import posterior_row, predict_row
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from dpivon.metrics import batch_scores
 from dpivon.models import CompactCNN
 from dpivon.stacked import AnyNetwork, PaperNetwork
-from dpivon.study.run.predict import predict_row
+from dpivon.study.run.evaluation import predict_row
 
 DEVICE = torch.device("cuda")
 

@@ -13,7 +13,7 @@ from experiments.robustness.evaluate import Condition, robustness_rows
 
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
-from dpivon.study.run.predict import posterior_row, predict_row
+from dpivon.study.run.evaluation import posterior_row, predict_row
 
 RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
 

@@ -6,10 +6,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_study import FAST, PLAN
 
 from dpivon.errors import ArgumentError
+from dpivon.study.plan.data import load_data
+from dpivon.study.plan.plan import PlannedRun
 from dpivon.study.results import table
 from dpivon.study.results.table import check_code
+from dpivon.study.run.progress import Progress
+from dpivon.study.run.work import Work
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,3 +79,16 @@ def test_the_digest_follows_a_source_that_makes_numbers_and_no_other(
     (tmp_path / "optim" / "a.py").write_text("x = 2\n")
     assert digest() != first
     table.code.cache_clear()
+
+
+def test_the_settings_of_a_row_are_those_of_its_run(tmp_path: Path) -> None:
+    """A stack sorts its runs by method; a row names the release of its own."""
+    runs = (PlannedRun("dp-adam", 64, 2.0, 1.0, 0, 0.01), PlannedRun("dp-sgd", 64, 1.0, 1.0, 0, 0.5))
+    cpu = torch.device("cpu")
+    data = load_data(PLAN, tmp_path, cpu)
+    with Progress(1.0, 0.0, quiet=True) as progress:
+        work = Work(PLAN, runs, tmp_path / "stack", data, FAST, cpu, progress, "one")
+        assert work.stack.order == [1, 0]
+        stated = {spec.noise_multiplier: spec.digest for spec in work.stack.mechanism.specs}
+        assert [work.facts(i)["settings"] for i in (0, 1)] == [stated[2.0], stated[1.0]]
+        work.kept.close()

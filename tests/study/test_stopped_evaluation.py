@@ -16,7 +16,7 @@ from dpivon.errors import DpivonError
 from dpivon.stacked import Stack
 from dpivon.study.results.folder import status_lines
 from dpivon.study.run import evaluation, runner
-from dpivon.study.run.predict import predict_row
+from dpivon.study.run.evaluation import predict_row
 from dpivon.study.run.progress import Progress
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Outcome

@@ -12,8 +12,8 @@ from dpivon import metrics, predict
 from dpivon.models import CompactCNN
 from dpivon.posterior import Posterior
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
-from dpivon.study.run import predict as passes
-from dpivon.study.run.predict import normalised, posterior_row, predict_row, scores
+from dpivon.study.run import evaluation as passes
+from dpivon.study.run.evaluation import normalised, posterior_row, predict_row, scores
 from dpivon.study.run.work import Watch, points
 
 RUNS = [

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from dpivon.audit.run import CHECKS, Audit
 from dpivon.audit.session import Check
 from dpivon.audit.tier_c import Audited
 from dpivon.errors import bad
-from dpivon.report.chart import GREY, ORANGE, Axis, Chart, Panel, Point, Series, View
+from dpivon.report.chart import GREY, ORANGE, Axis, Chart, Panel, Point, Series, View, finite
 from dpivon.report.figures import draw
 from dpivon.report.page import Content, Section, page
 
@@ -65,23 +63,19 @@ def content(audits: Sequence[Audit], facts: dict[str, str], broken: Sequence[tup
     found = "Nothing was found against the guarantee. An audit can refute a claim; it cannot prove one."
     intro = f"{first.model} ({first.parameters} parameters), trained by {first.method}, on {len(audits)} path"
     rows = [row for check in CHECKS if (row := _row(check, audits)) is not None]
-    left_out = (
-        ""
-        if bounds or broken
-        else "The quick audit makes one bound, which is among the checks: leave out `--quick` for the curve."
-    )
+    bounded = bool(bounds or broken)
+    quick = "The quick audit makes one bound, which is among the checks: leave out `--quick` for the curve."
     sections = [
         Section(
             "bounds",
             "Lower bounds on ε",
             "audit-bounds.html",
             {"bounds": [_bound(*b) for b in bounds]},
-            left_out=left_out,
+            (chart(audits, broken),) if bounded else (),
+            left_out="" if bounded else quick,
         ),
         Section("checks", "Checks", "audit-checks.html", {"paths": [a.path for a in audits], "rows": rows}),
     ]
-    if not left_out:
-        sections[0] = replace(sections[0], charts=(chart(audits, broken),))
     checked = sum(f.holds is not None for a in audits for f in a.findings)
     return Content(
         "audit",
@@ -146,8 +140,3 @@ def chart(audits: Sequence[Audit], broken: Sequence[tuple[str, Audited]] = ()) -
             ),
         ),
     )
-
-
-def finite(value: float) -> float | None:
-    """JSON has neither NaN nor infinity."""
-    return value if math.isfinite(value) else None

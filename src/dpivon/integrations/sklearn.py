@@ -296,9 +296,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         classes = self._classes(y)
         index = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
         if not (classes[index] == y).all():
-            raise bad(
-                "classes", self.classes, "y has labels that are not among them", "Name every label that may occur"
-            )
+            problem = "y has labels that are not among them"
+            raise bad("classes", self.classes, problem, "Name every label that may occur")
         self._train(X, torch.as_tensor(index), len(classes), cross_entropy, user_ids, not_supported)
         self.classes_ = classes
         return self
@@ -320,8 +319,7 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """The most probable class."""
-        probs = self.predict_proba(X)
-        return self.classes_[probs.argmax(axis=1)]
+        return self.classes_[self.predict_proba(X).argmax(axis=1)]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

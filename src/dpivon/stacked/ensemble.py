@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpivon.errors import bad, check_whole
-from dpivon.predict import ClassPrediction, predict
+from dpivon.predict import ClassPrediction, predict, prediction_of
 from dpivon.privacy.accounting import Accountant, budget
 from dpivon.stacked.networks import Network
 from dpivon.stacked.run import Run
@@ -100,11 +100,4 @@ class Ensemble:
         ]
         probs = torch.stack([part.probs for part in parts]).double().mean(0)
         expected = torch.stack([part.entropy - part.mutual_information for part in parts]).double().mean(0)
-        entropy = torch.special.entr(probs).sum(-1)
-        dtype = parts[0].probs.dtype
-        return ClassPrediction(
-            probs=probs.to(dtype),
-            entropy=entropy.to(dtype),
-            mutual_information=(entropy - expected).clamp_min(0).to(dtype),
-            samples=sum(max(part.samples, 1) for part in parts),
-        )
+        return prediction_of(probs, expected, sum(max(part.samples, 1) for part in parts), parts[0].probs.dtype)

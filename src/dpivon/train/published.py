@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from dpivon._version import __version__
 from dpivon.bounds import Bounds
-from dpivon.csv_cells import cell
 from dpivon.decisions import Decision
 from dpivon.durable.files import check_parent, read_json, replace, sync_folder
 from dpivon.errors import bad
@@ -33,6 +32,7 @@ from dpivon.sources.base import Targets
 from dpivon.sources.columns import Label, Numeric
 from dpivon.sources.owner import stop_at
 from dpivon.sources.table import Table
+from dpivon.terminal import cell
 from dpivon.train.networks import Network
 from dpivon.yaml_files import validated
 

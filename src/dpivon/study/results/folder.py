@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpivon.csv_cells import is_formula
 from dpivon.durable.files import Lock, replace
 from dpivon.durable.ledger import Record, read
 from dpivon.errors import StorageError, bad
@@ -34,6 +33,7 @@ from dpivon.methods import METHODS
 from dpivon.privacy.accounting.recorded import LEDGER, STUDY
 from dpivon.study.plan.plan import Plan, PlannedRun, read_plan
 from dpivon.study.results import table
+from dpivon.terminal import is_formula
 
 LEDGERS, RUNS, DIAGNOSTICS = "ledgers", "runs.json", "diagnostics.csv"
 _SAID = re.compile(r"-sigma(.+?)-C(.+?)-lr")  # what a run's id says of its releases

@@ -241,7 +241,7 @@ class Work:
             "stack_size": len(self.runs),
             "stack_methods": len({r.method for r in self.runs}),
             "precision": self.precision,
-            "settings": self.stack.mechanism.specs[i].digest,
+            "settings": self.stack.mechanism.specs[self.stack._row(i)].digest,
         }
 
     def last_diagnostics(self, run: str) -> dict[str, Any]:
