@@ -319,7 +319,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """The most probable class."""
-        return self.classes_[self.predict_proba(X).argmax(axis=1)]
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(axis=1)]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
