@@ -27,7 +27,7 @@ from dpivon.metrics import evaluate
 from dpivon.models import SmallCNN
 from dpivon.privacy.accounting import epsilon
 from dpivon.stacked import AnyNetwork, Ensemble, Run, ensemble_noise
-from dpivon.study.results.provenance import code, commit
+from dpivon.study.results.table import code, commit
 
 RESULTS = Path(__file__).parent / "results" / "rows.csv"
 SEEDS, DECAY = (101, 102, 103), 0.95

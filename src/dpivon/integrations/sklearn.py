@@ -87,10 +87,8 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         for name, value in not_supported.items():
             if value is not None:
                 problem = "is not supported: a weight would scale an example's gradient before it is clipped"
-                given = type(value).__name__
-                raise bad(name, given, problem, "Leave it out; every example counts alike, clipped to max_grad_norm")
-        fix = "Pass the ε you may spend, such as epsilon=3.0"
-        epsilon = check_number("epsilon", self.epsilon, fix, above=0.0)
+                raise bad(name, type(value).__name__, problem, "Leave it out; every example counts alike")
+        epsilon = check_number("epsilon", self.epsilon, "Pass the ε you may spend, such as epsilon=3.0", above=0.0)
         fix = "Pass a probability well below 1/N, such as 1e-5"
         delta = check_number("delta", self.delta, fix, above=0.0, below=1.0)
         fix = "Pass the public number of training examples, or None where their exact number is public"
@@ -143,8 +141,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
 
     def _settings(self, n: int, epsilon: float) -> TableDefaults:
         """What was given, and for the rest the rule for tables; that of IVON where a method, step size or network was given."""
-        ours = self.method is None and self.lr is None and self.network is None and is_classifier(self)
-        if ours:
+        if self.method is None and self.lr is None and self.network is None and is_classifier(self):
             rule = table_defaults(n, epsilon, self.batch_size)
         else:
             method = describe("dp-ivon-gradsq" if self.method is None else self.method)
