@@ -34,6 +34,11 @@ class _Commands(TyperGroup):
         except DpivonError as error:
             say(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:  # no file that a user named
+                raise
+            say(f"error: {error.filename}: {error.strerror}. Give a place that can be read and written.", err=True)
+            raise typer.Exit(2) from None
 
 
 app = typer.Typer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from typing import Any
 
@@ -41,6 +42,13 @@ def test_the_costs_are_those_that_were_measured() -> None:
 def test_the_quickstart_has_the_epsilon_of_the_demo() -> None:
     plan = budget(dataset_size=1297, batch_size=256, epochs=40, delta=1e-4, target_epsilon=4.0, accountant="rdp")
     assert f"{plan.epsilon:.3f}" in (DOCS / "quickstart.md").read_text()
+
+
+def test_the_same_line_has_the_same_step_size_on_every_page() -> None:
+    line = re.compile(r"IVON\(\w+\.parameters\(\), lr=([\d.]+), ess=len\(train_set\)\)")
+    found = {page.name: line.findall(page.read_text()) for page in [ROOT / "README.md", *DOCS.glob("*.md")]}
+    assert {"README.md", "quickstart.md", "from-opacus.md"} <= {name for name, sizes in found.items() if sizes}
+    assert {size for sizes in found.values() for size in sizes} == {"3.0"}
 
 
 def test_every_extra_of_an_integration_is_named() -> None:

@@ -299,6 +299,17 @@ def test_predict_refuses_what_it_cannot_use(made: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "p.csv").exists()
 
 
+def test_a_place_that_cannot_be_written_is_one_line(made: Any, tmp_path: Path) -> None:
+    """In /proc not even root makes a file."""
+    folder, _ = made
+    options = clinic(tmp_path) | {"out": "/proc/run"}
+    refused(invoke("train", *as_flags(options)), "/proc/run")
+    refused(invoke("train", options["data"], "--target", "ill", "--write-schema", "/proc/s.yaml"), "/proc/s.yaml")
+    refused(invoke("predict", folder / "run", folder / "test.csv", "--out", "/proc/p.csv"), "/proc/p.csv")
+    for command in (("export", folder / "run"), ("report", folder / "run"), ("audit", "--quick")):
+        refused(invoke(*command, "--out", "/proc/made"), "/proc/")
+
+
 # ---- every command
 
 

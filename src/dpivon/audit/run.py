@@ -215,6 +215,7 @@ def audit_paths(out: Path, *, model: str, method: str, paths: list[str], quick: 
     """Audit on every path, print what was found, write the report; whether everything holds."""
     for path in paths:
         check_path(path)
+    out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
     network, inputs, labels = load(model)
     here = [p for p in PATHS if (can_fork() or p != "distributed") and (p not in STACK_PATHS or method in stackable())]
     audits: list[Audit] = []
