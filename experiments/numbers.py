@@ -216,7 +216,7 @@ def ensemble_table() -> str:
 
 def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     rows = ["| " + " | ".join(r) + " |" for r in (head, *body)]
-    return "\n" + "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]).replace("|  |", "| |") + "\n"
+    return "\n\n" + "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]).replace("|  |", "| |") + "\n\n"
 
 
 def ends(values: Sequence[float], digits: int) -> str:

@@ -1,0 +1,124 @@
+"""What `dpivon train` reaches by its defaults: the numbers of docs/train.md.
+
+    python -m experiments.tables.doors     # results/doors.csv; what has rows is left out
+
+- ``patients``: the example's table, eight seeds;
+- ``diabetes``: regression on scikit-learn's data, two splits, beside ordinary least squares without privacy;
+- ``rare``: 5,000 made-up patients of whom 15 % are positive (the table "imbalanced"), three seeds: plain, with known
+  shares of the classes, and with these and balanced costs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpivon.cli import app
+from dpivon.study.results.table import code, commit
+from experiments.leaderboard.priors import tables
+from experiments.tables.data import make
+
+RESULTS = Path(__file__).parent / "results" / "doors.csv"
+SCHEMA = Path(__file__).parents[2] / "examples" / "patients.yaml"
+ROW = ("part", "way", "seed", "epsilon", "metric", "value", "torch", "commit", "code")
+Scores = dict[str, float]
+
+
+def trained(command: str) -> tuple[float, dict[str, Any]]:
+    """ε and the metrics of a run."""
+    app([*f"train {command} --out run --quiet".split()], standalone_mode=False)
+    summary = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    return summary["epsilon"], summary["metrics"]
+
+
+def write(name: str, x: Any, y: Any) -> str:
+    with open(name, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*(f"x{i}" for i in range(x.shape[1])), "y"])
+        writer.writerows([*row, label] for row, label in zip(x.tolist(), y.tolist(), strict=True))
+    return name
+
+
+def schema(x: Any, low: float, high: float, target: str) -> str:
+    columns = "\n".join(f"  x{i}: {{min: {low}, max: {high}}}" for i in range(x.shape[1]))
+    Path("schema.yaml").write_text(f"target: y\n{target}columns:\n{columns}\n")
+    return "schema.yaml"
+
+
+def patients(seed: int, way: str) -> tuple[float, Scores]:
+    from examples.train_patients import write_tables
+
+    write_tables()
+    spent, found = trained(
+        f"patients.csv --schema {SCHEMA} --epsilon 3 --delta 1e-4 --dataset-size 400 --test new-patients.csv --seed {seed}"
+    )
+    return spent, {"accuracy": found["mc_accuracy"]}
+
+
+def diabetes(seed: int, way: str) -> tuple[float, Scores]:
+    from sklearn.datasets import load_diabetes
+
+    data = load_diabetes()
+    order = np.random.default_rng(seed).permutation(len(data.data))
+    x, y = data.data[order], data.target[order]
+    (a, b), (c, d) = (x[:342], y[:342]), (x[342:], y[342:])
+    write("train.csv", a, b), write("test.csv", c, d)
+    spent, found = trained(
+        f"train.csv --schema {schema(x, -0.2, 0.2, '')} --task regression --target-bounds 0:400 --epsilon 3 --delta 1e-5 "
+        f"--dataset-size 342 --test test.csv --seed {seed}"
+    )
+    ones = np.ones((len(a), 1))
+    fit = np.linalg.lstsq(np.hstack([a, ones]), b, rcond=None)[0]
+    left = d - np.hstack([c, np.ones((len(c), 1))]) @ fit
+    plain = 1 - float((left**2).sum() / ((d - d.mean()) ** 2).sum())
+    return spent, {"least_squares_r2": plain} | {k: float(v) for k, v in found.items() if isinstance(v, float)}
+
+
+def rare(seed: int, way: str) -> tuple[float, Scores]:
+    parts = make("imbalanced")
+    names = np.array(["no", "yes"])
+    for part in ("train", "test"):
+        write(f"{part}.csv", parts[part][0], names[parts[part][1]])
+    more = {"plain": "", "prior": "--prior yes=.15", "balanced": "--prior yes=.15 --cost balanced"}[way]
+    given = schema(parts["train"][0], -1, 1, "classes: [no, yes]\n")
+    spent, found = trained(
+        f"train.csv --schema {given} --method dp-adam --epsilon 3 --delta 1e-5 --dataset-size 5000 --test test.csv "
+        f"--seed {seed} {more}"
+    )
+    return spent, {k: float(v) for k, v in found.items() if isinstance(v, float)}
+
+
+PLAN = {
+    "patients": (patients, ("",), range(8)),
+    "diabetes": (diabetes, ("",), range(2)),
+    "rare": (rare, ("plain", "prior", "balanced"), range(3)),
+}
+
+
+def planned() -> Iterator[tuple[str, str, int]]:
+    for part, (_, ways, seeds) in PLAN.items():
+        yield from ((part, way, seed) for way in ways for seed in seeds)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    about = {"torch": torch.__version__, "commit": commit(), "code": code()}
+    for part, way, seed in planned():
+        if (part, way, str(seed)) in {(r["part"], r["way"], r["seed"]) for r in tables.read(RESULTS)}:
+            continue
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            spent, found = PLAN[part][0](seed, way)
+        own = {"part": part, "way": way, "seed": seed, "epsilon": round(spent, 4)} | about
+        tables.append(RESULTS, [own | {"metric": k, "value": round(v, 5)} for k, v in found.items()], ROW)
+
+
+if __name__ == "__main__":
+    main()
