@@ -39,11 +39,12 @@ CONTENDERS = {
     "ours": "dpivon DP-IVON, book-keeping",
     "ours-cl": "dpivon DP-IVON, book-keeping, channels_last",
     "ours-cl-64": "dpivon DP-IVON, book-keeping, channels_last, micro-batches of 64",
+    "ours-compile": "dpivon DP-IVON, engine.compile, nothing chosen by hand",
     "ours-bf16": "dpivon DP-IVON, book-keeping, bf16, in the user's own loop",
     "ours-captured": "dpivon DP-IVON, bf16, the whole step captured (dpivon.fit)",
 }
 ON_CPU = [name for name in CONTENDERS if "bf16" not in name and "captured" not in name]
-ON_CUDA = [name for name in CONTENDERS if not name.endswith("-64")]
+ON_CUDA = [name for name in CONTENDERS if not name.endswith(("-64", "-compile"))]
 
 
 def build(name):
@@ -123,10 +124,14 @@ def make_step(contender, model_name, batch, device):
     import dpivon
 
     optimizer = dpivon.IVON(model.parameters(), lr=1e-3, ess=50000)
-    model, optimizer, _ = dpivon.PrivacyEngine().make_private(
-        module=model, optimizer=optimizer, data_loader=loader, **options
-    )
+    engine = dpivon.PrivacyEngine()
+    model, optimizer, _ = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
     assert type(model).__name__ == "BookKeepingModule"
+    if contender == "ours-compile":
+        compiled = engine.compile(
+            lambda model, rows: nn.functional.cross_entropy(model(rows[0]), rows[1], reduction="none")
+        )
+        return lambda: compiled((x, y))
 
     def step():
         for i, (a, b) in enumerate(chunks):

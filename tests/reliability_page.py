@@ -23,6 +23,7 @@ FAULTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "SIGKILL at a random moment of training",
             "SIGKILL at a random moment of a stack",
+            "SIGKILL at a random moment of fit(out=…)",
             "SIGKILL in the middle of a write",
             "SIGKILL in the middle of a write of a stack",
         ),
@@ -135,6 +136,7 @@ def _faults(report: dict[str, Any], tested: dict[str, Any]) -> list[str]:
 KILLS = (
     "SIGKILL at a random moment of training",
     "SIGKILL at a random moment of a stack",
+    "SIGKILL at a random moment of fit(out=…)",
     "SIGKILL in the middle of a write",
     "SIGKILL in the middle of a write of a stack",
     "SIGKILL of a study",
@@ -155,10 +157,11 @@ def _kills(rows: dict[str, Any]) -> list[str]:
     ]
     for name in KILLS:
         row = rows[name]
+        alone = f"{name}, run by itself" if "command" in row else name
         tenths = " | ".join(map(str, row["killed_by_releases_made"]))
         phases = ", ".join(f"{what}: {n}" for what, n in sorted(row.get("killed_while", {}).items())) or "–"
         lines.append(
-            f"| {name} | {row['tried']} | {tenths} | {phases} | {row.get('half_a_file_was_there', '–')} | {_ended(row)} |"
+            f"| {alone} | {row['tried']} | {tenths} | {phases} | {row.get('half_a_file_was_there', '–')} | {_ended(row)} |"
         )
     points = rows["SIGKILL in the middle of a write"]["points"]
     flips = rows["bit flipped or end cut off"]

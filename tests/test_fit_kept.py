@@ -207,14 +207,5 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path):
     assert torch.equal(got, expected)
 
 
-@pytest.mark.slow
-def test_runs_that_are_killed_at_twenty_moments_go_on_to_the_bit(tmp_path):
-    expected = row(dpivon.fit(network(), *data(), **PLAN, seed=7, out=tmp_path / "whole"))
-    draw = random.Random(2)
-    for run in range(5):
-        moments = [draw.randrange(1, 14) for _ in range(4)]
-        assert torch.equal(killed_and_resumed(tmp_path / str(run), moments, draw), expected), moments
-
-
 if __name__ == "__main__":
     _child(sys.argv[1])

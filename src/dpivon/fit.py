@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -93,6 +94,7 @@ def fit(
     out: str | os.PathLike[str] | None = None,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     physical_batch_size: int | None = None,
+    device: str | torch.device | None = None,
 ) -> Fitted:
     """Train a copy of ``model`` within (ε, δ), starting from its weights.
 
@@ -107,7 +109,7 @@ def fit(
     >>> fitted = dpivon.fit(model, x, y, lr=1.0, batch_size=256, epochs=20, target_epsilon=3.0, delta=1e-5)
     >>> fitted.predict(test_x).probs
 
-    Give either ``target_epsilon`` or ``noise_multiplier``. The model and the data are on one device.
+    Give either ``target_epsilon`` or ``noise_multiplier``. The model and the data are on one device, or go to ``device``.
 
     Args:
         model: the network; it is copied.
@@ -143,9 +145,13 @@ def fit(
         evaluate: called with what predicts after every epoch. Its numbers are in ``progress.jsonl`` as not private: do not
             publish them, nor decide anything by them.
         physical_batch_size: with ``out``, ``user_ids``, ``evaluate`` or a ``Dataset``: how many examples run at once.
+        device: where to train, if not where the model is; what is returned is there.
 
     A method that averages its iterates returns the average.
     """
+    if device is not None:
+        model = copy.deepcopy(model).to(device)
+        inputs, labels = (t.to(device) if isinstance(t, Tensor) else t for t in (inputs, labels))
     given: Any = inputs
     people = People.given(user_ids, rows_per_user)
     if people is not None:

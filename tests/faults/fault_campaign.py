@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from children import Child, releases, spent
-from fault_run import STEPS, train, train_stack
+from fault_run import STEPS, train, train_fit, train_stack
 from kills import aimed_kills, kills, study_kills, undisturbed
 
 from dpivon.durable.checkpoint import Rotation
@@ -197,6 +198,7 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="run this entry alone; the others stay as they are in --out")
     parser.add_argument("--inside-small-disk", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -207,21 +209,28 @@ def main() -> int:
             print(json.dumps(_fill(given.inside_small_disk, work)))
             return 0
         rng = random.Random(given.seed)
-        rows = {
-            "SIGKILL at a random moment of training": kills(work, train, given.kills, rng),
-            "SIGKILL at a random moment of a stack": kills(work, train_stack, given.kills // 2, rng),
-            "SIGKILL in the middle of a write": aimed_kills(work, train, given.aimed, rng),
-            "SIGKILL in the middle of a write of a stack": aimed_kills(work, train_stack, given.aimed, rng),
-            "SIGKILL of a study": study_kills(work, given.kills // 3, rng),
-            "SIGTERM and Ctrl-C": signals(work),
-            "two processes on one folder": two_processes(work),
-            "bit flipped or end cut off": damaged(work, given.flips, rng),
-            "disk full": full_disk(work),
+        fits = random.Random(given.seed + 1)
+        entries: dict[str, Callable[[], dict]] = {
+            "SIGKILL at a random moment of training": lambda: kills(work, train, given.kills, rng),
+            "SIGKILL at a random moment of a stack": lambda: kills(work, train_stack, given.kills // 2, rng),
+            "SIGKILL at a random moment of fit(out=…)": lambda: kills(work, train_fit, 2 * given.kills // 5, fits),
+            "SIGKILL in the middle of a write": lambda: aimed_kills(work, train, given.aimed, rng),
+            "SIGKILL in the middle of a write of a stack": lambda: aimed_kills(work, train_stack, given.aimed, rng),
+            "SIGKILL of a study": lambda: study_kills(work, given.kills // 3, rng),
+            "SIGTERM and Ctrl-C": lambda: signals(work),
+            "two processes on one folder": lambda: two_processes(work),
+            "bit flipped or end cut off": lambda: damaged(work, given.flips, rng),
+            "disk full": lambda: full_disk(work),
         }
+        ran = "python tests/faults/fault_campaign.py " + " ".join(sys.argv[1:])
+        before = json.loads(given.out.read_text()) if given.only else {"command": ran, "faults": {}}
+        rows = {name: entries[name]() if given.only in ("", name) else before["faults"][name] for name in entries}
+        if given.only:
+            rows[given.only]["command"] = ran  # this entry's own; the others are of the file's command
     finally:
         shutil.rmtree(work, ignore_errors=True)
     report = {
-        "command": "python tests/faults/fault_campaign.py " + " ".join(sys.argv[1:]),
+        "command": before["command"],
         "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
         "tried": sum(row["tried"] for row in rows.values()),
         "survived": sum(row["survived"] for row in rows.values()),

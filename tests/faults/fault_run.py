@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ import dpivon
 from dpivon import BatchMemoryManager, Checkpoints, PrivacyEngine
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
+from dpivon.train.kept import KeptRun
 
 EXAMPLES, BATCH, EPOCHS = 64, 8, 5
 STEPS = EPOCHS * EXAMPLES // BATCH
@@ -65,6 +67,36 @@ def train(
     run.save()
     states = [optimizer.state[p][name] for p in optimizer.params for name in ("momentum", "hess")]
     return _digest([*(p.detach() for p in net.parameters()), *states])
+
+
+def train_fit(folder: Path, witness: Path, *, save_every: int = 3) -> str:
+    """The same by ``dpivon.fit(out=…)``."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(EXAMPLES, 5, generator=generator), torch.randint(3, (EXAMPLES,), generator=generator)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
+    seen = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    step = KeptRun._step
+
+    def shown(run: KeptRun, batch: Any) -> bool:
+        went_on = step(run, batch)
+        os.write(seen, f"{_digest(run.optimizer.last_release.gradients.values())}\n".encode())
+        if run.done % save_every == 0:
+            run.kept.save()
+        return went_on
+
+    KeptRun._step = shown
+    plan = {
+        "batch_size": BATCH,
+        "epochs": EPOCHS,
+        "delta": 1e-3,
+        "noise_multiplier": 1.0,
+        "lr": 0.3,
+        "accountant": "rdp",
+    }
+    posterior = dpivon.fit(net, x, y, **plan, seed=7, out=folder).posterior
+    return _digest([t[name] for t in (posterior.mean, posterior.std) for name in sorted(t)])
 
 
 def train_stack(folder: Path, witness: Path, *, save_every: int = 8) -> str:

@@ -314,6 +314,33 @@ def test_a_loss_that_is_not_one_per_row_is_refused_before_any_release(loss_fn):
     assert len(engine.accountant) == 0
 
 
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+@pytest.mark.parametrize("views", [False, True])
+def test_on_a_cpu_images_run_in_parts_with_their_channels_last_and_learn_the_same(views):
+    """As the whole batch does as it is; also where the network's `view` wants images as they are."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self[0](x)
+            assert seen.append(x.is_contiguous(memory_format=torch.channels_last)) is None
+            return self[1](x.view(len(x), -1) if views else x.flatten(1))
+
+    seen: list[bool] = []
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(100, 3, 16, 16, generator=generator), torch.randint(CLASSES, (100,), generator=generator)
+    rows, net = [], Net(nn.Conv2d(3, 4, 3), nn.Linear(4 * 14 * 14, CLASSES))
+    for given in (100, None):
+        engine, _, optimizer, _ = made(module=net, poisson_sampling=False)
+        step = engine.compile(losses, max_physical_batch_size=given)
+        before = len(seen)
+        for _ in range(2):
+            step((x, y))
+        rows.append(torch.cat([p.detach().flatten() for p in optimizer.params]))
+    assert any(seen[before:])
+    assert step._images is not views
+    torch.testing.assert_close(rows[1], rows[0], rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_that_torch_compiled_learns_the_same_and_is_said_not_to_be_captured():
     rows = []
     for compiled in (False, True):

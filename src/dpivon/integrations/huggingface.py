@@ -133,6 +133,8 @@ class PrivateTrainer(Trainer):
         **options: those of ``Trainer``.
     """
 
+    path = "eager (the Trainer makes its own passes)"
+
     def __init__(
         self,
         model: Any,

@@ -76,6 +76,9 @@ class PrivateTraining(Callback):  # type: ignore[misc]
 
     # ---- results
 
+    #: Lightning runs ``training_step``, which returns one loss for the batch; a captured step needs one per example.
+    path = "eager (training_step returns one loss for the batch)"
+
     @property
     def epsilon(self) -> float:
         """ε spent so far at δ."""

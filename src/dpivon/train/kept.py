@@ -19,7 +19,7 @@ from dpivon.durable.ledger import Ledger
 from dpivon.errors import BudgetSpent
 from dpivon.methods import Learner
 from dpivon.privacy import Checkpoints, PrivacyEngine
-from dpivon.privacy.compiled import LossFn
+from dpivon.privacy.compiled import LossFn, convolves
 from dpivon.privacy.kernels.padded import examples_at_once
 from dpivon.train.artefacts import Line, Progress
 
@@ -59,9 +59,12 @@ def loader_of(
 
 
 def at_once(given: int | None, model: nn.Module, data: Data, device: torch.device, views: int = 1) -> int | None:
-    """How many examples run at once: as given, or 256 on a CPU, and on a GPU as many as fit; None if that is not known."""
-    if given is not None or device.type == "cpu":
-        return given or _AT_ONCE
+    """How many examples run at once: as given, or on a CPU 256 and of images what ``compile`` chooses, and on a GPU as many as
+    fit; None if that is not known."""
+    if given is None and device.type == "cpu":
+        return None if isinstance(data, tuple) and convolves(model, data) else _AT_ONCE
+    if given is not None:
+        return given
     return examples_at_once(copy.deepcopy(model), data[0][:1].to(device), views) if isinstance(data, tuple) else None
 
 
