@@ -71,14 +71,15 @@ def endless(loader):
         yield from loader
 
 
-def blocks(step, loader):
-    """A function that makes a block of steps on batches of the loader."""
+def blocks(step, loader, *kept):
+    """A function that makes a block of steps on batches of the loader; ``kept`` is what a CUDA graph reads and writes."""
     batches = endless(loader)
 
     def run():
         for _ in range(BLOCK):
             step(next(batches))
 
+    run.kept = kept
     return run
 
 
@@ -118,8 +119,8 @@ def make(contender, batch, workers):
             replay()
 
         if contender == "plain-resident":
-            return blocks(lambda rows: replay(), [None])
-        return blocks(captured, loader)
+            return blocks(lambda rows: replay(), [None], x, y, model)
+        return blocks(captured, loader, model)
 
     loader = DataLoader(images, batch_size=batch, **settings)
     options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}

@@ -151,7 +151,8 @@ def fit(
     """
     if device is not None:
         model = copy.deepcopy(model).to(device)
-        inputs, labels = (t.to(device) if isinstance(t, Tensor) else t for t in (inputs, labels))
+        inputs = inputs.to(device) if isinstance(inputs, Tensor) else inputs
+        labels = labels if labels is None else labels.to(device)
     given: Any = inputs
     people = People.given(user_ids, rows_per_user)
     if people is not None:

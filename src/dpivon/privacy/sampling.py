@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -148,7 +149,7 @@ class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: igno
         for position in range(self.began_at, self.steps):
             self.position = position
             uniform = self._uniform(self.before_draw())
-            drawn = (uniform(self.num_samples) < self.sample_rate).nonzero().flatten()
+            drawn = _below(uniform(self.num_samples), self.sample_rate)
             units = self._of_rank(drawn)
             if self.people is not None:  # chosen on every rank for all, so that their generators stay in step
                 chosen = dict(zip(drawn.tolist(), self.people.rows_of(drawn, uniform), strict=True))
@@ -182,6 +183,11 @@ class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: igno
         if not self.secure:  # in place: the data loader may draw from the same one
             renewed(self._generator)
             self._origin = OS_ENTROPY
+
+
+def _below(draws: Tensor, rate: float) -> Tensor:
+    """Where a draw is below the rate. By NumPy, in this thread: torch wakes a thread per core, and waits for the slowest."""
+    return torch.from_numpy(np.flatnonzero(draws.numpy() < rate))
 
 
 class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
