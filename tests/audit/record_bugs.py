@@ -133,6 +133,8 @@ def zipped() -> Patch:
 
 
 def record_bugs() -> list[RecordBug]:
+    from counting_bugs import counting_bugs  # which needs RecordBug
+
     falls, edited = an_account_never_falls, an_edited_ledger_is_refused
     stacks, old = a_stack_shows_each_run_its_own_noise, an_old_ledger_shows_each_run_its_own_noise
     blind = attr(ledgers, "_seal", lambda original: lambda before, body: "0" * 16)
@@ -143,4 +145,5 @@ def record_bugs() -> list[RecordBug]:
         RecordBug("lines of a ledger are not chained", "they can change places", loose, edited),
         RecordBug("a stack's runs named by place", "another run's σ is shown", named_by_place(), stacks),
         RecordBug("ids paired with a ledger by place", "another run's σ is shown", zipped(), old),
+        *counting_bugs(),
     ]
