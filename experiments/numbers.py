@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from dpivon.study.results import table
 from dpivon.study.results.summary import IVON
@@ -214,6 +216,61 @@ def ensemble_table() -> str:
     return lines(["members", "σ", "ε of one member", "accuracy", "NLL", "ECE"], body)
 
 
+@cache
+def choosing() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "experiments/strong_privacy/results/choosing.json").read_text())
+    return found
+
+
+def best(sweep: str, **said: float) -> dict[str, Any]:
+    """The row of a sweep with the least NLL among those with these values."""
+    rows = [r for r in choosing()["rows"] if r["sweep"] == sweep and all(r[k] == v for k, v in said.items())]
+    found: dict[str, Any] = min(rows, key=lambda r: r["point_nll"])
+    return found
+
+
+def choice(sweep: str, said: str, column: str, form: str, factor: str = "1") -> str:
+    """One number of the best row of a sweep; ``said`` is such as value=3,lr_=1."""
+    row = best(sweep, **{k: float(v) for k, v in (part.split("=") for part in said.split(","))})
+    return format(float(factor) * row[column], form)
+
+
+def price(sigma: str, form: str) -> str:
+    """ε of a σ at b = 256."""
+    return format(next(p["epsilon"] for p in choosing()["prices"]["256"] if p["sigma"] == float(sigma)), form)
+
+
+def repeated(column: str, form: str, factor: str = "1") -> str:
+    """The scores of the cell that is in three sweeps, in order."""
+    cells = (
+        ("lr", {"epsilon": 4.0, "value": 3.0}),
+        ("batch", {"value": 256, "lr_": 3.0}),
+        ("bound", {"value": 1.0, "lr_": 3.0}),
+    )
+    values = [format(v, form) for v in sorted(float(factor) * best(sweep, **said)[column] for sweep, said in cells)]
+    return f"{values[0]}, {values[1]} and {values[2]}"
+
+
+def choosing_table(sweep: str) -> str:
+    """The best rate of every value of a sweep."""
+    body = []
+    for value in dict.fromkeys(
+        r["epsilon" if sweep == "lr" else "value"] for r in choosing()["rows"] if r["sweep"] == sweep
+    ):
+        row = best(sweep, **{"epsilon" if sweep == "lr" else "value": value})
+        score = [f"{100 * row['point_accuracy']:.1f} %", f"{row['point_nll']:.2f} ± {row['point_nll_std']:.2f}"]
+        sigma = row["noise_multiplier"]
+        if sweep == "bound":
+            body.append([f"{value:g}", f"{row['lr_']:g}", f"{row['lr_'] * value:g}", *score])
+        elif sweep == "batch":
+            steps = 20 * math.ceil(1297 / value)
+            body.append([f"{value:g}", str(steps), f"{sigma:.2f}", f"{sigma / value:.4f}", f"{row['lr_']:g}", *score])
+        else:
+            body.append([f"{value:g}", f"{sigma:.2f}", f"{row['value']:g}", *score])
+    heads = {"bound": "C, best lr, α·C", "batch": "b, steps, σ, σ/b, best lr", "lr": "ε, σ, best lr"}
+    return lines([*heads[sweep].split(", "), "accuracy", "NLL"], body)
+
+
 def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     rows = ["| " + " | ".join(r) + " |" for r in (head, *body)]
     return "\n\n" + "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]).replace("|  |", "| |") + "\n\n"
@@ -236,8 +293,9 @@ def unsigned(value: float, digits: int) -> str:
 
 
 _ALL = (file, step, better, behind, ivon, width, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
+_CHOOSING = (choice, price, repeated, choosing_table)
 _DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
-NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_DIGITS)}
+NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_CHOOSING, *_DIGITS)}
 
 
 def written(text: str, where: str = "") -> str:
@@ -255,6 +313,8 @@ def written(text: str, where: str = "") -> str:
 
     if text.count("<!--n:") != text.count("<!--/n-->"):
         raise SystemExit(f"{where}: a marked number is not closed by <!--/n-->. Add it.")
+    if (first := re.search(r"^ *(<!--n:[^>]*-->)[^\n]", text, re.MULTILINE)) is not None:
+        raise SystemExit(f"{where}: {first[1]} begins a line, where Markdown takes it for a block. Begin with a word.")
     return MARKED.sub(number, text)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
-from typing import Any
 
 import pytest
 from docs_pages import DOCS, ROOT
@@ -16,7 +14,6 @@ from dpivon.errors import pip_line
 from dpivon.methods import METHODS
 
 METHODS_PAGE = (DOCS / "methods.md").read_text()
-CHOOSING = (DOCS / "choosing.md").read_text()
 RUNS = json.loads((ROOT / "experiments" / "strong_privacy" / "results" / "choosing.json").read_text())
 
 
@@ -57,57 +54,10 @@ def test_every_extra_of_an_integration_is_named() -> None:
         assert f"| `{pip_line(extra)}` |" in (DOCS / "integrations.md").read_text(), extra
 
 
-def best(sweep: str, **said: float) -> dict[str, Any]:
-    rows = [r for r in RUNS["rows"] if r["sweep"] == sweep and all(r[k] == v for k, v in said.items())]
-    return min(rows, key=lambda r: r["point_nll"])
-
-
-def score(row: dict[str, Any]) -> str:
-    return f"{100 * row['point_accuracy']:.1f} % | {row['point_nll']:.2f} ± {row['point_nll_std']:.2f} |"
-
-
-@pytest.mark.parametrize("bound", [0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0])
-def test_choosing_the_bound(bound: float) -> None:
-    row = best("bound", value=bound)
-    assert f"| {bound:g} | {row['lr_']:g} | {row['lr_'] * bound:g} | {score(row)}" in CHOOSING
-
-
-@pytest.mark.parametrize("batch", [32, 64, 128, 256, 512, 1024])
-def test_choosing_the_batch(batch: int) -> None:
-    row = best("batch", value=batch)
-    steps, sigma = 20 * math.ceil(1297 / batch), row["noise_multiplier"]
-    assert f"| {batch} | {steps} | {sigma:.2f} | {sigma / batch:.4f} | {row['lr_']:g} | {score(row)}" in CHOOSING
-
-
-@pytest.mark.parametrize("epsilon", [1.0, 4.0, 16.0])
-def test_choosing_the_learning_rate(epsilon: float) -> None:
-    row = best("lr", epsilon=epsilon)
-    assert f"| {epsilon:g} | {row['noise_multiplier']:.2f} | {row['value']:g} | {score(row)}" in CHOOSING
-
-
-def test_sentences_about_the_noise_and_the_width() -> None:
-    text = " ".join(CHOOSING.split())
-    sigma = {r["value"]: r for r in RUNS["rows"] if r["sweep"] == "sigma"}
-    price = {p["sigma"]: p["epsilon"] for p in RUNS["prices"]["256"]}
-    assert f"σ = 0.5 costs ε = {price[0.5]:.0f} and buys {100 * sigma[0.5]['point_accuracy']:.1f} %" in text
-    assert f"σ = 2 costs {price[2.0]:.1f} and gives {100 * sigma[2.0]['point_accuracy']:.1f} %" in text
-    for s in (8.0, 16.0):
-        assert f"{100 * sigma[s]['point_accuracy']:.1f} % at σ = {s:g} (ε = {price[s]:.2f})" in text
+def test_sentences_about_the_width() -> None:
+    """Three products of N_ess and h₀ that are alike have one width and one NLL, and draws never beat the mean."""
     width = {(r["value"], r["h0_"]): r for r in RUNS["rows"] if r["sweep"] == "width"}
     for size, h0 in ((0.1, 10.0), (1.0, 1.0), (10.0, 0.1)):
-        assert f"{width[size, h0]['std']:.3f}" == "0.028"
-        assert f"{width[size, h0]['point_nll']:.2f}" in ("0.25", "0.26")
+        assert f"{width[size, h0]['std']:.3f}" == f"{width[1.0, 1.0]['std']:.3f}"
+        assert width[size, h0]["point_nll"] == pytest.approx(width[1.0, 1.0]["point_nll"], abs=0.01)
     assert all(r["drawn_nll"] > r["point_nll"] - 0.001 for r in width.values() if r["std"] < 0.8)
-    again = [
-        next(r for r in RUNS["rows"] if r["sweep"] == sweep and all(r[k] == v for k, v in said.items()))
-        for sweep, said in (
-            ("lr", {"epsilon": 4.0, "value": 3.0}),
-            ("batch", {"value": 256, "lr_": 3.0}),
-            ("bound", {"value": 1.0, "lr_": 3.0}),
-        )
-    ]
-    assert "NLL {:.2f}, {:.2f} and {:.2f}".format(*sorted(r["point_nll"] for r in again)) in text
-    low, high = min(r["point_accuracy"] for r in again), max(r["point_accuracy"] for r in again)
-    assert f"accuracy {100 * low:.1f} to {100 * high:.1f} %" in text
-    assert f"{RUNS['runs']} runs" in text
-    assert f"{RUNS['seconds']:.0f} s" in text

@@ -21,7 +21,12 @@ def test_a_number_that_was_changed_is_put_right_and_its_line_breaks_are_kept() -
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("<!--n:what-->1<!--/n-->", "'what' is not"), ("<!--n:gain-->1", "not closed")]
+    ("text", "words"),
+    [
+        ("A <!--n:what-->1<!--/n-->", "'what' is not"),
+        ("<!--n:gain-->1", "not closed"),
+        ("<!--n:gain-->1<!--/n-->", "begins a line"),
+    ],
 )
 def test_marks_that_mean_nothing_are_refused(text: str, words: str) -> None:
     with pytest.raises(SystemExit, match=words):
