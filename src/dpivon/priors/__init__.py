@@ -5,5 +5,6 @@ An import contract keeps every reader of data out of this package.
 
 from dpivon.priors.learning import Learning, Settings, learn
 from dpivon.priors.processes import MIXTURES, PROCESSES, images
+from dpivon.priors.start import BUILT_IN, start_from
 
-__all__ = ["MIXTURES", "PROCESSES", "Learning", "Settings", "images", "learn"]
+__all__ = ["BUILT_IN", "MIXTURES", "PROCESSES", "Learning", "Settings", "images", "learn", "start_from"]

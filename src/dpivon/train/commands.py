@@ -93,6 +93,9 @@ _FLAGS = {
     ),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
     "network": _Flag(str, _MODEL, "auto, mlp, small, paper, compact or wrn-16-4."),
+    "start_from": _Flag(
+        str, _MODEL, "First weights of images that no one's data is in: images-32, or a file of `dpivon prior learn`."
+    ),
     "hidden": _Flag(
         str, _MODEL, "Widths of an MLP's hidden layers, separated by commas; by default 64, of a table by N·ε."
     ),

@@ -84,6 +84,7 @@ class Config(Declaration):
     batch_size: Whole
     epochs: Whole
     lr: Positive
+    start_from: str | None = None
     max_grad_norm: Positive = 1.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     samples: Annotated[int, Field(ge=0, le=10_000)] = 32
@@ -226,7 +227,10 @@ def check_same(ours: Config, theirs: Config, folder: Path) -> None:
 
 def fixed(config: Config) -> dict[str, Any]:
     """What must stay the same as long as the run lasts, as JSON."""
-    return {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
+    found = {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
+    if config.start_from is None:  # runs of earlier versions do not have it
+        del found["start_from"]
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -76,7 +76,7 @@ class Loop(KeptRun):
         assert examples.targets is not None
         seeds = Seeds(config.seed)
         torch.manual_seed(seeds.number("weights"))
-        learner = description.learner(seeds.generator("theta", self.device), config.ema)
+        learner = description.learner(seeds.generator("theta", self.device), config.ema, config.start_from)
         learner.model.to(self.device)
         engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure

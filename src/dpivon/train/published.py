@@ -25,6 +25,7 @@ from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction, RegressionPrediction, entropy
+from dpivon.priors.start import SYNTHETIC, start_from
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
 from dpivon.sources import AnySource, Examples, kind_of
@@ -91,12 +92,22 @@ class Description(BaseModel):
         assert examples.targets is not None
         return torch.from_numpy(self._range.unscale(examples.targets.numpy()))
 
-    def learner(self, generator: torch.Generator | None = None, ema: float | None = None) -> Learner:
-        """The method at work on a new network of this kind."""
+    def learner(
+        self, generator: torch.Generator | None = None, ema: float | None = None, start: str | None = None
+    ) -> Learner:
+        """The method at work on a new network of this kind, whose first weights may be those of a prior."""
         options: dict[str, Any] = dict(self.options)
+        network = self.network.build()
+        if start is not None:
+            found = start_from(network, start, input_std=0.5)  # sources map pixels to [−1, 1]
+            if (by := found.metadata.get("method", SYNTHETIC)) != SYNTHETIC:
+                problem = f"was trained by {by}, and what that cost is not in this run's ledger"
+                raise bad(
+                    "start_from", start, problem, "Use dpivon.fit with prior= and also=, or a prior of no one's data"
+                )
         return make_method(
             self.method,
-            self.network.build(),
+            network,
             dataset_size=self.dataset_size,
             lr=self.lr,
             ema=ema,

@@ -70,7 +70,9 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
     people = people_of(config, config.data)
     description = describe(config)
     with torch.random.fork_rng(devices=[]):
-        description.learner(ema=config.ema)  # an option that it has not is named before the folder remembers it
+        description.learner(
+            ema=config.ema, start=config.start_from
+        )  # an option that it has not is named before the folder remembers it
     examples = description.inputs.read(config.data, config.targets)
     proceed = proceed or (folder / CONFIG).exists()  # begun: it was looked at then
     if not proceed:
@@ -280,6 +282,8 @@ def _public_inputs(config: Config, description: Description) -> list[str]:
     if config.unit:
         most = "all rows" if config.rows_per_unit is None else f"at most {config.rows_per_unit} rows"
         said.append(f"A person is a value of the column {config.unit}; {most} of a drawn person are used in a step.")
+    if config.start_from:
+        said.append(f"First weights: {config.start_from}, which no row of this data was used for, as declared.")
     if config.source:
         said.append(f"Where these ranges and categories come from, in the words of who declared them: {config.source}")
     return said
