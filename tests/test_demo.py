@@ -132,6 +132,7 @@ def test_same_seed_same_table_and_nothing_else_touched(tmp_path: Path, capsys: p
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run() -> None:
     digits = load_digits()
     with one_thread():

@@ -201,6 +201,7 @@ def killed_and_resumed(folder: Path, moments: list[int], draw: random.Random) ->
     return row(fitted)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path):
     expected = row(dpivon.fit(network(), *data(), **PLAN, seed=7, out=tmp_path / "whole"))
     got = killed_and_resumed(tmp_path / "killed", [5, 11], random.Random(1))

@@ -24,6 +24,7 @@ def made(name: str, seed: int, n: int = 6, size: int = 20, channels: int = 3) ->
     return images(name, n, torch.Generator().manual_seed(seed), size, channels)
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_seed_decides_the_images(name: str) -> None:
     first, again, other = made(name, 1), made(name, 1), made(name, 2)
@@ -33,6 +34,7 @@ def test_a_seed_decides_the_images(name: str) -> None:
     assert len(first.flatten(1).unique(dim=0)) == len(first)  # no two alike
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize(("size", "channels"), [(17, 1), (40, 4)])
 def test_any_size_and_channels(name: str, size: int, channels: int) -> None:

@@ -69,6 +69,7 @@ def spent(s):
     return [s.epsilon(i, 1e-3) for i in range(3)]
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("at", [0, 1, 5, 8])
 def test_a_restored_stack_goes_on_as_if_it_had_never_stopped(tmp_path, at):
     whole = go(stack(), 11)
@@ -126,6 +127,7 @@ def test_a_ledger_that_comes_after_the_first_step_is_refused(tmp_path):
     assert spent(s) == before == cost(4)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("made", [1, 4, 6])
 def test_what_was_lost_is_repeated_to_the_bit_and_charged_once(tmp_path, made):
     whole = go(stack(), 12)
@@ -168,6 +170,7 @@ def test_a_lost_step_that_comes_out_differently_gets_new_noise_and_a_new_batch(t
     assert disk.ledger.record.rows[-1][0][0]["noise"] == "os-entropy, counter-based"  # a copy may stand there too
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("before", ["empirical-bayes-fisher", "averaged-fisher"])
 def test_a_default_estimator_that_is_another_one_by_now_is_not_put_in_its_place(tmp_path, monkeypatch, before, written):

@@ -53,7 +53,7 @@ def test_no_layer_has_a_rule_where_all_run_alone() -> None:
 FAST = ("bookkeeping", "alone", "stacked")  # the rest is for `make audit`
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "views"),
     [
@@ -76,6 +76,7 @@ def test_it_passes_with_people_too(path: str) -> None:
     assert sum(f.holds is True for f in findings) >= 14
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("method", ["dp-calm", "dp-steady"])
 @pytest.mark.parametrize("path", ["bookkeeping", "stacked"])
 def test_a_curvature_that_overflows_is_no_trace_of_the_data(path: str, method: str) -> None:
@@ -84,7 +85,7 @@ def test_a_curvature_that_overflows_is_no_trace_of_the_data(path: str, method: s
     assert check(probe(path, method)).holds is True
 
 
-@pytest.mark.campaign(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RUNNABLE)
 def test_it_passes_inside_the_callers_autocast(path: str) -> None:
     findings = [check(probe(path, METHOD, autocast=True)) for check in TIER_A]

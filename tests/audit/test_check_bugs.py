@@ -9,6 +9,7 @@ from check_bugs import CheckBug, check_bugs
 BUGS = check_bugs()
 
 
+@pytest.mark.campaign(keep=5)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_a_check_is_shown(bug: CheckBug) -> None:
     assert bug.program.outcome() == bug.sound

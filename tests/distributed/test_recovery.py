@@ -67,6 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(2, kept, str(tmp_path_factory.mktemp("whole")), STEPS)[0]["learned"]
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(
     ("fault", "charged"),
     [((1, "reduce_to_first", 5, signal.SIGKILL), 4), ((0, "broadcast", 5, signal.SIGKILL), 5)],
@@ -111,6 +112,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, whole: Any) -> Non
     assert alone["learned"]["epsilon"] > whole["epsilon"]
 
 
+@pytest.mark.slow
 def test_after_a_crash_on_other_ranks_what_was_lost_stays_charged(tmp_path, whole: Any) -> None:
     """Sums of four ranks are rounded otherwise, so a lost release cannot be made again to the bit: it is dropped."""
     launch(2, kept, str(tmp_path / "run"), STEPS, (1, "reduce_to_first", 6, signal.SIGKILL))

@@ -37,7 +37,13 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("world", "physical"),
-    [(1, None), (2, None), (4, 2), pytest.param(4, None, marks=SLOW), pytest.param(2, 2, marks=SLOW)],
+    [
+        (1, None),
+        pytest.param(2, None, marks=SLOW),
+        (4, 2),
+        pytest.param(4, None, marks=SLOW),
+        pytest.param(2, 2, marks=SLOW),
+    ],
 )
 def test_any_number_of_ranks_is_one_process(world: int, physical: int | None) -> None:
     alone_sizes, alone = training(0)
@@ -66,6 +72,7 @@ def test_a_wrapped_model_is_taken_as_it_comes(wrapper: Any) -> None:
         assert trainings.apart(learned, alone) < ROUNDING
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize(("batch", "world"), [(2.0, 4), (1e-3, 2)], ids=["empty parts", "empty batches"])
 def test_empty_batches_keep_step(batch: float, world: int) -> None:
     alone_sizes, alone = training(0, batch=batch)

@@ -54,6 +54,7 @@ class Page(HTMLParser):
             self.loads.append(said["href"])
 
 
+@pytest.mark.slow
 def test_every_link_of_the_built_site_leads_to_a_page_and_an_anchor_and_nothing_is_loaded_from_elsewhere(
     site: Path,
 ) -> None:
@@ -97,6 +98,7 @@ def public() -> list[tuple[str, str]]:
     return names
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     documented = inventory(site)
     missing = [name for name, home in public() if name not in documented and home not in documented]

@@ -34,7 +34,7 @@ def whole(method, tmp_path_factory):
     return run
 
 
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("k", range(1, STEPS + 1))
 def test_stopped_and_resumed_at_every_step_nothing_differs(whole, method, tmp_path, k):
     first = Run(tmp_path, method).train(stop_at=k)
@@ -81,6 +81,7 @@ def test_a_ledger_elsewhere_is_refused(tmp_path):
         Checkpoints(tmp_path / "b", engine=run.engine, optimizer=run.optimizer, data_loader=[])
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize("calls", [1, 4, 7, 11, 16])
 def test_stopped_in_the_middle_of_a_logical_batch(tmp_path, method, calls):
     whole = Run(tmp_path / "a", method, micro=3).train()

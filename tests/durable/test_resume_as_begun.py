@@ -37,6 +37,7 @@ PER_LAYER = [0.5, 0.5, 0.5, 0.5]  # √Σ C_l² = 1, as the flat bound
 OTHER_LAYERS = [0.1, 0.7, 0.1, 0.7]
 
 
+@pytest.mark.campaign(keep=4)
 @pytest.mark.parametrize(
     ("method", "begun", "changed", "words"),
     [
@@ -82,6 +83,7 @@ def test_a_scheduler_of_c_is_no_other_clipping(tmp_path):
     assert second.optimizer.clipping.given == [0.25] * 4
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(
     ("method", "options", "since"),
     [

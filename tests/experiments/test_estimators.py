@@ -175,6 +175,7 @@ methods:
 NAMES = [f"{kind.base}{scale}" for kind in (Signed, Floored, RankOne, ShrunkRankOne) for scale in ("", "-fisher")]
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize("name", [*NAMES, "cross", "reparam-pooled"])
 def test_an_optimizer_and_a_stack_take_a_plug_in_by_its_name_and_agree(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

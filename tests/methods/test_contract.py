@@ -120,6 +120,7 @@ def test_resume_is_exact(name: str) -> None:
     assert torch.equal(*predictions)
 
 
+@pytest.mark.campaign(keep=6)
 def test_state_follows_the_model_to_another_dtype(name: str) -> None:
     trial = start(name)
     trial.step(*data(n=BATCH))
@@ -166,6 +167,7 @@ def test_frozen_parameters_are_left_alone(name: str) -> None:
     assert trial.learner.predict(data()[0]).probs.shape == (N, CLASSES)
 
 
+@pytest.mark.campaign(keep=9)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_every_precision_is_trained_in_full(name: str, dtype: torch.dtype) -> None:
     trial = start(name, dtype=dtype)
@@ -179,6 +181,7 @@ def test_every_precision_is_trained_in_full(name: str, dtype: torch.dtype) -> No
     assert all(t.dtype == full for s in state.values() for t in s.values() if isinstance(t, Tensor) and t.dim())
 
 
+@pytest.mark.campaign(keep=6)
 def test_a_closure_is_the_loop(name: str) -> None:
     loop, closed = start(name), start(name)
     for seed in range(3):
@@ -199,6 +202,7 @@ def _backward(trial: Trial, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.campaign(keep=6)
 def test_virtual_batches_are_one_release_each(name: str) -> None:
     whole, split = start(name), start(name)
     for _ in range(2):
@@ -260,6 +264,7 @@ def trained(name: str, **options: Any) -> Trial:
     return trial
 
 
+@pytest.mark.campaign(keep=6)
 def test_predictions_are_distributions(name: str) -> None:
     trial = trained(name)
     x = data()[0]
@@ -282,6 +287,7 @@ def test_a_posterior_has_width_exactly_where_the_method_says_so(name: str) -> No
     assert bool((prediction.mutual_information > 1e-9).any()) == (METHODS[name].samples > 0)
 
 
+@pytest.mark.campaign(keep=6)
 def test_the_posterior_survives_a_file(name: str, tmp_path: Path) -> None:
     trial = trained(name, ema=0.8)
     for learner in (trial.learner, trained(name).learner):
@@ -309,6 +315,7 @@ def test_the_average_is_the_closed_form_of_the_iterates(name: str) -> None:
         torch.testing.assert_close(trial.learner.average.average(p), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.campaign(keep=6)
 def test_the_same_seed_gives_the_same_run_and_another_does_not(name: str) -> None:
     def run(seed: int) -> Trial:
         torch.manual_seed(seed)
@@ -322,6 +329,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(name: str) -> Non
     assert not same(run(1), run(2))
 
 
+@pytest.mark.campaign(keep=6)
 def test_state_is_plain_data(name: str, tmp_path: Path) -> None:
     """Tensors, numbers and strings: loadable without executing anything."""
     trial = trained(name, ema=0.8)

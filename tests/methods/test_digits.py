@@ -38,7 +38,7 @@ AT_LEAST = {
 }
 
 
-@pytest.mark.campaign(keep=2)
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", METHODS)
 def test_learns_real_digits_within_its_budget(name: str) -> None:
     digits = load_digits()

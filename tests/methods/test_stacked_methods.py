@@ -49,6 +49,7 @@ def options_of(name: str) -> dict[str, float]:
     return {key: value for key, value in special.items() if key in defaults_of(name)}
 
 
+@pytest.mark.campaign(keep=10)
 @pytest.mark.parametrize("ema", [None, 0.7])
 @pytest.mark.parametrize("name", stackable())
 def test_a_row_is_the_method_alone_on_the_same_releases(name: str, ema: float | None, data: Any) -> None:

@@ -106,7 +106,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.campaign(keep=20)
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ CASES = {
 }
 
 
+@pytest.mark.campaign(keep=3)
 @pytest.mark.filterwarnings("ignore:delta=0.001")
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_step_is_the_eager_loop(case):
@@ -105,6 +106,7 @@ def test_a_compiled_step_is_the_eager_loop(case):
     assert spent == epsilon
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "parts", [{"capacity": 6}, {"most": 4}, {"most": 4, "views": 3}, {"capacity": 6, "samples": 2}]
 )

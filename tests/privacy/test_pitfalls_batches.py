@@ -49,6 +49,7 @@ def train_micro_batches(run: Run, batches: Any, fail_at: int, how: str) -> None:
             raise KeyboardInterrupt
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize("manager", MANAGERS)
 @pytest.mark.parametrize("how", ["break", "exception", "continue"])
 @pytest.mark.parametrize("fail_at", [0, 1])

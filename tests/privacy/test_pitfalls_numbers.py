@@ -114,6 +114,7 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 7), nn.ReLU(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, CLASSES))
 
 
+@pytest.mark.campaign(keep=7)
 @pytest.mark.parametrize("network", [mlp, deep, Normalised])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38], ids=["nan", "inf", "-inf", "overflow"])
 def test_a_bad_record_contributes_zero_and_the_update_is_that_of_the_data_without_it(mode, network, value):

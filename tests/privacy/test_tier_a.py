@@ -55,6 +55,7 @@ EXTRA = {
 }
 
 
+@pytest.mark.campaign(keep=13)
 @pytest.mark.parametrize("kind", [*EXTRA, "duplicated"])
 @pytest.mark.parametrize("net", [mlp, convnet])
 def test_one_example_moves_the_sum_by_at_most_the_clipping_bound(mode, net, kind):

@@ -22,6 +22,7 @@ from dpivon.privacy.precision import capturing
 TOLERANCE = 1e-5
 
 
+@pytest.mark.campaign(keep=87)
 @pytest.mark.parametrize("inputs", ["cancelling", "large and cancelling", "offset 1e6", "mixed positions", "subnormal"])
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("path", ["eager", "eager, mean", "eager, unmade", "looped"])
@@ -41,6 +42,7 @@ def test_so_it_does_in_a_large_batch(network, inputs):
     assert max(moved("eager", network, inputs, examples=512, bound=1e-2, scale=1e3)) <= 1 + TOLERANCE
 
 
+@pytest.mark.campaign(keep=52)
 @pytest.mark.parametrize("inputs", ["random", "small", "alike", "mixed positions"])
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("path", ["eager", "eager, unmade", "looped"])

@@ -41,6 +41,7 @@ def test_views_are_free_and_what_is_expanded_is_read_once():
     assert kernel.bytes == 4 * (128 + 256)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kernels", [False, True])
 def test_the_kernels_keep_every_examples_gradient_out_of_memory(kernels):
     found = kernels_of(private_trace("text", 32, kernels))

@@ -16,7 +16,7 @@ from dpivon.report import build
 ENABLE = "make browser && .venv/bin/python -m pip install playwright"
 playwright = pytest.importorskip("playwright.sync_api", reason=f"no playwright; enable with: {ENABLE}")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no chromium; enable with: {ENABLE}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=f"no chromium; enable with: {ENABLE}")]
 QUICK = Path(__file__).parents[2] / "experiments" / "paper" / "results" / "quick"
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 FLAGS += "--disable-component-update --disable-sync"

@@ -107,6 +107,7 @@ def test_a_delta_of_a_record_warns() -> None:
         budget(dataset_size=100, batch_size=10, steps=5, delta=0.01, noise_multiplier=1.0)
 
 
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(
     "row", [(1.1, 1 / 6, 24), (3.9, 0.1, 100), (1.0, 0.01, 1000), (20.0, 1.0, 50), (0.6, 0.01, 3000)]
 )
