@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 # Processes that share the tests, a file at a time; what a test draws depends on none of this (tests/conftest.py).
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Compiled modules are kept, whatever the environment says: every process of the tests would compile them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo study docs reproduce test test-all browser lint conformance audit faults fuzz bad-input newcomer clean
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from dpivon.models import StandardisedConv2d
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.reference import Batch
-from dpivon.privacy.streams import SAMPLING, Streams, philox
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack, register_program
 
 LAYOUT = Layout(image=16, widths=(8, 8, 16), hidden=16, groups=4)
@@ -175,27 +173,6 @@ def test_packed_batches_hold_exactly_the_drawn_examples(data):
             places = block.places[j, k]
             assert places[places < stack.sampler.capacity].sort().values.tolist() == list(range(begin, end))
             assert torch.equal(block.places[j].flatten()[block.seats[j, begin:end]], torch.arange(begin, end))
-
-
-def test_philox_gives_the_published_answer():
-    """Known answers of Random123 for philox4x32-10."""
-    assert [int(w[0]) for w in philox(0, np.array([0]), 0, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-
-
-def test_normals_are_normal_and_independent_across_runs_steps_and_streams():
-    streams = Streams([1, 2], torch.device("cpu"))
-    n = 40_000
-    draws = {
-        (step, stream): streams.normal(torch.empty(2, n), torch.tensor(step), stream)
-        for step in (0, 1)
-        for stream in (0, 1)
-    }
-    rows = torch.cat(list(draws.values()))
-    assert (rows.mean(1).abs() < 5 / n**0.5).all()
-    assert ((rows.var(1) - 1).abs() < 5 * (2 / n) ** 0.5).all()
-    correlation = torch.corrcoef(rows) - torch.eye(len(rows))
-    assert correlation.abs().max() < 5 / n**0.5
-    assert SAMPLING not in (0, 1)
 
 
 def test_a_diverging_run_leaves_the_others_alone(data):

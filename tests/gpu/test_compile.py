@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from compiled_runs import by_hand, private_run
+
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
@@ -39,25 +41,8 @@ def made(kind="ivon", samples=1, **options):
     """Engine, model, optimizer and loader, all of whose draws are seeded."""
     torch.manual_seed(0)
     model = CompactCNN().to(DEVICE)
-    inner = torch.optim.Adam(model.parameters(), lr=1e-3)
-    if kind == "ivon":
-        drawn = torch.Generator(DEVICE).manual_seed(2)
-        inner = dpivon.IVON(model.parameters(), lr=0.1, ess=N, mc_samples=samples, generator=drawn)
-    engine = dpivon.PrivacyEngine(generator=torch.Generator().manual_seed(3))
     loader = DataLoader(TensorDataset(*data()), batch_size=B, pin_memory=True)
-    options = {"noise_multiplier": 1.0, "max_grad_norm": 0.5} | options
-    return engine, *engine.make_private(module=model, optimizer=inner, data_loader=loader, **options)
-
-
-def by_hand(optimizer, model, batch, passes):
-    optimizer.zero_grad()
-    for _ in range(passes):
-        if isinstance(optimizer.original_optimizer, dpivon.IVON):
-            with optimizer.sampled_params(train=True):
-                losses(model, batch).mean().backward()
-        else:
-            losses(model, batch).mean().backward()
-    optimizer.step()
+    return private_run(model, loader, kind, samples, lr=1e-3, **options)
 
 
 def trained(way, steps=12, capacity=None, most=None, **options):
@@ -70,7 +55,7 @@ def trained(way, steps=12, capacity=None, most=None, **options):
     while done < steps:
         for batch in loader:
             if way == "loop":
-                by_hand(optimizer, model, batch, options.get("samples", 1))
+                by_hand(losses, optimizer, model, batch, options.get("samples", 1))
             else:
                 step(batch)
             decay.step()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpivon
+from compiled_runs import by_hand, private_run
 from dpivon.errors import ArgumentError, PrivacyError
 from dpivon.privacy.kernels.padded_step import PaddedStep
 
@@ -41,27 +42,8 @@ def made(kind: str = "ivon", views: int = 1, module: nn.Module | None = None, n:
         x, y = (torch.stack(column) for column in zip(*rows, strict=True))
         return x.flatten(0, 1), y.repeat_interleave(views)
 
-    drawn = torch.Generator().manual_seed(2)
-    samples = options.pop("samples", 1)
-    inner: Any = torch.optim.Adam(module.parameters(), lr=0.01)
-    if kind == "ivon":
-        inner = dpivon.IVON(module.parameters(), lr=0.1, ess=n, mc_samples=samples, generator=drawn)
-    engine = dpivon.PrivacyEngine(generator=torch.Generator().manual_seed(3))
-    options = {"noise_multiplier": 1.0, "max_grad_norm": 0.5, "augmentations": views} | options
     loader = DataLoader(TensorDataset(x, y), batch_size=b, collate_fn=collate)
-    return engine, *engine.make_private(module=module, optimizer=inner, data_loader=loader, **options)
-
-
-def by_hand(optimizer: Any, model: nn.Module, batch: Any, passes: int) -> None:
-    """The eager loop as a user writes it."""
-    optimizer.zero_grad()
-    for _ in range(passes):
-        if isinstance(optimizer.original_optimizer, dpivon.IVON):
-            with optimizer.sampled_params(train=True):
-                losses(model, batch).mean().backward()
-        else:
-            losses(model, batch).mean().backward()
-    optimizer.step()
+    return private_run(module, loader, kind, augmentations=views, **options)
 
 
 def trained(way: str, capacity: int | None = None, most: int | None = None, epochs: int = 2, **options: Any):
@@ -74,7 +56,7 @@ def trained(way: str, capacity: int | None = None, most: int | None = None, epoc
     for _ in range(epochs):
         for batch in loader:
             if way == "loop":
-                by_hand(optimizer, model, batch, options.get("samples", 1))
+                by_hand(losses, optimizer, model, batch, options.get("samples", 1))
             else:
                 step(batch)
         decay.step()

@@ -14,7 +14,7 @@ from scripts import run
 from torch import Tensor, nn
 
 from dpivon.privacy import stack as boundary
-from dpivon.privacy.streams import POSTERIOR, PRIVACY, SAMPLING, Streams, _box_muller_double
+from dpivon.privacy.streams import POSTERIOR, PRIVACY, SAMPLING, Streams, _box_muller_double, philox
 from dpivon.stacked import AnyNetwork, Run, Stack
 
 DRAWS = 1_000_000
@@ -30,6 +30,27 @@ def drawn(
 def of_words(*words: int) -> tuple[float, float]:
     x, y = _box_muller_double(*(np.array([word], np.uint64) for word in words))
     return float(x[0]), float(y[0])
+
+
+def test_philox_gives_the_published_answer():
+    """Known answers of Random123 for philox4x32-10."""
+    assert [int(w[0]) for w in philox(0, np.array([0]), 0, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_normals_are_normal_and_independent_across_runs_steps_and_streams():
+    streams = Streams([1, 2], torch.device("cpu"))
+    n = 40_000
+    draws = {
+        (step, stream): streams.normal(torch.empty(2, n), torch.tensor(step), stream)
+        for step in (0, 1)
+        for stream in (0, 1)
+    }
+    rows = torch.cat(list(draws.values()))
+    assert (rows.mean(1).abs() < 5 / n**0.5).all()
+    assert ((rows.var(1) - 1).abs() < 5 * (2 / n) ** 0.5).all()
+    correlation = torch.corrcoef(rows) - torch.eye(len(rows))
+    assert correlation.abs().max() < 5 / n**0.5
+    assert SAMPLING not in (0, 1)
 
 
 def test_a_million_draws_are_normal():

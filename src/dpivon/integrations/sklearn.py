@@ -134,11 +134,6 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         inputs = np.concatenate(scaled(X, bounds), axis=1) if self.allow_nan else bounds.scale(X)
         return torch.as_tensor(inputs, dtype=torch.float32)
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = bool(self.allow_nan)
-        return tags
-
     def _settings(self, n: int, epsilon: float) -> TableDefaults:
         """What was given, and for the rest the rule for tables; that of IVON where a method, step size or network was given."""
         if self.method is None and self.lr is None and self.network is None and is_classifier(self):
@@ -219,7 +214,17 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         return state
 
 
-class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
+class _Tags:
+    """What scikit-learn should know, said after the mixins of a classifier or a regressor."""
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        tags.input_tags.allow_nan = bool(self.allow_nan)  # type: ignore[attr-defined]
+        (tags.classifier_tags or tags.regressor_tags).poor_score = True  # on a hundred rows noise exceeds the signal
+        return tags
+
+
+class DPIVONClassifier(_Tags, ClassifierMixin, _Private):  # type: ignore[misc]
     """A Bayesian neural network trained under (ε, δ)-differential privacy, as a scikit-learn classifier.
 
     >>> classifier = DPIVONClassifier(epsilon=3.0, delta=1e-5, classes=[0, 1], bounds=(0.0, 100.0))
@@ -319,13 +324,8 @@ class DPIVONClassifier(ClassifierMixin, _Private):  # type: ignore[misc]
         probs = self.predict_proba(X)
         return self.classes_[probs.argmax(axis=1)]
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.poor_score = True  # on a hundred rows the noise is larger than the signal
-        return tags
 
-
-class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
+class DPIVONRegressor(_Tags, RegressorMixin, _Private):  # type: ignore[misc]
     """A Bayesian neural network trained under (ε, δ)-differential privacy, as a scikit-learn regressor.
 
     >>> regressor = DPIVONRegressor(epsilon=3.0, delta=1e-5, bounds=(0.0, 1.0), target_bounds=(0.0, 500.0))
@@ -390,11 +390,6 @@ class DPIVONRegressor(RegressorMixin, _Private):  # type: ignore[misc]
         check_is_fitted(self, "posterior_")
         found = self._predict(X, likelihood="gaussian", noise_variance=self.noise_.moments)
         return unscaled(found, self.target_bounds_)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.regressor_tags.poor_score = True  # on a hundred rows the noise is larger than the signal
-        return tags
 
 
 __all__ = ["EXPECTED_FAILED_CHECKS", "DPIVONClassifier", "DPIVONRegressor"]
