@@ -10,9 +10,9 @@ import csv
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from dpivon.privacy import PrivacyEngine
 from dpivon.report.chart import BLUE, GREEN, GREY, ORANGE, Axis, Panel, Point, Series
 from dpivon.report.figures import draw, draw_panels
 from dpivon.report.testset import BINS, reliability
-from dpivon.terminal import print_facts
+from dpivon.terminal import Bar, print_facts
 
 EPSILON, DELTA, EPOCHS = 4.0, 1e-4, 40  # what the learning rates were chosen at
 METHODS = ("dp-sgd", "dp-adam", "dp-ivon-gradsq")
@@ -119,8 +119,9 @@ def run_demo(
     results, predictions, runs, written = [], [], [], ["results.csv", "reliability.png"]
     several = sum(method.samples > 0 for method in chosen) > 1
     for method in chosen:
-        with one_thread(), _progress(console, method.title, epochs) as on_epoch:
-            run = train(method, digits.train, epsilon=epsilon, delta=delta, epochs=epochs, seed=seed, on_epoch=on_epoch)
+        with one_thread(), Bar(epochs, float, not quiet, console) as bar:
+            shown = partial(bar.at, note=f"  {method.title}")
+            run = train(method, digits.train, epsilon=epsilon, delta=delta, epochs=epochs, seed=seed, on_epoch=shown)
         for prediction, samples in [("mean", 0), (f"{SAMPLES} samples", SAMPLES)] if method.samples else [("point", 0)]:
             with one_thread():
                 probs = run.learner.predict(digits.test.x, samples, generator=stream(seed, "prediction")).probs
@@ -161,12 +162,12 @@ def train(
     delta: float,
     epochs: int,
     seed: int,
-    on_epoch: Callable[[int, float], None] = lambda epoch, spent: None,
+    on_epoch: Callable[..., None] = lambda epoch, epsilon: None,
     **options: Any,
 ) -> Run:
     """Train a :class:`SmallCNN` within (``epsilon``, ``delta``); a method that is not private, without either (ε = ∞).
 
-    ``on_epoch(epoch, ε)`` is called after each epoch with what has been spent.
+    ``on_epoch(epoch, epsilon=ε)`` is called after each epoch with what has been spent.
     """
     private, engine = method.name.startswith("dp"), PrivacyEngine(accountant="rdp")
     with torch.random.fork_rng(devices=[]):  # layers draw first weights and masks from the global generator
@@ -203,7 +204,7 @@ def train(
                 diagnostics.observe(len(engine.accountant) if private else None)
             if private:
                 spent = engine.get_epsilon(delta)
-            on_epoch(epoch, spent)
+            on_epoch(epoch, epsilon=spent)
     sigma, steps = (optimizer.noise_multiplier, len(engine.accountant)) if private else (0.0, epochs * len(loader))
     return Run(method, learner, spent, sigma, steps, diagnostics, initial_std)
 
@@ -272,18 +273,6 @@ def _introduce(
     count = "one private method" if methods == 1 else f"{methods} private methods"
     console.print(f"[bold]dpivon {__version__} demo[/bold]: {count}, one small network.")
     print_facts(console, lines)
-
-
-@contextmanager
-def _progress(console: Any, name: str, epochs: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar with the live ε, as the function to call after every epoch."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    spent = "epoch {task.completed:.0f}/{task.total:.0f}  ε = {task.fields[spent]:.3f}"
-    columns = (TextColumn("{task.description:<15}"), BarColumn(bar_width=24), TextColumn(spent), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=console.quiet) as bar:
-        task = bar.add_task(name, total=epochs, spent=0.0)
-        yield lambda epoch, spent: bar.update(task, completed=epoch, spent=spent)
 
 
 def _conclude(console: Any, results: Sequence[Result], runs: Sequence[Run]) -> None:
