@@ -4,10 +4,10 @@
     python -m benchmarks.own_loop --batch 128 --json own-loop-128.json
     python -m benchmarks.own_loop --batch 512 --profile ours    # no figures: where the time of one contender goes
 
-There are three processes: plain, Opacus and ours. They compile side by side, each its contenders one after the other, since
-these share programs. Then one contender at a time makes blocks of steps while the clock runs, and the device is waited for once
-per block, as in a loop that does not print. Every figure is printed and in the file as soon as it is known. Images are bytes,
-normalised on the GPU; the network is the paper's CNN.
+There are three processes: ours, plain, and those that are not compiled. They get ready side by side, each its contenders one
+after the other, since these share programs. Then one contender at a time makes blocks of steps while the clock runs, and the
+device is waited for once per block, as in a loop that does not print. Every figure is printed and in the file as soon as it
+is known. Images are bytes, normalised on the GPU; the network is the paper's CNN.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def main():
     if args.worker:
         return worker(args)
     pipe, processes, times = subprocess.PIPE, [], {}
-    for group in ("ours", "plain", "opacus"):
-        names = [name for name in args.only if name.startswith(group)]
+    for group in (("ours", "ours-sgd"), ("plain-resident", "plain-captured"), ("opacus", "plain", "ours-eager")):
+        names = [name for name in group if name in args.only]
         if names:
             command = [sys.executable, "-m", "benchmarks.own_loop", "--batch", str(args.batch), "--worker", *names]
             command += ["--workers", str(args.workers), "--blocks", str(args.blocks)]
