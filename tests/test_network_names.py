@@ -15,7 +15,7 @@ from dpivon.models import NETWORKS, check_network, network
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_name_builds_a_network_for_the_shape(name: str) -> None:
-    shape = (12,) if name in ("mlp", "table", "text") else (3, 16, 16)
+    shape = (12,) if name in ("mlp", "table", "ordinal", "text") else (3, 16, 16)
     x = torch.zeros(2, 12, dtype=torch.long) if name == "text" else torch.zeros(2, *shape)
     assert network(name, shape=shape, classes=4)(x).shape == (2, 4)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dpivon.defaults import table_defaults
 from dpivon.integrations.sklearn import DPIVONClassifier, DPIVONRegressor
-from dpivon.models import TableMLP
+from dpivon.models import OrdinalMLP, TableMLP
 from dpivon.train import resolve, train
 
 
@@ -35,6 +36,17 @@ def test_a_linear_network_begins_at_zero() -> None:
     assert all(p.any() for p in TableMLP(5, 3, (4,)).parameters())
 
 
+def test_ordered_classes_are_cut_from_one_score() -> None:
+    net = OrdinalMLP(5, 4, (3,))
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    at_most = net(x).exp().cumsum(1)  # P(y ≤ k) = σ(t_k − s)
+    score = TableMLP.forward(net, x)
+    torch.testing.assert_close(at_most[:, 3], torch.ones(6))
+    torch.testing.assert_close(at_most[:, :3], torch.sigmoid(torch.tensor([0.25, 0.5, 0.75]).logit() - score))
+    assert torch.isfinite(net(1e6 * x)).all()
+    assert OrdinalMLP(5, 4)(x).exp().allclose(torch.tensor(0.25))
+
+
 def table(folder: Path) -> dict[str, object]:
     (folder / "rows.csv").write_text("a,y\n0.5,no\n")
     known = {"target": "y", "columns": {"a": {"min": 0, "max": 1}}, "classes": ["no", "yes"]}
@@ -49,6 +61,7 @@ def test_train_follows_it_and_arguments_win(tmp_path: Path) -> None:
     own = resolve({**given, "max_grad_norm": 1.5, "hidden": [8], "batch_size": 100})
     assert (own.max_grad_norm, own.hidden, own.batch_size, own.method) == (1.5, (8,), 100, "dp-steady")
     assert own.epochs == table_defaults(5000, 1.0, 100).epochs
+    assert resolve({**given, "network": "ordinal"}).lr == rule.lr
     for another in ({"method": "dp-adam"}, {"lr": 0.2}, {"network": "mlp"}):
         assert (found := resolve({**given, **another})).network in ("auto", "mlp")
         assert (found.max_grad_norm, found.hidden) == (1.0, (64,))

@@ -148,6 +148,7 @@ def test_it_learns_within_the_budget_and_its_intervals_hold(tmp_path: Path) -> N
         ({"classes": ["a", "b"]}, "^classes=.*is of classes"),
         ({"coverage": 0.9, "calibration": "c.csv"}, "^coverage=0.9: is of classes"),
         ({"noise_std": 0}, "noise_std"),
+        ({"network": "ordinal"}, "^network=.*is of ordered classes"),
         ({"task": "ordinal"}, "task='ordinal': is not one of"),
         ({"task": "classification", "classes": ["a", "b"]}, "^target_bounds: .*needs --task regression"),
     ],

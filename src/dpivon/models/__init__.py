@@ -1,6 +1,6 @@
 """Small networks that are ready for private training: no layer mixes examples."""
 
-from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN, TableMLP
+from dpivon.models.cnn import MLP, CompactCNN, OrdinalMLP, PaperCNN, SmallCNN, TableMLP
 from dpivon.models.networks import NETWORKS, check_network, network
 from dpivon.models.standardised import StandardisedConv2d
 from dpivon.models.transformer import TextEncoder, VisionTransformer
@@ -10,6 +10,7 @@ __all__ = [
     "MLP",
     "NETWORKS",
     "CompactCNN",
+    "OrdinalMLP",
     "PaperCNN",
     "SmallCNN",
     "StandardisedConv2d",

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_whole
@@ -229,3 +230,34 @@ class TableMLP(nn.Module):
         """[B, columns] → [B, outputs]."""
         y: Tensor = self.layers(self.SCALE * x)
         return y
+
+
+class OrdinalMLP(TableMLP):
+    """Log-probabilities of ordered classes from one score s of a :class:`TableMLP`: P(y ≤ k) = σ(t_k − s), t increasing.
+
+    It has one output to learn instead of one per class, and so less noise. Classes begin equally likely at s = 0.
+
+    Args:
+        inputs: columns.
+        outputs: classes, in their order.
+        hidden: widths of the hidden layers.
+    """
+
+    def __init__(self, inputs: int, outputs: int, hidden: Sequence[int] = ()) -> None:
+        super().__init__(inputs, 1, hidden)
+        self.cuts = nn.Linear(
+            1, check_whole("outputs", outputs, "Use two ordered classes or more", at_least=2) - 1, False
+        )
+        even = torch.logit(torch.arange(1, outputs) / outputs)
+        with torch.no_grad():
+            self.cuts.weight.copy_(torch.cat([even[:1], even.diff().expm1().log()]).unsqueeze(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, columns] → [B, classes]: log(σ(a) − σ(b)) = log σ(a) + log σ(−b) + log(1 − exp(b − a))."""
+        score = super().forward(x)
+        raw = self.cuts(torch.ones_like(score))
+        gaps = nn.functional.softplus(raw[:, 1:])
+        cuts = torch.cat([raw[:, :1], gaps], 1).cumsum(1)
+        below, above = nn.functional.logsigmoid(cuts - score), nn.functional.logsigmoid(score - cuts)
+        inner = below[:, 1:] + above[:, :-1] + torch.log(-torch.expm1(-gaps))
+        return torch.cat([below[:, :1], inner, above[:, -1:]], 1)

@@ -12,7 +12,7 @@ from torch import nn
 
 from dpivon.errors import bad
 from dpivon.import_paths import called, imported, is_import_path
-from dpivon.models.cnn import MLP, CompactCNN, PaperCNN, SmallCNN, TableMLP
+from dpivon.models.cnn import MLP, CompactCNN, OrdinalMLP, PaperCNN, SmallCNN, TableMLP
 from dpivon.models.transformer import TextEncoder, VisionTransformer
 from dpivon.models.wrn import WideResNet
 
@@ -39,6 +39,7 @@ def _images(kind: Callable[..., nn.Module], shape: Shape, classes: int, *, sized
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mlp": partial(_flat, MLP),
     "table": partial(_flat, TableMLP),
+    "ordinal": partial(_flat, OrdinalMLP),
     "small": partial(_images, SmallCNN),
     "paper": partial(_images, PaperCNN),
     "compact": partial(_images, CompactCNN, sized=False),

@@ -92,7 +92,9 @@ _FLAGS = {
         complete=_method_names,
     ),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),
-    "network": _Flag(str, _MODEL, "auto, mlp, small, paper, compact or wrn-16-4."),
+    "network": _Flag(
+        str, _MODEL, "auto, mlp, table, ordinal (classes in their order), small, paper, compact or wrn-16-4."
+    ),
     "start_from": _Flag(
         str, _MODEL, "First weights of images that no one's data is in: images-32, or a file of `dpivon prior learn`."
     ),

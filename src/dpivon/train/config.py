@@ -138,6 +138,8 @@ class Config(Declaration):
         for name in ("classes", "prior", "cost", "weighted_loss", "abstain", "coverage"):
             if getattr(self, name):
                 raise ValueError(f"{name}: is of classes, and has no meaning for a number to predict; leave it out")
+        if self.network == "ordinal":
+            raise ValueError("network: 'ordinal' is of ordered classes; use mlp or table for a number to predict")
 
     def decision(self, counted: tuple[float, ...] | None) -> Decision:
         """How the model answers, by what was declared and the shares that were ``counted``."""
@@ -247,7 +249,8 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         n = max(1, int(given["dataset_size"]))
     except (TypeError, ValueError, OverflowError):
         n = 1
-    if _is_table(given) and all(given.get(name) is None for name in ("method", "lr", "network")):
+    ruled = given.get("network") in (None, "table", "ordinal")
+    if ruled and _is_table(given) and given.get("method") is None and given.get("lr") is None:
         try:
             b = None if given.get("batch_size") is None else int(given["batch_size"])
             rule = table_defaults(n, float(given["epsilon"]), b)

@@ -11,12 +11,12 @@ from dpivon.errors import bad
 from dpivon.models import network
 from dpivon.sources.columns import Strict
 
-Kind = Literal["mlp", "table", "small", "paper", "compact", "wrn-16-4"]
+Kind = Literal["mlp", "table", "ordinal", "small", "paper", "compact", "wrn-16-4"]
 KINDS: tuple[str, ...] = ("auto", *get_args(Kind))
 _BEFORE_0_2 = {"small-cnn": "small", "paper-cnn": "paper"}  # names in files of earlier versions
 Width = Annotated[int, Field(ge=1, le=65536)]
 
-FLAT = ("mlp", "table")  # networks of flat rows, with hidden layers to choose
+FLAT = ("mlp", "table", "ordinal")  # networks of flat rows, with hidden layers to choose
 SMALL, PAPER = 16, 48  # sides of an image: below the first the small CNN, up to the second the paper's, then the WRN
 
 
