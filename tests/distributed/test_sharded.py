@@ -36,6 +36,7 @@ def training(
         (1, None, "ivon", 12.0),
         pytest.param(2, None, "ivon", 12.0, marks=pytest.mark.slow),
         (2, 2, "ivon", 12.0),
+        pytest.param(2, None, "prior", 12.0, marks=pytest.mark.slow),
         pytest.param(3, None, "sgd", 2.0, marks=pytest.mark.slow),
         pytest.param(2, None, "rule", 12.0, marks=pytest.mark.slow),
     ],

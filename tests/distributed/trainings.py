@@ -66,6 +66,11 @@ def start(
         net = wrap(net)
     if method == "ivon":
         inner: Any = dpivon.IVON(net.parameters(), lr=0.2, ess=N, beta2=0.9, generator=torch.Generator().manual_seed(5))
+    elif method == "prior":  # another mean and width in every coordinate, so that a wrong part of them shows
+        whole = {n: torch.linspace(-1.0, 1.0, p.numel()).view(p.shape) for n, p in network().named_parameters()}
+        prior = dpivon.Posterior(whole, {n: 0.001 + v.square() for n, v in whole.items()})
+        facts: dict[str, Any] = {"lr": 0.2, "ess": N, "beta2": 0.9, "prior": prior}
+        inner = dpivon.IVON(net.named_parameters(), **facts, generator=torch.Generator().manual_seed(5))
     elif method == "rule":
         inner = dpivon.RuleOptimizer(net.parameters(), Adam(), lr=0.05)
     else:

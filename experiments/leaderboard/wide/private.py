@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--prior", type=Path, help="a file of learn.py; without it, from scratch")
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--arms", nargs="+", default=["dp-steady:0.7"])
+    parser.add_argument("--arms", nargs="+", default=["dp-steady:1.4"])
     parser.add_argument("--head", default="0.35:dp-sgd:1", help="share of ε that it spends by itself, method, rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--batch", type=int, default=2048)
