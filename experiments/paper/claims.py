@@ -301,7 +301,7 @@ class Claims:
         return Claim(number, text, tuple(out))
 
     def _cost(self, number: str) -> Claim:
-        """Only where a run was alone, or its stack held one method: in a mixed stack nobody's time is known."""
+        """Only where a run was alone, or its stack held one method: in a mixed stack no method's time is known."""
         text = "a run takes at most a tenth more time than DP-Adam's, alone or in stacks of one method and equal size"
         times: dict[tuple[int, int, str, str], dict[str, list[float]]] = {}
         for loop, rows in (("", self.rows), (", in the ordinary loop", self.timed)):

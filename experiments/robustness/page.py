@@ -68,7 +68,7 @@ def robustness_page(
 
 
 def _best(cells: RobustnessCells) -> list[str]:
-    """Who is first by which measure, with what it cannot be told from."""
+    """Who is first by which measure, with what is not distinguishable from it."""
     seeds = len({row["seed"] for row in cells.rows})
     few = "one seed says nothing about chance" if seeds == 1 else f"with {seeds} seeds that error is a rough guess"
     lines = [
@@ -99,7 +99,7 @@ def _ranked(words: str, scored: Sequence[tuple[Predictor, Value | None]], lower:
     tied = ""
     if close:
         named = ", ".join(_name(p) for p in close[:3])
-        tied = f" (not told from {named}{f' and {len(close) - 3} more' if len(close) > 3 else ''})"
+        tied = f" (not distinguishable from {named}{f' and {len(close) - 3} more' if len(close) > 3 else ''})"
     return [f"{words}: {_name(first)} {best}{tied}"]
 
 

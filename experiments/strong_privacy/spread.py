@@ -1,12 +1,12 @@
-"""How wide the recipe's posterior is: the widest whose held-out NLL, after the temperature, cannot be told from the lowest.
+"""How wide the recipe's posterior is: the widest whose held-out NLL, after the temperature, is not distinguishable from the lowest.
 
     python -m experiments.strong_privacy.spread     # from strong-spread-tuning and -small-tuning: spread.md
 
 A score is a mean over cells of means over seeds, its standard error that of the seeds within cells. What is within
-one standard error of the difference cannot be told apart. Of those the widest is taken: width is what a prediction has beyond
+one standard error of the difference is not distinguishable. Of those the widest is taken: width is what a prediction has beyond
 a temperature. That it pays under shift is a hint of one run.
 
-What the final studies say of the same widths on their test sets is told beside it, and chooses nothing.
+What the final studies say of the same widths on their test sets stands beside it, and chooses nothing.
 """
 
 from __future__ import annotations

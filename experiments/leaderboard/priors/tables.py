@@ -27,7 +27,7 @@ COLUMNS = (
 SHARED = ("plan", "split", *NAMES, "noise_multiplier", "epsilon_spent", "device", "torch", "commit")
 PREDICTIONS = (*SHARED, "predictor", "fitted", "map", "charged", "accuracy", "nll", "ece")
 
-#: What a row of a table is told apart by, table by table.
+#: The columns that identify a row, table by table.
 KEYS = {
     "runs": ("commit", "plan", "split", *NAMES),
     "predictions": ("commit", "plan", "split", *NAMES, "predictor", "fitted", "map", "charged"),

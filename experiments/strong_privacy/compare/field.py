@@ -1,7 +1,7 @@
 """Folders of results as one field of contenders: who ran where, at which rate, with which score in each repetition.
 
 A run that diverged counts as no better than guessing, and no better than the worst run of its cell, whosever it is. A
-planned run that has no row counts so too where it is ours; where it is another's, the repetition is left out: nobody wins
+planned run that has no row counts so too where it is ours; where it is another's, the repetition is left out: no method wins
 against a run that was not made. Both are said on the page.
 """
 
