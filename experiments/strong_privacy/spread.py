@@ -1,4 +1,4 @@
-"""How wide the recipe's posterior is: the widest whose held-out NLL, after the temperature, is not distinguishable from the lowest.
+"""How wide the recipe's posterior is: the widest whose held-out NLL, tempered, is not distinguishable from the lowest.
 
     python -m experiments.strong_privacy.spread     # from strong-spread-tuning and -small-tuning: spread.md
 
