@@ -172,7 +172,8 @@ def covered(rows: Sequence[Row]) -> list[str]:
 def page(t: Table, sets: Sequence[Row] = ()) -> str:
     """README.md."""
     eps = " / ".join(t.epsilons)
-    seeds = len({r["seed"] for r in t.rows})
+    per = [len({r["seed"] for r in t.rows if r["epsilon"] == e}) for e in t.epsilons]
+    seeds = str(per[0]) if len(set(per)) == 1 else " / ".join(map(str, per))
     facts = sorted({f"{r['device']}, torch {r['torch']}, commit {r['commit']}" for r in t.rows})
     spent = " / ".join(
         next(f"{float(r['epsilon_spent']):.2f}" for r in t.rows if r["epsilon"] == e) for e in t.epsilons

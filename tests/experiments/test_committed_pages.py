@@ -26,8 +26,8 @@ def test_the_papers_experiment_is_whole():
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", STUDIES)
 def test_pages_follow_from_their_tables(name, tmp_path):
-    for folder in RESULTS[name].parent.glob(f"{name}*"):
-        if folder.name in (name, f"{name}-tuning", f"{name}-check"):
+    for beside in {name, f"{name}-tuning", f"{name}-check", name.removesuffix(paper.STATED)}:
+        if (folder := RESULTS[name].with_name(beside)).is_dir():
             shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("ledgers"))
     made = {p: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.suffix in (".md", ".csv")}
     experiment = RESULTS[name].parents[1].name
@@ -43,7 +43,8 @@ def test_pages_follow_from_their_tables(name, tmp_path):
 
 @pytest.mark.slow
 def test_comparisons_follow_from_their_tables(tmp_path):
-    compare(strong_privacy.COMPARED, tmp_path / "strong", tunings=strong_privacy.TUNED, command=strong_privacy.COMMAND)
+    given = {"tunings": strong_privacy.TUNED, "command": strong_privacy.COMMAND, "mixed_code": True}
+    compare(strong_privacy.COMPARED, tmp_path / "strong", **given)
     compare([leaderboard.RESULTS / "leaderboard"], tmp_path / "small", command=leaderboard.COMMAND)
     for made, committed in (("strong", strong_privacy.RESULTS), ("small", leaderboard.RESULTS)):
         for name in ("comparison.md", "comparison.csv", "bars.csv"):
