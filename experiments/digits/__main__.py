@@ -67,7 +67,7 @@ def ensemble(seed: int) -> Rows:
     for members in (1, 2, 5):
         facts: dict[str, Any] = {"delta": DELTA, "dataset_size": n, "batch_size": BATCH_SIZE, "steps": steps}
         sigma = ensemble_noise(members, target_epsilon=EPSILON, **facts)
-        own = epsilon([(sigma, BATCH_SIZE / n, steps)], DELTA, "rdp")
+        own = epsilon([(sigma, BATCH_SIZE / n, steps)], DELTA, "pld")
         run = Run(key, 0, sigma, MAX_GRAD_NORM, METHODS[key].lr, BATCH_SIZE, OPTIONS.get(key, {}))
         seeds = range(100 * seed, 100 * seed + max(members, 2))
         made = Ensemble(run, seeds, AnyNetwork(SmallCNN), digits.train.x, digits.train.y)
