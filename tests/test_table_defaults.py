@@ -12,7 +12,7 @@ import torch
 from dpivon.defaults import table_defaults
 from dpivon.integrations.sklearn import DPIVONClassifier, DPIVONRegressor
 from dpivon.models import OrdinalMLP, TableMLP
-from dpivon.train import resolve, train
+from dpivon.train import load, resolve, train
 
 
 @pytest.mark.parametrize("n", [1, 107, 5000, 60_000, 10**7])
@@ -91,6 +91,10 @@ def test_a_rare_class_is_recognised_by_default(tmp_path: Path) -> None:
     assert summary["epsilon"] <= 1.0
     assert summary["metrics"]["decided_balanced_accuracy"] > 0.63
     assert summary["metrics"]["recall(yes)"] > 0.55
+    published = load(tmp_path / "run")
+    unsure = published.predict(published.description.inputs.read(given["test"], None).inputs).mutual_information.mean()
+    free = 7  # of the 14 weights: adding the same to both classes changes nothing
+    assert free / 2 / 5000 / 4 < unsure < 4 * free / 2 / 5000  # p/(2N) is what Bayesian asymptotics expect
 
 
 def test_scikit_learn_follows_it() -> None:

@@ -83,6 +83,13 @@ class Decision(BaseModel):
         """Whether each class is in the prediction set of each row, boolean [N, C]."""
         return 1 - probs.double() <= probs.new_tensor(self.thresholds, dtype=torch.float64)
 
+    def threshold(self) -> tuple[int, float] | None:
+        """Of two classes that which is answered below one half, and from which probability on; None if there is none."""
+        if len(self.costs) != 2 or len(set(self.costs)) == 1:
+            return None
+        dear = self.costs.index(max(self.costs))
+        return dear, self.costs[1 - dear] / sum(self.costs)
+
     @property
     def plain(self) -> bool:
         """Whether the answer is always the most probable class."""
@@ -101,10 +108,8 @@ class Decision(BaseModel):
             )
         if len(set(self.costs)) > 1:
             said.append(f"Cost of not recognising a class: {_listed(classes, self.costs, '.3g')}.")
-            if len(classes) == 2:
-                rare = self.costs.index(max(self.costs))
-                level = self.costs[1 - rare] / sum(self.costs)
-                said.append(f"So {classes[rare]} is answered from a probability of {level:.1%} on.")
+        if (found := self.threshold()) is not None:
+            said.append(f"So {classes[found[0]]} is answered from a probability of {found[1]:.1%} on.")
         if self.weights:
             said.append(
                 f"Weights of the classes in training: {_listed(classes, self.weights, '.3g')}. A loss is weighted before its "

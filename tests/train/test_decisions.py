@@ -173,6 +173,7 @@ def test_findings_say_what_a_constant_answer_is_worth() -> None:
     assert said["warnings"][0].startswith("The model never answers “yes”. Its probabilities do tell “yes” apart")
     useful = findings(torch.stack([1 - p1, p1], 1), y, Decision(costs=(1.0, 6.0)), ("no", "yes"))
     assert useful["warnings"] == []
+    assert useful["findings"][0].endswith("It answers “yes” from a probability of 14.3 % on.")
     with pytest.raises(ArgumentError, match="labels"):
         findings(P, torch.tensor([0, 1, 2, 0]), Decision(), ("no", "yes"))
 

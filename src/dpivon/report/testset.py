@@ -236,6 +236,8 @@ def findings(probs: Tensor, labels: Tensor, decision: Decision, classes: tuple[s
     ]
     start = f"Least recognised of {len(present)} classes" if len(present) > _FEW else "It recognises"
     said = [f"{start}: {', '.join(found)}."]
+    if (level := decision.threshold()) is not None:
+        said[0] += f" It answers “{classes[level[0]]}” from a probability of {percent(level[1])} on."
     answered = given >= 0
     common = classes[int(scores.count.argmax())]
     of_answers = "" if bool(answered.all()) else " of its answers"
