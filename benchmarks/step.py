@@ -174,7 +174,7 @@ def worker(args):
 
     torch.set_num_threads(args.threads)
     step = make_step(args.worker, args.model, args.batch, args.device)
-    cuda = args.device == "cuda"
+    cuda, clock = args.device == "cuda", time.process_time if args.cpu_time else time.perf_counter
     for _ in range(args.warmup):
         step()
     if cuda:
@@ -186,11 +186,11 @@ def worker(args):
             torch.cuda.synchronize()
         times = []
         for _ in range(args.steps):
-            start = time.perf_counter()
+            start = clock()
             step()
             if cuda:
                 torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) / getattr(step, "count", 1))
+            times.append((clock() - start) / getattr(step, "count", 1))
         on_device = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({"times": times, "peak_mb": on_device if cuda else on_host}), flush=True)
@@ -202,7 +202,7 @@ class Contender:
     def __init__(self, name, args):
         command = [sys.executable, "-m", "benchmarks.step", "--worker", name, "--model", args.model]
         command += ["--batch", str(args.batch), "--device", args.device, "--threads", str(args.threads)]
-        command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+        command += ["--steps", str(args.steps), "--warmup", str(args.warmup), *["--cpu-time"] * args.cpu_time]
         self.name, self.errors = name, tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by end()
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
@@ -268,6 +268,9 @@ def main():
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS))
     parser.add_argument("--json")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count the process's own time, on a CPU that others use too"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -281,6 +284,11 @@ def main():
         if result is not None:
             times[name] += result["times"]
             peaks[name] = max(peaks[name], result["peak_mb"])
+            print(
+                f"{name}: {1e3 * statistics.median(times[name]):.1f} ms, {peaks[name]:.0f} MB",
+                file=sys.stderr,
+                flush=True,
+            )
     rows = {n: {"ms": 1e3 * statistics.median(t), "peak_mb": peaks[n]} for n, t in times.items() if t}
     best = min((row["ms"] for name, row in rows.items() if name.startswith("plain")), default=float("nan"))
     hooks = rows.get("opacus-hooks", {"ms": float("nan"), "peak_mb": float("nan")})
