@@ -15,8 +15,11 @@ of one row, so its GPT-2 is the one with a head of its own and linear layers.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
+import io
 import json
+import pstats
 import statistics
 import sys
 import time
@@ -196,6 +199,26 @@ def profile(step: Step, device: str) -> str:
     return str(averages.table(sort_by=order, row_limit=45, max_name_column_width=60, max_shapes_column_width=70))
 
 
+def host_profile(step: Step, device: str) -> str:
+    """Which Python functions a step spends its host's time in, and how long the host takes until all is launched."""
+    wait(device)
+    started = time.perf_counter()
+    step()
+    launched = 1e3 * (time.perf_counter() - started)
+    wait(device)
+    recorder = cProfile.Profile()
+    recorder.enable()
+    for _ in range(3):
+        step()
+        wait(device)
+    recorder.disable()
+    text = io.StringIO()
+    found = pstats.Stats(recorder, stream=text)
+    found.sort_stats("tottime").print_stats(40)
+    found.sort_stats("cumtime").print_stats("dpivon|torch/optim|run_backward", 60)
+    return f"launched after {launched:.1f} ms\n{text.getvalue()}"
+
+
 def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -213,6 +236,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of the same kind, and next to no size")
     parser.add_argument(
         "--profile", nargs="*", choices=CONTENDERS, default=[], help="print where these spend their time"
+    )
+    parser.add_argument(
+        "--host", nargs="*", choices=CONTENDERS, default=[], help="print where their Python code spends its time"
     )
     parser.add_argument("--json", help="write the rows there")
     given = parser.parse_args()
@@ -249,6 +275,8 @@ def main() -> None:
             )
             if contender in given.profile:
                 print(profile(step, given.device), flush=True)
+            if contender in given.host:
+                print(host_profile(step, given.device), flush=True)
             del step
             free()
     if given.json:

@@ -45,7 +45,7 @@ def room_for(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[T
     if len(set(dtypes)) != 1 or len({t.device for t in tensors}) != 1:
         return [torch.empty(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(tensors, dtypes, strict=True)]
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtypes[0], device=tensors[0].device)
-    return TensorList._of(flat, [t.shape for t in tensors]).tensors
+    return TensorList.of(flat, [t.shape for t in tensors]).tensors
 
 
 class TensorList:
@@ -64,7 +64,8 @@ class TensorList:
         self._known: list[torch.Size] | None = None
 
     @classmethod
-    def _of(cls, flat: Tensor, shapes: list[torch.Size]) -> TensorList:
+    def of(cls, flat: Tensor, shapes: list[torch.Size]) -> TensorList:
+        """Views of one flat tensor, one after the other."""
         result = object.__new__(cls)
         result._tensors, result._flat, result._known = None, flat, shapes
         return result
@@ -115,13 +116,13 @@ class TensorList:
             else:
                 right = other
             if right is not None:
-                return TensorList._of(one(flat, right), self._shapes)
+                return TensorList.of(one(flat, right), self._shapes)
         return TensorList(each(self.tensors, other.tensors if isinstance(other, TensorList) else other))
 
     def _map(self, one: Callable[..., Any], each: Callable[..., Any], *args: Any) -> TensorList:
         flat = self.flat
         if flat is not None:
-            return TensorList._of(one(flat, *args), self._shapes)
+            return TensorList.of(one(flat, *args), self._shapes)
         return TensorList(each(self.tensors, *args))
 
     def __add__(self, other: Operand) -> TensorList:
@@ -171,14 +172,14 @@ class TensorList:
         """New tensors of these shapes from ``draw``: one draw for all where the list is joined, else each in turn."""
         flat = self.flat
         if flat is not None and at_once:
-            return TensorList._of(draw(flat), self._shapes)
+            return TensorList.of(draw(flat), self._shapes)
         return TensorList([draw(t) for t in self.tensors])
 
     def copied(self, dtypes: Sequence[torch.dtype]) -> TensorList:
         """New tensors with these values, rounded to these dtypes; neighbours in memory where there is only one dtype."""
         flat, alike = self.flat, len(set(dtypes)) == 1
         if flat is not None and alike:
-            return TensorList._of(flat.to(dtypes[0], copy=True), self._shapes)
+            return TensorList.of(flat.to(dtypes[0], copy=True), self._shapes)
         room = room_for(self.tensors, dtypes)
         self.copy_to(room)
         return TensorList(room)

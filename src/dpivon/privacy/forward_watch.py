@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,7 @@ class ForwardWatch:
         self._held = self._tensors()
         self._versions = [t._version for t in self._held.values()]
         self._values = _values(self._held)
-        self._marks = marks(self.module) if self._recheck is not None else {}
+        self._marks = marks(self._keeper.tree.layers()) if self._recheck is not None else {}
 
     def _after(self, args: Any, kwargs: Any, output: Any) -> None:
         if self._keeper.rehearses:
@@ -106,13 +107,20 @@ class ForwardWatch:
     def _tensors(self) -> dict[str, Tensor]:
         """What a forward must leave as it is; a sharded one replaces the parameters that are trained by whole ones."""
         sharded = self._keeper.sharded
-        own = {n: p for n, p in self.module.named_parameters() if not (sharded and p.requires_grad)}
-        return own | dict(self.module.named_buffers())
+        seen: dict[Tensor, str] = {}
+        for name, layer in self._keeper.tree.layers():
+            for key, p in layer._parameters.items():
+                if p is not None and not (sharded and p.requires_grad):
+                    seen.setdefault(p, f"{name}.{key}" if name else key)
+            for key, buffer in layer._buffers.items():
+                if buffer is not None:
+                    seen.setdefault(buffer, f"{name}.{key}" if name else key)
+        return {name: tensor for tensor, name in seen.items()}
 
     def _check_attributes(self, args: Any, kwargs: Any) -> None:
         if self._recheck is None:
             return
-        now = marks(self.module)
+        now = marks(self._keeper.tree.layers())
         new = {at for at in now.keys() | self._marks.keys() if now.get(at) != self._marks.get(at)} - self._harmless
         if new:
             self._recheck(self._keeper, args, kwargs)
@@ -139,8 +147,9 @@ class ForwardWatch:
 def _values(tensors: dict[str, Tensor]) -> list[int] | Tensor:
     """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
     if any(t.is_cuda for t in tensors.values()):
-        held = [t.detach() for t in tensors.values()]
-        return torch.stack(torch._foreach_norm([t if t.is_floating_point() else t.double() for t in held])).double()
+        with torch.no_grad():
+            held = [t if t.is_floating_point() else t.double() for t in tensors.values()]
+            return torch.stack(torch._foreach_norm(held)).double()
     return [_checksum(t) for t in tensors.values()]
 
 
@@ -205,14 +214,25 @@ def different(a: dict[tuple[str, str], Any], b: dict[tuple[str, str], Any]) -> l
     return [".".join(at).lstrip(".") for at in a.keys() | b.keys() if not _same(a.get(at), b.get(at))]
 
 
-def marks(module: nn.Module) -> dict[tuple[str, str], Any]:
+def marks(layers: list[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
     """For every attribute that is a tensor, a number or a container, what changes when it does; quickly."""
-    return {
-        (name, key): _mark(value)
-        for name, layer in module.named_modules()
-        for key, value in vars(layer).items()
-        if isinstance(value, Tensor | float | int | list | dict | set) and key not in _OWN
-    }
+    found: dict[tuple[str, str], Any] = {}
+    for name, layer in layers:
+        held = layer.__dict__
+        for key in _own_keys(tuple(held)):
+            value = held[key]
+            if isinstance(value, _MARKED):
+                found[name, key] = _mark(value)
+    return found
+
+
+_MARKED = (Tensor, float, int, list, dict, set)
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that are not torch's or a book-keeper's. Layers of one kind have the same."""
+    return tuple(key for key in keys if key not in _OWN)
 
 
 def _mark(value: Any) -> Any:

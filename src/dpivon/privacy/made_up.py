@@ -156,9 +156,10 @@ class _SameForEveryRow(TorchDispatchMode):
     def _uniform(self, like: Tensor) -> Tensor:
         """Numbers in (0, 1) of one row, for every row."""
         self._draws += 1
-        generator = torch.Generator().manual_seed(self._draws)
+        device = like.device if like.is_cuda else torch.device("cpu")  # attention of 1024 tokens draws millions
+        generator = torch.Generator(device).manual_seed(self._draws)
         shape = like.shape[1:] if like.dim() else like.shape
-        row = torch.rand(shape.numel(), generator=generator, dtype=torch.float64).reshape(shape)
+        row = torch.rand(shape.numel(), generator=generator, dtype=torch.float64, device=device).reshape(shape)
         return row.to(like.device).expand(like.shape)
 
 

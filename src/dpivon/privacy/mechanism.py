@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dpivon.errors import bad, check_choice, check_number, check_whole
 from dpivon.optim.parameters import full_dtype
-from dpivon.optim.tensors import TensorList
-from dpivon.privacy.noise import NoiseSource, this_process
+from dpivon.optim.tensors import TensorList, joins
+from dpivon.privacy.noise import NoiseSource, TorchNoise, this_process
 from dpivon.release import Release
 
 if TYPE_CHECKING:
@@ -237,8 +237,26 @@ def release(
     """
     charge(spec)
     sums = TensorList([on_grid(total.double(), spec) for total in clipped_sums.values()])
-    released = ((_noise(sums, spec, noise) + sums) / spec.divisor).copied([full_dtype(p) for p in clipped_sums])
+    dtypes = [full_dtype(p) for p in clipped_sums]
+    if (
+        type(spec.mechanism) is Mechanism
+        and type(noise) is TorchNoise
+        and len(set(dtypes)) == 1
+        and joins(sums.tensors)
+    ):
+        released = _in_one_piece(sums, spec, noise, dtypes[0])
+    else:
+        released = ((_noise(sums, spec, noise) + sums) / spec.divisor).copied(dtypes)
     return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
+
+
+def _in_one_piece(sums: TensorList, spec: NoiseSpec, noise: TorchNoise, dtype: torch.dtype) -> TensorList:
+    """The same numbers with nothing copied: one draw, to which the sums are added where it lies."""
+    shapes = [total.shape for total in sums]
+    size = sum(shape.numel() for shape in shapes)
+    drawn = noise.normal(sums[0].new_empty(1).expand(size), spec.noise_std)
+    torch._foreach_add_(TensorList.of(drawn, shapes).tensors, sums.tensors)
+    return TensorList.of(torch.div(drawn, spec.divisor, out=drawn.new_empty(size, dtype=dtype)), shapes)
 
 
 def on_grid(sums: Tensor, spec: NoiseSpec) -> Tensor:

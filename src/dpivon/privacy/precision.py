@@ -107,7 +107,7 @@ def launches_cost(t: Tensor) -> bool:
 
 def capturing() -> bool:
     """Whether operations are being recorded, in a trace or a CUDA graph, so that no value can be looked at."""
-    return get_proxy_mode() is not None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return get_proxy_mode() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def options(*, again: bool) -> _Options:

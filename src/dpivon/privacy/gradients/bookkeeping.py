@@ -27,6 +27,7 @@ from dpivon.privacy.gradients.means import Seed, intercept_backward, loss_of_eac
 from dpivon.privacy.gradients.model_io import Unattributed, map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
+from dpivon.privacy.layers.bounded import squared_norms
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
@@ -153,8 +154,10 @@ class BookKeeper(LayerWatch):
         if self.on_first is None or capturing():
             return
         state = tuple(
-            (layer.training, *(p.requires_grad for p in layer._parameters.values() if p is not None))
-            for layer in self.module.modules()
+            (layer.training, *[p.requires_grad for p in layer._parameters.values() if p is not None])
+            if layer._parameters
+            else layer.training
+            for _, layer in self.tree.layers()
         )
         known = structure((args, kwargs)), state
         self._untried = None
@@ -332,9 +335,10 @@ class BookKeeper(LayerWatch):
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = in_blocks(params, uses, joint=clipping.joint and self._scatter is None)
         del uses, recorded  # what was put side by side need not be kept twice
-        norms = [None if use is None else use.squared_norm().double() for _, use in blocks]
+        found = iter(squared_norms([use for _, use in blocks if use is not None]))
+        norms = [None if use is None else next(found) for _, use in blocks]
         known = next(n for n in norms if n is not None)
-        table = torch.stack([torch.zeros_like(known) if n is None else n for n in norms])
+        table = torch.stack([torch.zeros_like(known) if n is None else n for n in norms]).double()
         share = self._groups.shares(self._share, table) if self._groups.divisors else self._share
         factors = clip_factors(clipping, table.clamp_(min=0.0).sqrt_() * share)
         if self.doubt is not None:

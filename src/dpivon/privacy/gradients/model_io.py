@@ -23,6 +23,38 @@ if TYPE_CHECKING:
 IGNORED = -100  # torch's default ignore_index
 
 
+def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``module.named_modules()``, without its generators."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    pending = [("", module)]
+    while pending:
+        name, layer = pending.pop()
+        if layer in seen:
+            continue
+        seen.add(layer)
+        found.append((name, layer))
+        if layer._modules:
+            prefix = f"{name}." if name else ""
+            pending += [(prefix + key, child) for key, child in reversed(layer._modules.items()) if child is not None]
+    return found
+
+
+class Tree:
+    """The layers of a model by name: asked several times per step, and walked again only where one was replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers: list[tuple[str, nn.Module]] = []
+        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        if not self._layers or any(layer._modules != children for layer, children in self._children):
+            self._layers = layers_of(self._module)
+            self._children = [(layer, dict(layer._modules)) for _, layer in self._layers]
+        return self._layers
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a nested value, in order."""
     return list(_tensors(value))

@@ -13,7 +13,10 @@ from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 
 _SMALL = 4096  # elements of a parameter that is not worth kernels of its own
-_TRAY = 64 * 2**20  # bytes of gradients that are put side by side on a GPU: the copy takes less than launching for each
+_TRAY = (
+    512 * 2**20
+)  # bytes of gradients that are put side by side on a GPU: the copy takes less than launching for each,
+_PIECE = 16 * 2**20  # of up to so many bytes
 
 
 def in_blocks(
@@ -39,8 +42,9 @@ def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
         return [i for i, _ in dense if params[i].numel() <= _SMALL]
     room, chosen = _TRAY, []
     for i, g in sorted(dense, key=lambda place: place[1].numel()):
-        room -= g.numel() * g.element_size()
-        if room < 0:
+        size = g.numel() * g.element_size()
+        room -= size
+        if room < 0 or size > _PIECE:
             break
         chosen.append(i)
     return sorted(chosen)

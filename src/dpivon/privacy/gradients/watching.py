@@ -18,15 +18,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.gradients.functional import Functions
-from dpivon.privacy.gradients.model_io import RowsOfBatch, Unattributed, map_tensors, tensors_in
+from dpivon.privacy.gradients.model_io import RowsOfBatch, Tree, Unattributed, map_tensors, tensors_in
 from dpivon.privacy.layers.fallback import Alone
-from dpivon.privacy.layers.registry import Rule, forward_for, plain_type, rule_for, takes_bf16
+from dpivon.privacy.layers.registry import Rule, by_name, forward_for, plain_type, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import as_multiplied, wide
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 #: Layers that do nothing with their input but multiply it.
-_PRODUCTS = {nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
+_PRODUCTS = {nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, "transformers.Conv1D"}
 
 
 class LayerWatch(RowsOfBatch):
@@ -53,7 +53,7 @@ class LayerWatch(RowsOfBatch):
         scatter: Callable[[Tensor, Tensor], Tensor] | None,
         tried: bool = False,
     ) -> None:
-        self.module = module
+        self.module, self.tree = module, Tree(module)
         super().__init__(batch_first=batch_first, tried=tried)
         self._ignores = False  # whether layers run unwatched
         self._unwatched: list[nn.Module] = []  # modules that run example by example, and their children with them
@@ -167,7 +167,7 @@ class LayerWatch(RowsOfBatch):
                 self._watch(child)
 
     def _hook(self, layer: nn.Module, rule: Rule) -> None:
-        in_precision, multiplies = _precision_for(layer), plain_type(layer) in _PRODUCTS
+        in_precision, multiplies = _precision_for(layer), bool({plain_type(layer), by_name(layer)} & _PRODUCTS)
         name = self.named(layer)
 
         def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -384,7 +384,10 @@ def _(t: Tensor) -> Tensor:
 
 
 def version_of(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
+    try:
+        return t._version
+    except RuntimeError:  # of an inference tensor
+        return None
 
 
 def check_unchanged(kept: Sequence[tuple[Tensor, int | None]]) -> None:

@@ -30,7 +30,7 @@ def linear(layer: Any, inputs: tuple[Any, ...], g: Tensor, transposed: bool = Fa
     return uses
 
 
-@register_rule("transformers.Conv1D")
+@register_rule("transformers.Conv1D", bf16=True)
 def hugging_face_conv1d(layer: Any, inputs: tuple[Any, ...], g: Tensor) -> Mapping[Tensor, Use]:
     """z = x W + b, a linear layer with its weight stored the other way round."""
     return linear(layer, inputs, g, transposed=True)

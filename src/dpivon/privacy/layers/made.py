@@ -77,10 +77,10 @@ class Tied:
         return self._rows(self.head._examples()).view(-1, *self.head.shape)
 
     def without(self, dropped: Tensor) -> Tied:
-        return Tied(self.head.without(dropped), self.table.without(dropped))
+        return replace(self, head=self.head.without(dropped), table=self.table.without(dropped))
 
     def grouped(self, rows: int) -> Tied:
-        return Tied(self.head.grouped(rows), self.table.grouped(rows))
+        return replace(self, head=self.head.grouped(rows), table=self.table.grouped(rows))
 
 
 def _added_up(table: Rows, examples: Tensor) -> tuple[Tensor, Tensor, Tensor]:

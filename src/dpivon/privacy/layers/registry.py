@@ -73,14 +73,17 @@ def plain_type(layer: nn.Module) -> type[nn.Module]:
     return kind
 
 
+def by_name(layer: nn.Module) -> str:
+    kind = plain_type(layer)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
 def takes_bf16(layer: nn.Module) -> bool:
-    return plain_type(layer) in TAKE_BF16
+    return plain_type(layer) in TAKE_BF16 or by_name(layer) in TAKE_BF16
 
 
 def rule_for(layer: nn.Module) -> Rule | None:
-    kind = type(layer)
-    named = RULES.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
-    return named or RULES.get(plain_type(layer))
+    return RULES.get(by_name(layer)) or RULES.get(plain_type(layer))
 
 
 def forward_for(layer: nn.Module) -> Forward | None:

@@ -27,6 +27,8 @@ from dpivon.privacy.precision import capturing, launches_cost, product, readable
 MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
 _FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
+MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept
+MADE_RATIO = 3  # or so many times what their operands take
 _CACHED = 16 * 2**20  # bytes of gradients that a CPU makes at a time where they are not kept
 _CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram matrices in double are right to 1e-9
 _VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
@@ -215,7 +217,7 @@ class Rows:
     def squared_norm(self) -> Tensor:
         owners, _, rows = self._added
         squares = row_norms(rows).square()
-        if self.index.shape[1] <= _SHORT:
+        if self._pairwise:
             return squares.view(self.index.shape).sum(1)
         return squares.new_zeros(len(self.index)).index_add_(0, owners, squares)
 
@@ -224,12 +226,18 @@ class Rows:
         weighted = rows.double() * c.double()[owners].unsqueeze(1)
         return weighted.new_zeros(self.shape).index_add_(0, places, weighted)
 
+    @property
+    def _pairwise(self) -> bool:
+        """Whether positions are compared pair by pair; on a GPU wherever that fits, since sorting them waits for it."""
+        b, t = self.index.shape
+        return t <= _SHORT or (self.index.is_cuda and 4 * b * t * t <= MEMORY_CAP_CUDA)
+
     @cached_property
     def _added(self) -> tuple[Tensor, Tensor, Tensor]:
         """Whose, which, and what: an example's gradient of one row of the table, all its positions added up."""
         (b, t), count = self.index.shape, self.shape[0]
         owners = torch.arange(b, device=self.index.device).unsqueeze(1)
-        if t <= _SHORT:
+        if self._pairwise:
             same = self.index.unsqueeze(2) == self.index.unsqueeze(1)  # [B, T, T]
             first = ~same.tril(-1).any(2, keepdim=True)  # a row that occurs again is added up where it occurs first
             rows = (same.to(self.g) @ self.g).where(first, 0.0)
@@ -274,14 +282,15 @@ def merge(uses: Sequence[Use]) -> Use:
         return cast(Use, uses[0].joined(uses[1:]))
     uses = [unfolded(u) for u in uses]
     outers, rows = [u for u in uses if isinstance(u, Outer)], [u for u in uses if isinstance(u, Rows)]
-    if len(outers) + len(rows) == len(uses) and len({(u.transposed, u.order) for u in outers}) == 1:
+    kinds = {(type(u), u.transposed, u.order) for u in outers}
+    if len(outers) + len(rows) == len(uses) and len(kinds) == 1:
         head = replace(outers[0], a=torch.cat([u.a for u in outers], 1), g=torch.cat([u.g for u in outers], 1))
         if not rows:
             return head if head._grams_pay() else settled(head)
         if head.order is None and not head.transposed:
-            from dpivon.privacy.layers.made import Tied  # which is made of these
+            from dpivon.privacy.layers.bounded import tied  # which is made of these
 
-            return Tied(head, rows[0].joined(rows[1:]))
+            return tied(head, rows[0].joined(rows[1:]))
     total = uses[0].materialise()
     for use in uses[1:]:
         total = total + use.materialise()
@@ -327,10 +336,26 @@ def rows_of_an_example() -> int:
 
 def settled(use: Use) -> Use:
     """The same, materialised where memory allows: for what a rule left unmade, when its rows have been added up."""
-    if not isinstance(use, Outer) or not materialises(use.g, use.a.shape[2], use.g.shape[2]):
+    if type(use) is not Outer:
+        return use
+    if use.a.dtype == use.g.dtype == torch.bfloat16 and not capturing():
+        if use.a.shape[1] == 1 and rows_of_an_example() > 1:
+            return use  # an example's positions are rows here, and will be added up
+        if use.a.shape[1] > 1 and not _keeps_made(use):
+            from dpivon.privacy.layers.bounded import bounded  # which is made of these
+
+            return bounded(use)
+    if not materialises(use.g, use.a.shape[2], use.g.shape[2]):
         return use
     made = use.made()
     return Dense(made.reshape(len(made), *use.shape) if use.order is None else made, use.order)
+
+
+def _keeps_made(use: Outer) -> bool:
+    """Whether gradients from bf16 take little memory, or not much more than what they are made of."""
+    size = 4 * use.a.shape[0] * use.shape.numel()
+    operands = 2 * (use.a.numel() + use.g.numel())
+    return size <= max(MADE_BYTES, MADE_RATIO * operands) and size <= memory_cap(use.g)
 
 
 def memory_cap(t: Tensor) -> int:
