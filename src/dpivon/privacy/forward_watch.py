@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.model_io import IGNORED, has_ignored, tensors_in
+from dpivon.privacy.gradients.model_io import IGNORED, Tree, has_ignored, tensors_in
 from dpivon.privacy.losses import LossWatch
 
 _OWN = set(vars(nn.Module())) | {"forward"}  # of torch's, and what a book-keeper puts there
@@ -42,7 +41,7 @@ class ForwardWatch:
         self._held: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self._values: Any = None
-        self._marks: dict[tuple[str, str], Any] = {}
+        self._marks: Marks = [], []
         self._harmless: set[tuple[str, str]] = set()
         self._changed: list[str] = []
         self._reported: Tensor | None = None  # whether values have changed, on its way from the device
@@ -71,7 +70,7 @@ class ForwardWatch:
         self._held = self._tensors()
         self._versions = [t._version for t in self._held.values()]
         self._values = _values(self._held)
-        self._marks = marks(self._keeper.tree.layers()) if self._recheck is not None else {}
+        self._marks = marks(self._keeper.tree) if self._recheck is not None else ([], [])
 
     def _after(self, args: Any, kwargs: Any, output: Any) -> None:
         if self._keeper.rehearses:
@@ -120,8 +119,7 @@ class ForwardWatch:
     def _check_attributes(self, args: Any, kwargs: Any) -> None:
         if self._recheck is None:
             return
-        now = marks(self._keeper.tree.layers())
-        new = {at for at in now.keys() | self._marks.keys() if now.get(at) != self._marks.get(at)} - self._harmless
+        new = _changed(self._marks, marks(self._keeper.tree)) - self._harmless
         if new:
             self._recheck(self._keeper, args, kwargs)
             self._harmless |= new
@@ -214,31 +212,42 @@ def different(a: dict[tuple[str, str], Any], b: dict[tuple[str, str], Any]) -> l
     return [".".join(at).lstrip(".") for at in a.keys() | b.keys() if not _same(a.get(at), b.get(at))]
 
 
-def marks(layers: list[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
-    """For every attribute that is a tensor, a number or a container, what changes when it does; quickly."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, layer in layers:
+#: For every attribute of every layer: where it is, and what changes when it does (None of what is not looked at).
+Marks = tuple[list[tuple[str, str]], list[Any]]
+
+
+def marks(tree: Tree) -> Marks:
+    """Of every attribute that is a tensor, a number or a container, what changes when it does; quickly."""
+    places: list[tuple[str, str]] = []
+    values: list[Any] = []
+    for name, layer in tree.layers():
         held = layer.__dict__
-        for key in _own_keys(tuple(held)):
-            value = held[key]
-            if isinstance(value, _MARKED):
-                found[name, key] = _mark(value)
-    return found
+        keys = tuple(held)
+        known = tree.attributes.get(layer)
+        if known is None or known[0] != keys:
+            own = tuple(key for key in keys if key not in _OWN)
+            known = tree.attributes[layer] = keys, own, [(name, key) for key in own]
+        places += known[2]
+        values += [_mark(held[key]) for key in known[1]]
+    return places, values
 
 
-_MARKED = (Tensor, float, int, list, dict, set)
-
-
-@functools.lru_cache(maxsize=4096)
-def _own_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that are not torch's or a book-keeper's. Layers of one kind have the same."""
-    return tuple(key for key in keys if key not in _OWN)
+def _changed(before: Marks, now: Marks) -> set[tuple[str, str]]:
+    if before == now:
+        return set()
+    was, is_ = (dict(zip(*marked, strict=True)) for marked in (before, now))
+    return {at for at in was.keys() | is_.keys() if was.get(at) != is_.get(at)}
 
 
 def _mark(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict or kind is list:
+        return len(value)
+    if isinstance(value, (int, float)):
+        return value
     if isinstance(value, Tensor):
         return id(value), value._version
-    return value if isinstance(value, float | int) else len(value)
+    return len(value) if isinstance(value, (list, dict, set)) else None
 
 
 def _held(layer: nn.Module) -> dict[str, Any]:

@@ -47,10 +47,12 @@ class Tree:
         self._module = module
         self._layers: list[tuple[str, nn.Module]] = []
         self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+        self.attributes: dict[nn.Module, Any] = {}  # what a caller knows of each layer, for as long as none is replaced
 
     def layers(self) -> list[tuple[str, nn.Module]]:
         if not self._layers or any(layer._modules != children for layer, children in self._children):
             self._layers = layers_of(self._module)
+            self.attributes.clear()
             self._children = [(layer, dict(layer._modules)) for _, layer in self._layers]
         return self._layers
 

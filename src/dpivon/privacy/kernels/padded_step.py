@@ -131,7 +131,7 @@ class PaddedStep:
 
     def _record(self) -> Callable[..., tuple[Tensor, Tensor]]:
         device, keeper = self.device, self.keeper
-        drawn, kept = _states(device), marks(keeper.tree.layers())
+        drawn, kept = _states(device), marks(keeper.tree)
         try:
             traced = self._trace()
         except RuntimeError:
@@ -141,7 +141,7 @@ class PaddedStep:
             traced = self._trace()
         if _states(device) != drawn:
             raise NotCaptured("its forward draws random numbers outside the device's default generator")
-        if marks(keeper.tree.layers()) != kept:
+        if marks(keeper.tree) != kept:
             raise NotCaptured("its forward changes attributes of the model")
         _check_writes(traced)
         made: Callable[..., tuple[Tensor, Tensor]] = compiled(
