@@ -1,0 +1,152 @@
+"""Gradients from bf16 operands: norms are never too small, what is summed is bounded by them, and both are nearly exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpivon.privacy.clipping import weighted_sum
+from dpivon.privacy.layers import bounded, uses
+from dpivon.privacy.layers.bounded import Bounded, BoundedTied, squared_norms
+from dpivon.privacy.layers.uses import Outer, Rows, merge, settled
+
+B = 6
+
+
+def operands(t: int, d: int, p: int, like: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(t + d + p)
+    a, g = torch.randn(B, t, d), torch.randn(B, t, p)
+    half = t // 2
+    if like == "cancelling":  # positions cancel in pairs, but for one that is a little larger
+        a[:, half : 2 * half], g[:, half : 2 * half] = a[:, :half], -g[:, :half]
+        g[:, 0] *= 1.01
+    elif like == "aligned":  # all products have one sign, and low bits that accumulators lose
+        a, g = a.abs() + 1.0, g.abs() + 1.0
+    elif like == "padded":
+        g[:, half:] = 0.0
+    elif like == "small":  # Gram matrices of G vanish in fp32
+        a, g = a * 1e15, g * 1e-21
+    return a.bfloat16(), g.bfloat16()
+
+
+def exact(a: Tensor, g: Tensor, transposed: bool = False) -> Tensor:
+    made = torch.einsum("btp,btd->bpd", g.double(), a.double())
+    return made.mT if transposed else made
+
+
+@pytest.fixture(params=["grams", "made"])
+def form(request, monkeypatch):
+    monkeypatch.setattr(Bounded, "by_grams", property(lambda use: request.param == "grams"))
+    monkeypatch.setattr(bounded, "_CHUNK", 64)
+    return request.param
+
+
+@pytest.mark.parametrize("like", ["ordinary", "cancelling", "aligned", "padded", "small"])
+@pytest.mark.parametrize(("t", "d", "p"), [(2, 9, 70), (40, 24, 131), (128, 80, 16)])
+def test_what_an_example_adds_is_at_most_its_norm(form, like, t, d, p):
+    for transposed in (False, True):
+        a, g = operands(t, d, p, like)
+        each = exact(a, g, transposed)
+        use = Bounded(a, g, torch.Size((d, p) if transposed else (p, d)), transposed)
+        norms, lengths = use.squared_norm().sqrt(), exact_lengths(a, g)
+        assert (norms >= each.flatten(1).norm(dim=1)).all()
+        if like != "small":
+            slack = (128 + t + 12) * 2**-24  # of two Gram matrices over 64 columns at a time, and of the sum
+            most = (each.flatten(1).norm(dim=1).square() + slack * lengths.square()).sqrt()
+            assert (norms <= 1.0001 * most + (2 * t * 2**-24 + 2**-18) * 1.01 * lengths).all()
+        alone = torch.eye(B, dtype=torch.float64) / norms  # each clipped to one, one at a time
+        assert all(float(use.weighted_sum(c).norm()) <= 1 + 1e-12 for c in alone)
+        c = torch.rand(B, dtype=torch.float64)
+        off = use.weighted_sum(c) - torch.einsum("b,bij->ij", c, each)
+        assert float(off.norm()) <= (t * 2**-24 + 2**-18) * float((c * lengths).sum())
+
+
+def exact_lengths(a: Tensor, g: Tensor) -> Tensor:
+    return (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
+
+
+@pytest.mark.parametrize("like", ["ordinary", "cancelling", "aligned"])
+def test_one_example_moves_the_sum_by_no_more_than_its_bound(form, like, monkeypatch):
+    """Clipped sums with and without an example, of several blocks."""
+    monkeypatch.setattr(bounded, "EXAMPLES_AT_ONCE", 4)
+    a, g = operands(32, 24, 40, like)
+    use = Bounded(a, g, torch.Size((40, 24)))
+    factors = use.squared_norm().sqrt().reciprocal().clamp(max=1.0)
+    total = use.weighted_sum(factors)
+    for gone in range(B):
+        kept = torch.arange(B) != gone
+        fewer = Bounded(a[kept], g[kept], use.shape)
+        assert torch.equal(fewer.squared_norm(), use.squared_norm()[kept])
+        moved = float((total - fewer.weighted_sum(factors[kept])).norm())
+        assert moved <= 1 + 1e-5
+        assert moved > 0.9 or like == "cancelling"
+
+
+def test_a_tied_table_has_the_gradients_of_head_and_embedding(form):
+    a, g = operands(16, 24, 40, "ordinary")
+    index = torch.randint(40, (B, 16))
+    index[:, 3] = index[:, 0]  # a token that occurs again
+    embedded = torch.randn(B, 16, 24)
+    each = exact(a, g)
+    each = each.scatter_add(1, index.unsqueeze(2).expand(-1, -1, 24), embedded.double())
+    use = merge([Bounded(a, g, torch.Size((40, 24))), Rows(index, embedded, torch.Size((40, 24)))])
+    assert isinstance(use, BoundedTied)
+    norms, true = use.squared_norm().sqrt(), each.flatten(1).norm(dim=1)
+    assert (norms >= true).all()
+    assert (norms <= 1.001 * true).all()
+    c = torch.rand(B, dtype=torch.float64)
+    torch.testing.assert_close(use.weighted_sum(c), torch.einsum("b,bij->ij", c, each), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(use.materialise().double(), each, rtol=1e-4, atol=1e-4)
+    dropped = use.without(torch.arange(B) == 2).weighted_sum(torch.ones(B))
+    torch.testing.assert_close(dropped, each.sum(0) - each[2], rtol=1e-4, atol=1e-4)
+
+
+def test_what_cancels_between_head_and_embedding_counts_for_no_more_than_its_norm(form):
+    a, g = operands(8, 16, 12, "ordinary")
+    g[:, :, 8:] = 0.0
+    index = torch.arange(8).expand(B, 8)
+    use = merge([Bounded(a, g, torch.Size((12, 16))), Rows(index, -exact(a, g)[:, :8].float(), torch.Size((12, 16)))])
+    norms = use.squared_norm().sqrt()
+    lengths = exact_lengths(a, g)
+    assert (norms < 0.01 * lengths).all()
+    for c in torch.eye(B, dtype=torch.float64) / norms:
+        assert float(use.weighted_sum(c).norm()) <= 1 + 1e-12
+
+
+def test_an_example_that_is_not_finite_has_no_norm_and_can_be_dropped(form):
+    for bad in (torch.nan, torch.inf, 3e38):
+        a, g = operands(8, 16, 24, "ordinary")
+        g[1, 3, 5] = a[4, 0, 0] = bad
+        use = Bounded(a, g, torch.Size((24, 16)))
+        finite = torch.isfinite(use.squared_norm())
+        assert finite.tolist() == [True, False, True, True, False, True]
+        total = use.without(~finite).weighted_sum(finite.double())
+        torch.testing.assert_close(total, exact(a, g)[finite].sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_norms_of_many_uses_are_those_of_each(form):
+    some = [Bounded(*operands(8, d, p, "ordinary"), torch.Size((p, d))) for d, p in ((16, 24), (30, 8), (16, 24))]
+    rest = [settled(Outer(torch.randn(B, 1, 4), torch.randn(B, 1, 3), torch.Size((3, 4))))]
+    together = squared_norms([some[0], rest[0], *some[1:]])
+    for found, use in zip(together, [some[0], rest[0], *some[1:]], strict=True):
+        torch.testing.assert_close(found, use.squared_norm(), rtol=1e-4, atol=0.0)
+
+
+def test_small_gradients_are_made_and_large_ones_are_not(monkeypatch):
+    a, g = operands(4, 32, 64, "ordinary")
+    outer = Outer(a, g, torch.Size((64, 32)))
+    made = settled(outer)
+    torch.testing.assert_close(made.materialise().double(), exact(a, g), rtol=1e-5, atol=1e-5)
+    assert not isinstance(made, Bounded)
+    monkeypatch.setattr(uses, "MADE_BYTES", 0)
+    assert isinstance(settled(outer), Bounded)
+    long = [t.repeat(1, 50, 1) for t in (a, g)]  # what they are made of takes more
+    assert not isinstance(settled(Outer(*long, outer.shape)), Bounded)
+    assert not isinstance(settled(Outer(a.float(), g.float(), outer.shape)), Bounded)
+    both = merge([settled(outer), settled(outer)])
+    assert isinstance(both, Bounded)
+    c = torch.rand(B, dtype=torch.float64)
+    torch.testing.assert_close(
+        both.weighted_sum(c), 2 * weighted_sum(c, exact(a, g).flatten(1)).view(64, 32), rtol=1e-4, atol=1e-4
+    )
