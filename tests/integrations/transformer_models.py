@@ -10,6 +10,11 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import dpivon
+from dpivon.privacy.layers import uses
+from dpivon.privacy.layers.bounded import Bounded
 
 VOCABULARY, LENGTH, LABELS = 13, 6, 3
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": LABELS}
@@ -133,3 +138,42 @@ def loss_of_each(logits: Tensor, labels: Tensor, task: str) -> Tensor:
         for z, y in zip(logits, labels, strict=True)
     ]
     return torch.stack(each)
+
+
+def check_neighbours(name: str, task: str, tuning: str, device: str, monkeypatch: Any) -> None:
+    """In bf16 autocast, clipped sums with and without an example differ by at most C: of gradients that are kept, and of those
+    that are bounded by Gram matrices and by what is made for their norms. Without an example its loss is zero: in a batch of
+    another size torch may choose other kernels for everyone."""
+    rows, bound = 4, 0.05
+    inputs, labels = make_batch(name, task, rows)
+    inputs, labels = {key: value.to(device) for key, value in inputs.items()}, labels.to(device)
+    model = make(name, task, tuning).to(device)
+    params = [p for p in model.parameters() if p.requires_grad]
+    private, optimizer, _ = dpivon.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(params, lr=0.0),
+        data_loader=DataLoader([0] * rows, batch_size=rows),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        poisson_sampling=False,
+    )
+
+    def clipped(present: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = private(**inputs).logits
+        (loss_of_each(logits.float(), labels, task) * present).mean().backward()
+        optimizer.step()
+        return torch.cat([rows * p.grad.double().flatten() for p in params])
+
+    for kept, grams in ((True, True), (False, True), (False, False)):
+        with monkeypatch.context() as patch:
+            if not kept:
+                patch.setattr(uses, "MADE_BYTES", 0)
+                patch.setattr(uses, "MADE_RATIO", 0)
+            patch.setattr(Bounded, "by_grams", property(lambda use, grams=grams: grams))
+            total = clipped(torch.ones(rows, device=device))
+            for gone in (rows - 2, rows - 1):
+                present = (torch.arange(rows, device=device) != gone).float()
+                moved = float((total - clipped(present)).norm()) / bound
+                assert 0.9 < moved <= 1 + 1e-5, (kept, grams, gone, moved)
