@@ -23,6 +23,7 @@ import pstats
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -260,6 +261,7 @@ def main() -> None:
                     f"{shape:>8} {contender:<13} {type(error).__name__}: {' '.join(str(error).split())[:160]}",
                     flush=True,
                 )
+                traceback.print_exc()
                 free()
                 continue
             base[contender] = result

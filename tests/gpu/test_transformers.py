@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-from transformer_models import MODELS, check_neighbours  # noqa: E402
+from transformer_models import MODELS, check_neighbours
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every model
