@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import weighted_sum
 from dpivon.privacy.layers import bounded, uses
-from dpivon.privacy.layers.bounded import Bounded, BoundedTied, squared_norms
-from dpivon.privacy.layers.uses import Outer, Rows, merge, settled
+from dpivon.privacy.layers.bounded import Bounded, BoundedTied
+from dpivon.privacy.layers.uses import Outer, Rows, merge, settled, squared_norms
 
 B = 6
 

@@ -27,10 +27,9 @@ from dpivon.privacy.gradients.means import Seed, intercept_backward, loss_of_eac
 from dpivon.privacy.gradients.model_io import Unattributed, map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
-from dpivon.privacy.layers.bounded import squared_norms
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
+from dpivon.privacy.layers.uses import Dense, Use, merge, settled, squared_norms, views_of_examples
 from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.precision import capturing, without_autocast
 

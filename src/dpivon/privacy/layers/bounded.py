@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 from dpivon.privacy.layers.made import Tied, _added_up
-from dpivon.privacy.layers.uses import Outer, Rows, Use, measured_in_parts, memory_cap
+from dpivon.privacy.layers.uses import Outer, Rows, measured_in_parts, memory_cap
 from dpivon.privacy.precision import product, wide
 
 _UNIT = 2.0**-24  # of fp32, whichever way it rounds
@@ -44,7 +44,12 @@ class Bounded(Outer):
     dropped: Tensor | None = None
 
     def squared_norm(self) -> Tensor:
-        return squared_norms([self])[0]
+        return _measured([self])[0]
+
+    @staticmethod
+    def measured(uses: Sequence[Bounded]) -> list[Tensor]:
+        """The squared norms of several, in fewer launches."""
+        return _measured(uses)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         a, g = self._aligned
@@ -154,30 +159,27 @@ def upper_bound(squares: Tensor, lengths: Tensor, slack: float, rounding: float,
     return (n + rounding * lengths).square()
 
 
-def squared_norms(uses: Sequence[Use]) -> list[Tensor]:
-    """The squared norms of several uses, those that need Gram matrices of one size together: fewer launches."""
-    found: list[Tensor | None] = [None] * len(uses)
+def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
+    """Those that need Gram matrices of one size together."""
+    found: dict[int, Tensor] = {}
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, use in enumerate(uses):
-        if not isinstance(use, Bounded):
-            found[i] = use.squared_norm()
-        elif use.by_grams:
-            alike.setdefault(tuple(use.a.shape[:2]), []).append(i)
+        b, t, _ = use.a.shape
+        if use.by_grams:
+            alike.setdefault((b, t), []).append(i)
         else:
-            t = use.a.shape[1]
             squares = measured_in_parts(use._rows, use._examples(), use.shape.numel())
             found[i] = upper_bound(squares, use.lengths, 0.0, 2 * t * _UNIT + _HALVES)
     for (b, t), members in alike.items():
-        room = max(1, memory_cap(uses[members[0]].a) // (8 * b * t * t))  # type: ignore[attr-defined]
+        room = max(1, memory_cap(uses[members[0]].a) // (8 * b * t * t))
         for start in range(0, len(members), room):
             some = members[start : start + room]
-            outers: list[Bounded] = [uses[i] for i in some]  # type: ignore[misc]
+            outers = [uses[i] for i in some]
             squares, lengths, floor = _by_grams(outers)
             slack = max(_columns(use) for use in outers) * _UNIT
             bounds = upper_bound(squares, lengths, slack, t * _UNIT + _HALVES, floor)
-            for i, bound in zip(some, bounds, strict=True):
-                found[i] = bound
-    return found  # type: ignore[return-value]
+            found |= zip(some, bounds, strict=True)
+    return [found[i] for i in range(len(uses))]
 
 
 def _columns(use: Bounded) -> int:
