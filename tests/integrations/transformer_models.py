@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import dpivon
-from dpivon.privacy.layers import uses
+from dpivon.privacy.layers import bounded
 from dpivon.privacy.layers.bounded import Bounded
 
 VOCABULARY, LENGTH, LABELS = 13, 6, 3
@@ -169,8 +169,8 @@ def check_neighbours(name: str, task: str, tuning: str, device: str, monkeypatch
     for kept, grams in ((True, True), (False, True), (False, False)):
         with monkeypatch.context() as patch:
             if not kept:
-                patch.setattr(uses, "MADE_BYTES", 0)
-                patch.setattr(uses, "MADE_RATIO", 0)
+                patch.setattr(bounded, "MADE_BYTES", 0)
+                patch.setattr(bounded, "MADE_RATIO", 0)
             patch.setattr(Bounded, "by_grams", property(lambda use, grams=grams: grams))
             total = clipped(torch.ones(rows, device=device))
             for gone in (rows - 2, rows - 1):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import weighted_sum
-from dpivon.privacy.layers import bounded, uses
-from dpivon.privacy.layers.bounded import Bounded, BoundedTied
+from dpivon.privacy.gradients.means import Widened
+from dpivon.privacy.gradients.side_by_side import in_blocks
+from dpivon.privacy.layers import bounded
+from dpivon.privacy.layers.bounded import Bounded, BoundedTied, Unmade
 from dpivon.privacy.layers.uses import Outer, Rows, merge, settled, squared_norms
 
 B = 6
@@ -139,7 +143,7 @@ def test_small_gradients_are_made_and_large_ones_are_not(monkeypatch):
     made = settled(outer)
     torch.testing.assert_close(made.materialise().double(), exact(a, g), rtol=1e-5, atol=1e-5)
     assert not isinstance(made, Bounded)
-    monkeypatch.setattr(uses, "MADE_BYTES", 0)
+    monkeypatch.setattr(bounded, "MADE_BYTES", 0)
     assert isinstance(settled(outer), Bounded)
     long = [t.repeat(1, 50, 1) for t in (a, g)]  # what they are made of takes more
     assert not isinstance(settled(Outer(*long, outer.shape)), Bounded)
@@ -150,3 +154,45 @@ def test_small_gradients_are_made_and_large_ones_are_not(monkeypatch):
     torch.testing.assert_close(
         both.weighted_sum(c), 2 * weighted_sum(c, exact(a, g).flatten(1)).view(64, 32), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_rows_that_lie_apart_change_nothing(form, bad):
+    """As the gradient of a head's outputs comes, whose width is not a multiple of eight."""
+    a, g = operands(8, 16, 21, "ordinary")
+    g[2, 1, 3] = torch.nan if bad else g[2, 1, 3]
+    apart = torch.full((B, 8, 24), torch.nan, dtype=torch.bfloat16)[..., :21].copy_(g)
+    uses = [Bounded(a, t, torch.Size((21, 16))).without(torch.arange(B) == 2) for t in (g, apart)]
+    dense, strided = (use.weighted_sum(torch.ones(B)) for use in uses)
+    torch.testing.assert_close(strided, dense, rtol=1e-6, atol=1e-6)
+    dense, strided = (replace(use, dropped=None).squared_norm() for use in uses)
+    torch.testing.assert_close(strided, dense, rtol=1e-4, atol=0.0, equal_nan=True)
+    assert bool(torch.isnan(strided[2])) is bad
+
+
+def test_small_gradients_of_one_size_are_made_together(monkeypatch):
+    monkeypatch.setattr(bounded, "launches_cost", lambda t: True)
+    outers = [Outer(*operands(8, d, 5, "ordinary"), torch.Size((5, d))) for d in (16, 16, 30)]
+    outers.append(Outer(*operands(8, 5, 16, "padded"), torch.Size((5, 16)), transposed=True))
+    unmade = [settled(outer) for outer in outers]
+    assert all(isinstance(use, Unmade) for use in unmade)
+    params = [torch.zeros(use.shape) for use in outers]
+    ((members, together),) = in_blocks(params, unmade, joint=True)
+    expected = torch.cat([outer.made().flatten(1) for outer in outers], 1)
+    assert members == [0, 1, 2, 3]
+    torch.testing.assert_close(together.materialise(), expected, rtol=1e-6, atol=1e-6)
+    for use, outer in zip(unmade, outers, strict=True):
+        torch.testing.assert_close(use.squared_norm(), outer.made().double().square().sum((1, 2)), rtol=1e-5, atol=0.0)
+
+
+def test_a_widened_output_hands_back_its_gradient_in_bf16():
+    z = torch.randn(3, 4, 5).bfloat16().requires_grad_()
+    seen = []
+    wide = Widened.apply(z * 1)
+    assert wide.dtype == torch.float32
+    g = torch.randn(3, 4, 5)
+    z.register_hook(seen.append)
+    wide.backward(g)
+    assert torch.equal(seen[0], g.bfloat16())
+    twice = torch.autograd.grad(Widened.apply(z * z).sum(), z, create_graph=True)[0]
+    assert twice.requires_grad

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from dpivon import IVON, ArgumentError, BatchMemoryManager, Checkpoints, PrivacyEngine, PrivacyError
 from dpivon.cli import app
 from dpivon.durable.ledger import read
-from dpivon.privacy import noise
+from dpivon.optim import tensors
+from dpivon.privacy import mechanism, noise
 from dpivon.privacy.accounting.recorded import drawn, seeded
 from dpivon.privacy.noise import TorchNoise, renewed
 from dpivon.stacked import AnyNetwork, Run, Stack
@@ -344,3 +345,20 @@ def test_noise_that_a_posterior_sample_or_an_earlier_optimizer_shows_is_refused(
     gc.collect()
     with pytest.raises(ArgumentError, match="noise of optimizer 0 of this engine"):  # what it released is still there
         made(seeded_with(3))
+
+
+def test_noise_that_sums_are_added_to_in_place_gives_the_same_release(monkeypatch):
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (2, 2, 2))]
+    sums = {p: torch.randn(p.shape, dtype=torch.float64) for p in params}
+    kept = {p: total.clone() for p, total in sums.items()}
+    spec = mechanism.NoiseSpec(1.3, 0.7, 17.0, 0.1)
+    monkeypatch.setattr(tensors, "joins", lambda given: True)  # as on a GPU
+    found = []
+    for in_place in (True, False):
+        monkeypatch.setattr(mechanism, "joins", lambda given, in_place=in_place: in_place)
+        source = TorchNoise(torch.Generator().manual_seed(3))
+        found.append(mechanism.release(sums, spec, source, lambda spec: None).gradients)
+    for p in params:
+        assert torch.equal(found[0][p], found[1][p])
+        assert found[0][p].dtype == torch.float32
+        assert torch.equal(sums[p], kept[p])

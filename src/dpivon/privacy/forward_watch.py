@@ -95,7 +95,7 @@ class ForwardWatch:
         if isinstance(
             after, Tensor
         ):  # a GPU is not waited for: such a release is noise alone, and the error comes later
-            changed = ~torch.isclose(before, after, rtol=0.0, atol=0.0, equal_nan=True).all()
+            changed = (before.view(torch.int64) != after.view(torch.int64)).any()  # bits, so that NaN equals itself
             self._keeper.doubt = changed if self._keeper.doubt is None else self._keeper.doubt | changed
             self._reported = torch.zeros(1, dtype=torch.bool, pin_memory=True).copy_(
                 self._keeper.doubt, non_blocking=True
@@ -228,7 +228,10 @@ def marks(tree: Tree) -> Marks:
             own = tuple(key for key in keys if key not in _OWN)
             known = tree.attributes[layer] = keys, own, [(name, key) for key in own]
         places += known[2]
-        values += [_mark(held[key]) for key in known[1]]
+        for key in known[1]:
+            value = held[key]
+            kind = type(value)
+            values.append(value if kind is int or kind is float or kind is bool else _mark(value))
     return places, values
 
 
@@ -239,15 +242,15 @@ def _changed(before: Marks, now: Marks) -> set[tuple[str, str]]:
     return {at for at in was.keys() | is_.keys() if was.get(at) != is_.get(at)}
 
 
+_CONTAINERS = (dict, list, set)
+
+
 def _mark(value: Any) -> Any:
-    kind = type(value)
-    if kind is dict or kind is list:
+    if isinstance(value, _CONTAINERS):
         return len(value)
-    if isinstance(value, (int, float)):
-        return value
     if isinstance(value, Tensor):
         return id(value), value._version
-    return len(value) if isinstance(value, (list, dict, set)) else None
+    return value if isinstance(value, int | float) else None
 
 
 def _held(layer: nn.Module) -> dict[str, Any]:

@@ -102,13 +102,17 @@ def _projected(keeper: BookKeeper, output: Any, examples: list[int]) -> tuple[li
             z = z.movedim(keeper.dim, 0)
         elif keeper.dim == 0 and z.dim() and len(z) and len(z) % rows == 0:  # [batch · positions, …]
             z = z.unflatten(0, (rows, -1))
-        generator = torch.Generator().manual_seed(i)
+        generator = torch.Generator(z.device).manual_seed(
+            i
+        )  # there, since a language model has 50,000 outputs per token
         single = z.dim() == 0 or len(z) != rows  # already reduced over the batch, or not of it
-        each = torch.rand(z.shape if single else z.shape[1:], generator=generator, dtype=torch.float64) + 0.5
+        shape = z.shape if single else z.shape[1:]
+        each = torch.rand(shape, generator=generator, dtype=torch.float64, device=z.device) + 0.5
+        parts = z * each.to(z)
         if not single:
-            each = each * (1.0 + torch.tensor(examples, dtype=torch.float64)).view(-1, *[1] * (z.dim() - 1))
+            parts = parts.reshape(rows, -1).sum(1) * (1.0 + torch.tensor(examples, dtype=torch.float64)).to(z)
             by_row.append(z)
-        value = (z * each.to(z)).sum()
+        value = parts.sum()
         total = total + (value / rows if not single and keeper.loss_reduction == "mean" else value)
     return by_row, total
 

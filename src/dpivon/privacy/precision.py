@@ -67,13 +67,13 @@ def wide_dtype(t: Tensor) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for stacks of matrices, added up and returned in fp32 or better; the operands themselves may be bf16."""
+    """a @ b for matrices or stacks of them, added up and returned in fp32 or better; the operands themselves may be bf16."""
     if a.dtype != torch.bfloat16:
         # What @ comes to for two stacks, without its views.
         return torch.bmm(a, b) if a.dim() == b.dim() == 3 and len(a) == len(b) else a @ b
     if not a.is_cuda:
         return a.float() @ b.float()
-    result: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+    result: Tensor = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
     return result
 
 

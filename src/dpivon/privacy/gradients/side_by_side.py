@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpivon.privacy.layers.bounded import Unmade
 from dpivon.privacy.layers.convolved import Summed, one_matrix
+from dpivon.privacy.layers.made import Tied
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 
@@ -23,6 +26,7 @@ def in_blocks(
     params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool
 ) -> list[tuple[list[int], Use | None]]:
     """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side."""
+    uses = _made_together(uses)
     if not joint:
         return [([i], use) for i, use in enumerate(uses)]
     blocks: list[tuple[list[int], Use | None]] = []
@@ -33,6 +37,26 @@ def in_blocks(
         blocks.append((small, Dense(torch.cat([_rows(uses[i]) for i in small], 1))))
     taken = {i for members, _ in blocks for i in members}
     return [*blocks, *(([i], use) for i, use in enumerate(uses) if i not in taken)]
+
+
+def _made_together(uses: Sequence[Use | None]) -> list[Use | None]:
+    """Small gradients that a rule left unmade on a GPU, those of one size by one product: adapters have hundreds of layers."""
+    alike: dict[Any, list[int]] = {}
+    for i, use in enumerate(uses):
+        if isinstance(use, Unmade):
+            alike.setdefault((use.a.shape, use.g.shape, use.shape, use.transposed), []).append(i)
+    result = list(uses)
+    for members in alike.values():
+        some: list[Outer] = [uses[i] for i in members]  # type: ignore[misc]
+        first = some[0]
+        if len(some) == 1:
+            made = first.made().unsqueeze(0)
+        else:
+            whole = replace(first, a=torch.cat([u.a for u in some]), g=torch.cat([u.g for u in some]))
+            made = whole.made().unflatten(0, (len(some), -1))
+        for i, g in zip(members, made.unbind(), strict=True):
+            result[i] = Dense(g.reshape(len(g), *first.shape))
+    return result
 
 
 def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
@@ -60,7 +84,7 @@ def dtype_of_sums(blocks: Sequence[tuple[list[int], Use | None]]) -> torch.dtype
     """What the clip factors are cast to, once for all blocks: that of every sum, or else double, and each casts its own."""
     kinds = {
         wide_dtype(use.g) if isinstance(use, Dense | Outer | Rows) else torch.float64
-        for _, use in blocks
+        for use in (use.head if isinstance(use, Tied) else use for _, use in blocks)
         if use is not None
     }
     return kinds.pop() if len(kinds) == 1 else torch.float64

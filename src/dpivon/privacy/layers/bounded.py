@@ -26,14 +26,16 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 from dpivon.privacy.layers.made import Tied, _added_up
-from dpivon.privacy.layers.uses import Outer, Rows, measured_in_parts, memory_cap
-from dpivon.privacy.precision import product, wide
+from dpivon.privacy.layers.uses import Outer, Rows, measured_in_parts, memory_cap, rows_of_an_example
+from dpivon.privacy.precision import launches_cost, product, wide
 
+MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
+MADE_RATIO = 3  # or so many times what their operands take
 _UNIT = 2.0**-24  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
-_CHUNK = 1024  # columns of A or G over which a Gram matrix is added up at a time
+_CHUNK = 1024  # columns of A or G over which a Gram matrix is added up at a time,
+_CHUNKS = 16  # or more, where there would be more of them than this
 _LEAST = 2.0**-126  # what fp32 may lose of a product of two small numbers
-_VANISHES = 1e-34  # a weighted operand up to this counts as zero: its halves would be subnormal
 _ALIGNED = 8  # bf16 numbers that tensor cores read at once
 
 
@@ -53,31 +55,29 @@ class Bounded(Outer):
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         a, g = self._aligned
-        p, d = g.shape[2], a.shape[2]
-        scaled, other = (a, g) if d <= p else (g, a)
-        scaled = F.hardshrink(wide(scaled) * c.float().view(-1, 1, 1), _VANISHES)
         if self.dropped is not None:
-            dropped = self.dropped.view(-1, 1, 1)
-            scaled, other = scaled.masked_fill_(dropped, 0.0), other.masked_fill(dropped, 0.0)
-        high = scaled.to(torch.bfloat16)
-        halves = torch.cat([high, (scaled - high).to(torch.bfloat16)], 2)
-        by_row = (d <= p) == self.transposed  # whether the rows of the result are those of the weighted operand
+            c, a, g = c.masked_fill(self.dropped, 0.0), _finite(a), _finite(g)
+        scaled, other = (a, g) if a.shape[2] <= g.shape[2] else (g, a)
+        by_row = (scaled is a) == self.transposed  # whether the rows of the result are those of what is weighted
+        halves, other = _halves(scaled, c).flatten(0, 1), other.flatten(0, 1)
+        at_once, across = EXAMPLES_AT_ONCE * self.a.shape[1], 0 if by_row else 1
         total: Tensor | None = None
-        for left, right in zip(halves.split(EXAMPLES_AT_ONCE), other.split(EXAMPLES_AT_ONCE), strict=True):
-            left, right = left.flatten(0, 1).unsqueeze(0), right.flatten(0, 1).unsqueeze(0)
-            both = product(left.mT, right)[0] if by_row else product(right.mT, left)[0]
-            high, low = both.chunk(2, 0 if by_row else 1)
-            part = torch.add(high.double(), low)
+        for start in range(0, len(halves), at_once):
+            left, right = halves[start : start + at_once], other[start : start + at_once]
+            both = product(left.mT, right) if by_row else product(right.mT, left)
+            part = both.unflatten(across, (2, -1)).sum(across, dtype=torch.float64)
             total = part if total is None else total.add_(part)
         assert total is not None
-        rows, columns = (self.a.shape[2], self.g.shape[2]) if self.transposed else (self.g.shape[2], self.a.shape[2])
-        total = total[:rows, :columns].contiguous()
+        if a is not self.a or g is not self.g:
+            size = self.g.shape[2], self.a.shape[2]
+            rows, columns = reversed(size) if self.transposed else size
+            total = total[:rows, :columns].contiguous()
         return total.reshape(self.shape) if self.order is None else self.order.restore(total.flatten())
 
     @cached_property
     def _aligned(self) -> tuple[Tensor, Tensor]:
         """A and G with as many columns as tensor cores like."""
-        a, g = (F.pad(t, (0, -t.shape[2] % _ALIGNED)) if t.shape[2] % _ALIGNED else t for t in (self.a, self.g))
+        a, g = (t if _lies_well(t) else F.pad(t, (0, -t.shape[2] % _ALIGNED)) for t in (self.a, self.g))
         return a, g
 
     @property
@@ -102,9 +102,7 @@ class Bounded(Outer):
         return product(a.mT, g) if self.transposed else product(g.mT, a)
 
     def made(self) -> Tensor:
-        a, g = (
-            t if self.dropped is None else t.masked_fill(self.dropped.view(-1, 1, 1), 0.0) for t in (self.a, self.g)
-        )
+        a, g = (t if self.dropped is None else _without(t, self.dropped) for t in (self.a, self.g))
         return product(a.mT, g) if self.transposed else product(g.mT, a)
 
     def without(self, dropped: Tensor) -> Bounded:
@@ -116,6 +114,10 @@ class Bounded(Outer):
     def grouped(self, rows: int) -> Bounded:
         a, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.a, self.g))
         return replace(self, a=a, g=g)
+
+
+class Unmade(Outer):
+    """Small gradients that are made when backward is over, with others of their size (``gradients/side_by_side``)."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,42 @@ def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
     return [found[i] for i in range(len(uses))]
 
 
+def _halves(t: Tensor, c: Tensor) -> Tensor:
+    """c_i t_i as two bf16 numbers that add up to it, side by side."""
+    weighted, n = t * c.float().view(-1, 1, 1), t.shape[2]
+    halves = t.new_empty(*t.shape[:2], 2 * n)
+    high = halves[..., :n].copy_(weighted)
+    torch.sub(weighted, high, out=halves[..., n:])
+    return halves
+
+
+def _finite(t: Tensor) -> Tensor:
+    """With zeros for what is not finite, whose weight is zero: one of a few passes over memory that cost the least."""
+    if t.is_contiguous():
+        return torch.nan_to_num(t, 0.0, 0.0, 0.0)
+    rows = t.new_empty(*t.shape[:2], t.stride(1))[..., : t.shape[2]]
+    return torch.nan_to_num(t, 0.0, 0.0, 0.0, out=rows)
+
+
+def _lies_well(t: Tensor) -> bool:
+    """Whether rows begin where tensor cores like them to."""
+    (_, t_, n), strides = t.shape, t.stride()
+    if t.is_contiguous():
+        return n % _ALIGNED == 0
+    return strides[2] == 1 and strides[1] % _ALIGNED == 0 and strides[0] == t_ * strides[1]
+
+
+def _without(t: Tensor, dropped: Tensor) -> Tensor:
+    return t.masked_fill(dropped.view(-1, 1, 1), 0.0)
+
+
 def _columns(use: Bounded) -> int:
     """What adding up the two Gram matrices may lose, and multiplying them, in units of L² 2⁻²⁴."""
-    widths = [t.shape[2] for t in (use.a, use.g)]
-    return sum(min(n, _CHUNK) + -(-n // _CHUNK) for n in widths) + 2
+    return sum(min(n, _chunk(n)) + -(-n // _chunk(n)) for n in (use.a.shape[2], use.g.shape[2])) + 2
+
+
+def _chunk(columns: int) -> int:
+    return max(_CHUNK, -(-columns // (_CHUNKS * _ALIGNED)) * _ALIGNED)
 
 
 def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,15 +235,25 @@ def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gram(t: Tensor) -> Tensor:
     """t tᵀ of every example, over a few columns at a time."""
-    total: Tensor | None = None
-    for part in t.split(_CHUNK, 2):
-        total = product(part, part.mT) if total is None else total.add_(product(part, part.mT))
-    assert total is not None
+    if t.shape[2] <= _CHUNK:
+        return product(t, t.mT)
+    first, *rest = t.split(_chunk(t.shape[2]), 2)
+    total = product(first, first.mT)
+    for part in rest:
+        total += product(part, part.mT)
     return total
 
 
-def bounded(use: Outer) -> Bounded:
-    return Bounded(use.a, use.g, use.shape, use.transposed, use.order)
+def in_bf16(use: Outer) -> Outer | None:
+    """What becomes of a rule's use in bf16; None if it is treated like any other."""
+    b, t, _ = use.a.shape
+    given = use.a, use.g, use.shape, use.transposed, use.order
+    if t == 1:
+        return use if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
+    size, operands = 4 * b * use.shape.numel(), 2 * (use.a.numel() + use.g.numel())
+    if size > memory_cap(use.g) or size > max(MADE_BYTES, MADE_RATIO * operands):
+        return Bounded(*given)
+    return Unmade(*given) if size <= MADE_BYTES and use.order is None and launches_cost(use.g) else None
 
 
 def tied(head: Outer, table: Rows) -> Tied:

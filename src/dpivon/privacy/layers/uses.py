@@ -27,8 +27,6 @@ from dpivon.privacy.precision import capturing, launches_cost, product, readable
 MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
 _FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
-MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept
-MADE_RATIO = 3  # or so many times what their operands take
 _CACHED = 16 * 2**20  # bytes of gradients that a CPU makes at a time where they are not kept
 _CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram matrices in double are right to 1e-9
 _VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
@@ -79,24 +77,32 @@ class Dense:
 
     g: Tensor
     order: Order | None = None
+    dropped: Tensor | None = None
 
     def squared_norm(self) -> Tensor:
-        return row_norms(self.g.flatten(1)).square()
+        return row_norms(self._kept.flatten(1)).square()
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        total = weighted_sum(c, self.g.flatten(1))
+        g = self.g
+        if self.dropped is not None:  # whatever is not finite has no weight; to mask whole rows takes twice the time
+            c, g = c.masked_fill(self.dropped, 0.0), torch.nan_to_num(g, 0.0, 0.0, 0.0)
+        total = weighted_sum(c, g.flatten(1))
         if self.order is not None:
             return self.order.restore(total)
-        return total if self.g.dim() == 2 else total.reshape(self.g.shape[1:])
+        return total if g.dim() == 2 else total.reshape(g.shape[1:])
 
     def materialise(self) -> Tensor:
-        return self.g if self.order is None else self.order.restore(self.g.flatten(1))
+        return self._kept if self.order is None else self.order.restore(self._kept.flatten(1))
+
+    @property
+    def _kept(self) -> Tensor:
+        return self.g if self.dropped is None else _drop(self.g, self.dropped)
 
     def without(self, dropped: Tensor) -> Dense:
-        return Dense(_drop(self.g, dropped), self.order)
+        return Dense(self.g, self.order, dropped if self.dropped is None else dropped | self.dropped)
 
     def grouped(self, rows: int) -> Dense:
-        return Dense(self.g.unflatten(0, (-1, rows)).sum(1), self.order)
+        return Dense(self._kept.unflatten(0, (-1, rows)).sum(1), self.order)
 
 
 @dataclass(frozen=True)
@@ -348,23 +354,15 @@ def settled(use: Use) -> Use:
     if type(use) is not Outer:
         return use
     if use.a.dtype == use.g.dtype == torch.bfloat16 and not capturing():
-        if use.a.shape[1] == 1 and rows_of_an_example() > 1:
-            return use  # an example's positions are rows here, and will be added up
-        if use.a.shape[1] > 1 and not _keeps_made(use):
-            from dpivon.privacy.layers.bounded import bounded  # which is made of these
+        from dpivon.privacy.layers.bounded import in_bf16  # which is made of these
 
-            return bounded(use)
+        kept = in_bf16(use)
+        if kept is not None:
+            return kept
     if not materialises(use.g, use.a.shape[2], use.g.shape[2]):
         return use
     made = use.made()
     return Dense(made.reshape(len(made), *use.shape) if use.order is None else made, use.order)
-
-
-def _keeps_made(use: Outer) -> bool:
-    """Whether gradients from bf16 take little memory, or not much more than what they are made of."""
-    size = 4 * use.a.shape[0] * use.shape.numel()
-    operands = 2 * (use.a.numel() + use.g.numel())
-    return size <= max(MADE_BYTES, MADE_RATIO * operands) and size <= memory_cap(use.g)
 
 
 def memory_cap(t: Tensor) -> int:
