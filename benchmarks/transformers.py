@@ -52,10 +52,15 @@ class Empty(Dataset[Tensor]):
         return torch.zeros(1)
 
 
-def make_model(name: str, tiny: bool) -> nn.Module:
+def make_model(name: str, tiny: bool, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return new_model(name, tiny)
+
+
+def new_model(name: str, tiny: bool) -> nn.Module:
     import transformers as hf
 
-    torch.manual_seed(0)
     if name in DIM:
         width, layers, heads = (32, 2, 2) if tiny else DIM[name]
         rest = {"vocab_size": 60} if tiny else {}
@@ -104,7 +109,7 @@ def for_opacus(model: nn.Module) -> nn.Module:
 
 
 def make_step(contender: str, name: str, rows: int, length: int, device: str, tiny: bool) -> Step:
-    model = make_model(name, tiny)
+    model = make_model(name, tiny, device)
     if contender.startswith("lora-"):
         model = with_lora(model)
     model = (for_opacus(model) if contender == "opacus-ghost" else model).to(device).train()
@@ -229,7 +234,11 @@ def free() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gpt2")
-    parser.add_argument("--shapes", default="64x128,16x512,8x1024", help="batch x tokens, or batch x pixels of a side")
+    parser.add_argument(
+        "--shapes",
+        default="64x128,16x512,8x1024",
+        help="batch x tokens, or batch x pixels of a side; model:shape for another model",
+    )
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--warmup", type=int, default=2)
@@ -249,16 +258,18 @@ def main() -> None:
         f"{given.model}{' (tiny)' if given.tiny else ''}, {name}, torch {torch.__version__}, dpivon {dpivon.__version__}"
     )
     found: list[dict[str, Any]] = []
-    for shape in given.shapes.split(","):
+    for named in given.shapes.split(","):
+        model, _, shape = named.rpartition(":")
+        model = model or given.model
         rows, length = map(int, shape.split("x"))
         base: dict[str, dict[str, float]] = {}
         for contender in given.only:
             try:
-                step = make_step(contender, given.model, rows, length, given.device, given.tiny)
+                step = make_step(contender, model, rows, length, given.device, given.tiny)
                 result = measure(step, given.device, given.warmup, given.steps)
             except (Exception, torch.OutOfMemoryError) as error:
                 print(
-                    f"{shape:>8} {contender:<13} {type(error).__name__}: {' '.join(str(error).split())[:160]}",
+                    f"{named:>8} {contender:<13} {type(error).__name__}: {' '.join(str(error).split())[:160]}",
                     flush=True,
                 )
                 traceback.print_exc()
@@ -268,10 +279,10 @@ def main() -> None:
             plain = base.get("lora-plain" if contender.startswith("lora-") else "plain", result)
             ratio, room = result["ms"] / plain["ms"], result["gb"] / plain["gb"] if plain["gb"] else 0.0
             found.append(
-                {"model": given.model, "shape": shape, "contender": contender, **result, "ratio": ratio, "room": room}
+                {"model": model, "shape": shape, "contender": contender, **result, "ratio": ratio, "room": room}
             )
             print(
-                f"{shape:>8} {contender:<13} {result['ms']:8.1f} ms {ratio:5.2f} x   {result['gb']:6.1f} GB {room:5.2f} x   "
+                f"{named:>8} {contender:<13} {result['ms']:8.1f} ms {ratio:5.2f} x   {result['gb']:6.1f} GB {room:5.2f} x   "
                 f"first step {result['check']:5.1f} s",
                 flush=True,
             )
