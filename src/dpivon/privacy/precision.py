@@ -73,7 +73,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b) if a.dim() == b.dim() == 3 and len(a) == len(b) else a @ b
     if not a.is_cuda:
         return a.float() @ b.float()
-    result: Tensor = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+    if a.dim() == 2:
+        return product(a.unsqueeze(0), b.unsqueeze(0))[0]
+    result: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
     return result
 
 

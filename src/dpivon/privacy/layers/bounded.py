@@ -16,7 +16,7 @@ positions cancel, L is much larger than ‖H‖, and it counts for a little less
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms
 from dpivon.privacy.layers.made import Tied, _added_up
-from dpivon.privacy.layers.uses import Outer, Rows, measured_in_parts, memory_cap, rows_of_an_example
+from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
 from dpivon.privacy.precision import launches_cost, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
@@ -93,13 +93,14 @@ class Bounded(Outer):
         norms = (torch.linalg.vector_norm(t, dim=2, dtype=torch.float32).double() for t in (self.a, self.g))
         return torch.mul(*norms).sum(1)
 
-    def _rows(self, examples: Tensor) -> Tensor:
-        """As rows for their norms, with the columns that were added."""
-        return self.some(examples).flatten(1)
-
-    def some(self, examples: Tensor) -> Tensor:
-        a, g = (t[examples] for t in self._aligned)
-        return product(a.mT, g) if self.transposed else product(g.mT, a)
+    def squares_of_made(self, added: Callable[[Tensor, Tensor], None] = lambda made, examples: None) -> Tensor:
+        """‖H‖² from gradients that are made a few examples at a time, to which ``added`` adds others in place."""
+        at_once, found = max(1, memory_cap(self.a) // (4 * self.shape.numel())), []
+        for a, g, examples in zip(*(t.split(at_once) for t in (*self._aligned, self._examples())), strict=True):
+            made = product(a.mT, g) if self.transposed else product(g.mT, a)
+            added(made, examples)
+            found.append(row_norms(made.flatten(1)))
+        return torch.cat(found).square()
 
     def made(self) -> Tensor:
         a, g = (t if self.dropped is None else _without(t, self.dropped) for t in (self.a, self.g))
@@ -132,7 +133,7 @@ class BoundedTied(Tied):
         lengths = torch.linalg.vector_norm(e, dim=2).sum(1, dtype=torch.float64)
         rounding = t + e.shape[1]
         if not self.head.by_grams:
-            squares = measured_in_parts(self._rows, self.head._examples(), self.head.shape.numel())
+            squares = self.head.squares_of_made(self._add_embedded)
             return upper_bound(squares, self.head.lengths + lengths, 0.0, 2 * rounding * _UNIT + _HALVES)
         squares, of_head, floor = (s[0] for s in _by_grams([self.head]))
         read = self.head.g.gather(2, self.table.index.unsqueeze(1).expand(-1, t, -1))
@@ -141,12 +142,10 @@ class BoundedTied(Tied):
         slack = (_columns(self.head) + d + rounding) * _UNIT
         return upper_bound(squares, of_head + lengths, slack, rounding * _UNIT + _HALVES, floor)
 
-    def _rows(self, examples: Tensor) -> Tensor:
-        made = self.head.some(examples)
+    def _add_embedded(self, made: Tensor, examples: Tensor) -> None:
         owners, places, rows = _added_up(self.table, examples)
         rows = F.pad(rows.to(made), (0, made.shape[2] - rows.shape[1]))
         made.flatten(0, 1).index_add_(0, owners * made.shape[1] + places, rows)
-        return made.flatten(1)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         owners, places, rows = self.table._added
@@ -170,7 +169,7 @@ def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
         if use.by_grams:
             alike.setdefault((b, t), []).append(i)
         else:
-            squares = measured_in_parts(use._rows, use._examples(), use.shape.numel())
+            squares = use.squares_of_made()
             found[i] = upper_bound(squares, use.lengths, 0.0, 2 * t * _UNIT + _HALVES)
     for (b, t), members in alike.items():
         room = max(1, memory_cap(uses[members[0]].a) // (8 * b * t * t))
