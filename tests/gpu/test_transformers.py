@@ -15,6 +15,8 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 from transformer_models import MODELS, check_neighbours
 
+from dpivon.privacy.layers.bounded import Bounded
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every model
 
@@ -23,3 +25,29 @@ FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every mo
 @pytest.mark.parametrize("tuning", ["all", "LoRA"])
 def test_one_example_moves_the_sum_by_at_most_C(name, task, tuning, monkeypatch):
     check_neighbours(name, task, tuning, "cuda", monkeypatch)
+
+
+@pytest.mark.parametrize(("t", "d", "p"), [(16, 768, 3072), (128, 768, 2307), (128, 3072, 768), (700, 64, 96)])
+@pytest.mark.parametrize("like", ["ordinary", "cancelling", "aligned"])
+def test_bounds_hold_on_tensor_cores(like, t, d, p):
+    torch.manual_seed(0)
+    a, g = torch.randn(1, t, d) + 0.05 * torch.randn(64, t, d), torch.randn(1, t, p) + 0.05 * torch.randn(64, t, p)
+    if like == "cancelling":
+        half = t // 2
+        a[:, half : 2 * half], g[:, half : 2 * half] = a[:, :half], -g[:, :half]
+        g[:, 0] *= 1.01
+    elif like == "aligned":
+        a, g = a.abs() + 1.0, g.abs() + 1.0
+    a, g = a.bfloat16().cuda(), g.bfloat16().cuda()
+    use = Bounded(a, g, torch.Size((p, d)))
+    norms = use.squared_norm().sqrt()
+    exact = torch.stack([(y.double().T @ x.double()).norm() for x, y in zip(a, g, strict=True)])
+    assert (norms >= exact).all()
+    if like == "ordinary":
+        assert (norms <= 1.03 * exact).all()
+    c = 1.0 / norms
+    for i in (0, 63):  # alone, and with everyone else, whose gradients are much like it
+        assert float(use.weighted_sum(c * (torch.arange(64, device="cuda") == i)).norm()) <= 1 + 1e-9
+        kept = torch.arange(64, device="cuda") != i
+        others = Bounded(a[kept], g[kept], use.shape).weighted_sum(c[kept])
+        assert float((use.weighted_sum(c) - others).norm()) <= 1 + 1e-5
