@@ -56,14 +56,14 @@ def test_what_an_example_adds_is_at_most_its_norm(form, like, t, d, p):
         norms, lengths = use.squared_norm().sqrt(), exact_lengths(a, g)
         assert (norms >= each.flatten(1).norm(dim=1)).all()
         if like != "small":
-            slack = (128 + t + 12) * 2**-24  # of two Gram matrices over 64 columns at a time, and of the sum
+            slack = 1.1 * (128 + 12) * 2**-23  # of two Gram matrices over 64 columns at a time
             most = (each.flatten(1).norm(dim=1).square() + slack * lengths.square()).sqrt()
-            assert (norms <= 1.0001 * most + (2 * t * 2**-24 + 2**-18) * 1.01 * lengths).all()
+            assert (norms <= 1.0001 * most + (2 * t * 2**-23 + 2**-18) * 1.01 * lengths).all()
         alone = torch.eye(B, dtype=torch.float64) / norms  # each clipped to one, one at a time
         assert all(float(use.weighted_sum(c).norm()) <= 1 + 1e-12 for c in alone)
         c = torch.rand(B, dtype=torch.float64)
         off = use.weighted_sum(c) - torch.einsum("b,bij->ij", c, each)
-        assert float(off.norm()) <= (t * 2**-24 + 2**-18) * float((c * lengths).sum())
+        assert float(off.norm()) <= (t * 2**-23 + 2**-18) * float((c * lengths).sum())
 
 
 def exact_lengths(a: Tensor, g: Tensor) -> Tensor:

@@ -1,17 +1,15 @@
 """Weights of layers in bf16: sums on tensor cores, clipped by norms that are bounded from above.
 
 An example's gradient is H = Σ_t G_t ⊗ A_t of bf16 operands, and L = Σ_t ‖G_t‖‖A_t‖ ≥ ‖H‖. Neither its norm nor its part of the
-sum is computed exactly: products of bf16 are exact in fp32, but adding up k of them may lose k·2⁻²⁴ of their absolute values,
-and a weighted operand is rounded to two bf16 halves, 2⁻¹⁸ of it. Both errors are at most a small multiple of L. So
+sum is exact: products of bf16 are exact in fp32, but adding up k of them may lose k·u of their absolute values (u = 2⁻²³, as
+tensor cores cut off), and a weighted operand is rounded to two bf16 halves, 2⁻¹⁸ of it. Both errors are at most a small
+multiple of L. An example is clipped by N = ‖H‖₊ + ηL, at least the norm of what a factor of one adds to the sum: where its
+positions cancel, L is much larger than ‖H‖, and it counts for less than C.
 
-    N = (‖H‖²_computed + η₁ L²)^½ + η₂ L
-
-is at least the norm of H, and at least that of what a factor of one adds to the sum. An example is clipped by N: where its
-positions cancel, L is much larger than ‖H‖, and it counts for a little less than C.
-
-    norms by Gram matrices   ‖H‖² = ⟨AAᵀ, GGᵀ⟩, products over at most _CHUNK columns: η₁ = (columns + …) 2⁻²⁴
-    norms of made gradients  over T positions: part of η₂, T·2⁻²⁴
-    the sum                  over T positions of an example, and the halves: η₂ = T·2⁻²⁴ + 2⁻¹⁸
+    the sum        over T positions of an example, and the halves: η = T·u + 2⁻¹⁸
+    made norms     ‖H‖₊ is computed from H, made over T positions: η is larger by T·u
+    Gram matrices  ‖H‖² = ⟨K, J⟩ with K = AAᵀ and J = GGᵀ, over at most k columns at a time. K_st is off by at most
+                   ku‖A_s‖‖A_t‖, so ‖H‖₊² = ⟨K, J⟩ + ku Σ_st (‖A_s‖‖A_t‖|J_st| + ‖G_s‖‖G_t‖|K_st|) + O(u L²)
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from dpivon.privacy.precision import launches_cost, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
-_UNIT = 2.0**-24  # of fp32, whichever way it rounds
+_UNIT = 2.0**-23  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
-_CHUNK = 1024  # columns of A or G over which a Gram matrix is added up at a time,
+_CHUNK = 1536  # columns of A or G over which a Gram matrix is added up at a time,
 _CHUNKS = 16  # or more, where there would be more of them than this
 _LEAST = 2.0**-126  # what fp32 may lose of a product of two small numbers
 _ALIGNED = 8  # bf16 numbers that tensor cores read at once
@@ -134,13 +132,13 @@ class BoundedTied(Tied):
         rounding = t + e.shape[1]
         if not self.head.by_grams:
             squares = self.head.squares_of_made(self._add_embedded)
-            return upper_bound(squares, self.head.lengths + lengths, 0.0, 2 * rounding * _UNIT + _HALVES)
-        squares, of_head, floor = (s[0] for s in _by_grams([self.head]))
+            return upper_bound(squares, self.head.lengths + lengths, 2 * rounding * _UNIT + _HALVES)
+        squares, of_head = (found[0] for found in _by_grams([self.head]))
         read = self.head.g.gather(2, self.table.index.unsqueeze(1).expand(-1, t, -1))
         cross = (torch.bmm(wide(self.head.a), e.mT) * read).sum((1, 2), dtype=torch.float64)
-        squares = squares + self.table.squared_norm() + 2 * cross
-        slack = (_columns(self.head) + d + rounding) * _UNIT
-        return upper_bound(squares, of_head + lengths, slack, rounding * _UNIT + _HALVES, floor)
+        lost = (d + rounding) * _UNIT * (2 * of_head + lengths) * lengths
+        squares = squares + self.table.squared_norm() + 2 * cross + 1.01 * lost
+        return upper_bound(squares, of_head + lengths, rounding * _UNIT + _HALVES)
 
     def _add_embedded(self, made: Tensor, examples: Tensor) -> None:
         owners, places, rows = _added_up(self.table, examples)
@@ -153,11 +151,10 @@ class BoundedTied(Tied):
         return self.head.weighted_sum(c).double().index_add_(0, places, weighted)
 
 
-def upper_bound(squares: Tensor, lengths: Tensor, slack: float, rounding: float, floor: Tensor | float = 0.0) -> Tensor:
-    """N² of the module's text, from ‖H‖², L, η₁, η₂ and what products of small numbers may have lost of ‖H‖²."""
-    lengths = lengths.double() * 1.001  # more than it is rounded by
-    n = (squares.double().clamp(min=0.0) * (1 + 1e-6) + floor + slack * lengths.square()).sqrt()
-    return (n + rounding * lengths).square()
+def upper_bound(squares: Tensor, lengths: Tensor, rounding: float) -> Tensor:
+    """N² of the module's text, from ‖H‖², L and η."""
+    n = (squares.double().clamp(min=0.0) * (1 + 1e-6)).sqrt()
+    return (n + (1.001 * rounding) * lengths.double()).square()
 
 
 def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
@@ -170,15 +167,12 @@ def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
             alike.setdefault((b, t), []).append(i)
         else:
             squares = use.squares_of_made()
-            found[i] = upper_bound(squares, use.lengths, 0.0, 2 * t * _UNIT + _HALVES)
+            found[i] = upper_bound(squares, use.lengths, 2 * t * _UNIT + _HALVES)
     for (b, t), members in alike.items():
         room = max(1, memory_cap(uses[members[0]].a) // (8 * b * t * t))
         for start in range(0, len(members), room):
             some = members[start : start + room]
-            outers = [uses[i] for i in some]
-            squares, lengths, floor = _by_grams(outers)
-            slack = max(_columns(use) for use in outers) * _UNIT
-            bounds = upper_bound(squares, lengths, slack, t * _UNIT + _HALVES, floor)
+            bounds = upper_bound(*_by_grams([uses[i] for i in some]), t * _UNIT + _HALVES)
             found |= zip(some, bounds, strict=True)
     return [found[i] for i in range(len(uses))]
 
@@ -212,24 +206,33 @@ def _without(t: Tensor, dropped: Tensor) -> Tensor:
     return t.masked_fill(dropped.view(-1, 1, 1), 0.0)
 
 
-def _columns(use: Bounded) -> int:
-    """What adding up the two Gram matrices may lose, and multiplying them, in units of L² 2⁻²⁴."""
-    return sum(min(n, _chunk(n)) + -(-n // _chunk(n)) for n in (use.a.shape[2], use.g.shape[2])) + 2
+def _loss(columns: int) -> float:
+    """What adding up a Gram matrix over so many columns may lose, of the product of two rows' norms."""
+    return (min(columns, _chunk(columns)) + -(-columns // _chunk(columns))) * _UNIT
 
 
 def _chunk(columns: int) -> int:
     return max(_CHUNK, -(-columns // (_CHUNKS * _ALIGNED)) * _ALIGNED)
 
 
-def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor, Tensor]:
-    """‖H‖², L, and what underflow may have lost of ‖H‖², each [uses, examples]."""
+def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
+    """‖H‖² from above, and L, each [uses, examples]."""
     grams = [torch.stack([_gram(use._aligned[side]) for use in uses]) for side in (0, 1)]
-    traces = [gram.diagonal(dim1=2, dim2=3).sum(2).double() for gram in grams]
-    columns = max(use.g.shape[2] for use in uses), max(use.a.shape[2] for use in uses)
-    floor = (traces[0] * columns[0] + traces[1] * columns[1]) * (grams[0].shape[2] * _LEAST)
-    both = grams[0].mul_(grams[1])
-    lengths = both.diagonal(dim1=2, dim2=3).sqrt().sum(2)
-    return both.sum((2, 3), dtype=torch.float64), lengths, floor
+    squares = [gram.diagonal(dim1=2, dim2=3) for gram in grams]
+    norms = [square.sqrt() for square in squares]
+    widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
+    of_a, of_g = map(_loss, widths)
+    lost = of_a * _form(grams[1], norms[0]) + of_g * _form(grams[0], norms[1])
+    lengths = (norms[0].double() * norms[1].double()).sum(2)
+    lost += (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
+    traces = [square.sum(2, dtype=torch.float64) for square in squares]
+    lost += (traces[0] * widths[1] + traces[1] * widths[0]) * (grams[0].shape[2] * _LEAST)
+    return grams[0].mul_(grams[1]).sum((2, 3), dtype=torch.float64).clamp(min=0.0) + 1.01 * lost, lengths
+
+
+def _form(gram: Tensor, norms: Tensor) -> Tensor:
+    """Σ_st ‖A_s‖‖A_t‖ |K_st|, the most that errors of the other Gram matrix can amount to, relative to its rows' norms."""
+    return ((gram.abs() @ norms.unsqueeze(3)).squeeze(3) * norms).sum(2, dtype=torch.float64)
 
 
 def _gram(t: Tensor) -> Tensor:
