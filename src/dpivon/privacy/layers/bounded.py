@@ -75,7 +75,7 @@ class Bounded(Outer):
     @cached_property
     def _aligned(self) -> tuple[Tensor, Tensor]:
         """A and G with as many columns as tensor cores like."""
-        a, g = (t if _lies_well(t) else F.pad(t, (0, -t.shape[2] % _ALIGNED)) for t in (self.a, self.g))
+        a, g = (_padded(t) if t.shape[2] % _ALIGNED else t for t in (self.a, self.g))
         return a, g
 
     @property
@@ -187,19 +187,17 @@ def _halves(t: Tensor, c: Tensor) -> Tensor:
 
 
 def _finite(t: Tensor) -> Tensor:
-    """With zeros for what is not finite, whose weight is zero: one of a few passes over memory that cost the least."""
-    if t.is_contiguous():
-        return torch.nan_to_num(t, 0.0, 0.0, 0.0)
-    rows = t.new_empty(*t.shape[:2], t.stride(1))[..., : t.shape[2]]
-    return torch.nan_to_num(t, 0.0, 0.0, 0.0, out=rows)
+    """With zeros for what is not finite, whose weight is zero: a pass over memory that takes less than to mask examples."""
+    return torch.nan_to_num(t, 0.0, 0.0, 0.0)
 
 
-def _lies_well(t: Tensor) -> bool:
-    """Whether rows begin where tensor cores like them to."""
-    (_, t_, n), strides = t.shape, t.stride()
-    if t.is_contiguous():
-        return n % _ALIGNED == 0
-    return strides[2] == 1 and strides[1] % _ALIGNED == 0 and strides[0] == t_ * strides[1]
+def _padded(t: Tensor) -> Tensor:
+    """With columns of zeros up to a multiple of eight; where they are in memory already (``means.Widened``), as they lie."""
+    b, rows, n = t.shape
+    width, memory = n + -n % _ALIGNED, t.untyped_storage().nbytes() // t.element_size()
+    if t.stride() == (rows * width, width, 1) and t.storage_offset() == 0 and memory == b * rows * width:
+        return t.as_strided((b, rows, width), t.stride())
+    return F.pad(t, (0, width - n))
 
 
 def _without(t: Tensor, dropped: Tensor) -> Tensor:

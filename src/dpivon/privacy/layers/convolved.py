@@ -58,7 +58,9 @@ def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False)
         shape: of the weight: [p, d], or [d, p] if ``transposed``.
         transposed: whether the weight is stored the other way round.
     """
-    if not conv_ops.enabled:
+    if not conv_ops.enabled or (
+        g.dtype == torch.bfloat16 and not capturing()
+    ):  # where launches cost more than the kernels save
         return outer_or_dense(a, g, shape, transposed)
     left, right = (g, a) if transposed else (a, g)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last

@@ -299,7 +299,9 @@ def merge(uses: Sequence[Use]) -> Use:
     outers, rows = [u for u in uses if isinstance(u, Outer)], [u for u in uses if isinstance(u, Rows)]
     kinds = {(type(u), u.transposed, u.order) for u in outers}
     if len(outers) + len(rows) == len(uses) and len(kinds) == 1:
-        head = replace(outers[0], a=torch.cat([u.a for u in outers], 1), g=torch.cat([u.g for u in outers], 1))
+        head = outers[0]
+        if len(outers) > 1:
+            head = replace(head, a=torch.cat([u.a for u in outers], 1), g=torch.cat([u.g for u in outers], 1))
         if not rows:
             return head if head._grams_pay() else settled(head)
         if head.order is None and not head.transposed:
