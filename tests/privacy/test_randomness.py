@@ -362,3 +362,12 @@ def test_noise_that_sums_are_added_to_in_place_gives_the_same_release(monkeypatc
         assert torch.equal(found[0][p], found[1][p])
         assert found[0][p].dtype == torch.float32
         assert torch.equal(sums[p], kept[p])
+    monkeypatch.setattr(mechanism, "joins", lambda given: True)
+    free = mechanism.NoiseSpec(0.0, 0.7, 17.0, 0.1)
+    for size in (14, 100):  # in two parts, and in one
+        monkeypatch.setattr(mechanism, "_AT_ONCE", size)
+        exact = mechanism.release(sums, free, TorchNoise(), lambda spec: None).gradients
+        assert all(torch.equal(exact[p], (sums[p] / 17.0).float()) for p in params)
+        noisy = mechanism.release(sums, spec, TorchNoise(), lambda spec: None).gradients
+        off = torch.cat([(noisy[p] - exact[p]).flatten() for p in params])
+        assert len(off.unique()) == len(off)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer
 
 
+_AT_ONCE = 2**24  # numbers of noise that are drawn before they are added, at least
 Memory = dict[str, Any]  # tensors (of a stack) or lists of them (of a model) that later noise depends on
 
 
@@ -244,19 +245,26 @@ def release(
         and len(set(dtypes)) == 1
         and joins(sums.tensors)
     ):
-        released = _in_one_piece(sums, spec, noise, dtypes[0])
+        released = _in_place(sums, spec, noise, dtypes[0])
     else:
         released = ((_noise(sums, spec, noise) + sums) / spec.divisor).copied(dtypes)
     return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
 
 
-def _in_one_piece(sums: TensorList, spec: NoiseSpec, noise: TorchNoise, dtype: torch.dtype) -> TensorList:
-    """The same numbers with nothing copied: one draw, to which the sums are added where it lies."""
+def _in_place(sums: TensorList, spec: NoiseSpec, noise: TorchNoise, dtype: torch.dtype) -> TensorList:
+    """The same with nothing copied: noise for some parameters at a time, to which their sums are added where it lies."""
     shapes = [total.shape for total in sums]
-    size = sum(shape.numel() for shape in shapes)
-    drawn = noise.normal(sums[0].new_empty(1).expand(size), spec.noise_std)
-    torch._foreach_add_(TensorList.of(drawn, shapes).tensors, sums.tensors)
-    return TensorList.of(torch.div(drawn, spec.divisor, out=drawn.new_empty(size, dtype=dtype)), shapes)
+    released = sums[0].new_empty(sum(shape.numel() for shape in shapes), dtype=dtype)
+    first = begin = 0
+    for last in range(len(shapes)):
+        size = sum(shape.numel() for shape in shapes[first : last + 1])
+        if size < _AT_ONCE and last < len(shapes) - 1:
+            continue
+        drawn = noise.normal(sums[0].new_empty(1).expand(size), spec.noise_std)
+        torch._foreach_add_(TensorList.of(drawn, shapes[first : last + 1]).tensors, sums.tensors[first : last + 1])
+        torch.div(drawn, spec.divisor, out=released[begin : begin + size])
+        first, begin = last + 1, begin + size
+    return TensorList.of(released, shapes)
 
 
 def on_grid(sums: Tensor, spec: NoiseSpec) -> Tensor:
