@@ -52,6 +52,7 @@ def test_every_extra_of_an_integration_is_named() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in extras.keys() - {"dev", "docs", "fuzz"}:  # those are for working on the library
         assert f"| `{pip_line(extra)}` |" in (DOCS / "integrations.md").read_text(), extra
+    assert extras["all"] == [f"dpivon[{','.join(e for e in extras if e not in ('all', 'dev', 'docs', 'fuzz'))}]"]
 
 
 def test_sentences_about_the_width() -> None:
