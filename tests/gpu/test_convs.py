@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from dpivon.models import StandardisedConv2d, VisionTransformer, WideResNet
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.reference import Batch, LoopedGradients
+from dpivon.privacy.layers import convolved
 from dpivon.privacy.layers.convolved import Convolved, projected
 from dpivon.stacked import AnyNetwork, Run, Stack
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same.")
 
 
 @pytest.fixture(autouse=True)
-def switched_on():
+def switched_on(monkeypatch):
+    monkeypatch.setattr(convolved, "_in_eager_bf16", lambda g: False)  # as while a program is recorded
     with conv_ops.kernels(on=True):
         yield
 

@@ -14,7 +14,7 @@ from dpivon.privacy.gradients.side_by_side import in_blocks
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import Batch, LoopedGradients
-from dpivon.privacy.layers import uses
+from dpivon.privacy.layers import convolved, uses
 from dpivon.privacy.layers.convolved import Convolved, Summed, projected
 from dpivon.privacy.layers.linear import hugging_face_conv1d
 from dpivon.privacy.layers.registry import rule_for
@@ -27,6 +27,7 @@ from dpivon.variational.layers import SpreadLinear
 def switched_on(monkeypatch):
     plain_convs.register()
     monkeypatch.setattr(conv_ops, "device_takes", lambda device: True)
+    monkeypatch.setattr(convolved, "_in_eager_bf16", lambda g: False)  # as while a program is recorded
     with conv_ops.kernels(on=True):
         yield
 

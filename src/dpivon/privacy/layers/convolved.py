@@ -58,15 +58,18 @@ def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False)
         shape: of the weight: [p, d], or [d, p] if ``transposed``.
         transposed: whether the weight is stored the other way round.
     """
-    if not conv_ops.enabled or (
-        g.dtype == torch.bfloat16 and not capturing()
-    ):  # where launches cost more than the kernels save
+    if not conv_ops.enabled or _in_eager_bf16(g):
         return outer_or_dense(a, g, shape, transposed)
     left, right = (g, a) if transposed else (a, g)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last
     if not kernels_take(x, out) or not _worth(a, g):
         return outer_or_dense(a, g, shape, transposed)
     return Convolved(x, out, _ONE_TAP, shape, lambda: outer_or_dense(a, g, shape, transposed))
+
+
+def _in_eager_bf16(g: Tensor) -> bool:
+    """Where launching the kernels takes longer than they save: torch's own products know bf16."""
+    return g.dtype == torch.bfloat16 and not capturing()
 
 
 def _worth(a: Tensor, g: Tensor) -> bool:
