@@ -11,7 +11,7 @@ from experiments.leaderboard import __main__ as leaderboard
 from experiments.paper import report as paper
 from experiments.robustness import report as robustness
 from experiments.strong_privacy import __main__ as strong_privacy
-from experiments.strong_privacy import few_steps, recipe, simulation, spread
+from experiments.strong_privacy import few_steps, recipe_page, simulation, spread
 from experiments.strong_privacy.compare.command import compare
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -55,7 +55,7 @@ def test_comparisons_follow_from_their_tables(tmp_path):
 def test_pages_of_the_recipe_follow_from_their_runs(tmp_path):
     for path in strong_privacy.RESULTS.glob("*.json"):
         shutil.copy(path, tmp_path / path.name)
-    for part in (recipe, few_steps, simulation, spread):
+    for part in (recipe_page, few_steps, simulation, spread):
         for path in part.report(tmp_path):
             if path.suffix == ".md":
                 assert path.read_bytes() == (strong_privacy.RESULTS / path.name).read_bytes(), path.name
