@@ -217,6 +217,24 @@ def ensemble_table() -> str:
 
 
 @cache
+def door_rows() -> list[Row]:
+    with (ROOT / "experiments/tables/results/doors.csv").open(newline="") as rows:
+        return list(csv.DictReader(rows))
+
+
+def door(part: str, metric: str, how: str, form: str, factor: str = "1") -> str:
+    """What `dpivon train` reached, over seeds: their mean, their range or all of them. ``part`` may be PART/WAY."""
+    name, _, way = part.partition("/")
+    rows = [r for r in door_rows() if (r["part"], r["way"], r["metric"]) == (name, way, metric)]
+    values = [float(factor) * float(r["value"]) for r in rows]
+    if how == "mean":
+        return format(fmean(values), form)
+    return (" to " if how == "range" else " and ").join(
+        format(v, form) for v in ((min(values), max(values)) if how == "range" else values)
+    )
+
+
+@cache
 def choosing() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((ROOT / "experiments/strong_privacy/results/choosing.json").read_text())
     return found
@@ -293,7 +311,7 @@ def unsigned(value: float, digits: int) -> str:
 
 
 _ALL = (file, step, better, behind, ivon, width, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
-_CHOOSING = (choice, price, repeated, choosing_table)
+_CHOOSING = (door, choice, price, repeated, choosing_table)
 _DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
 NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_CHOOSING, *_DIGITS)}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import runpy
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir
@@ -54,9 +55,7 @@ def schema(x: Any, low: float, high: float, target: str) -> str:
 
 
 def patients(seed: int, way: str) -> tuple[float, Scores]:
-    from examples.train_patients import write_tables
-
-    write_tables()
+    runpy.run_path(str(SCHEMA.with_name("train_patients.py")))["write_tables"]()
     spent, found = trained(
         f"patients.csv --schema {SCHEMA} --epsilon 3 --delta 1e-4 --dataset-size 400 --test new-patients.csv --seed {seed}"
     )
@@ -84,11 +83,11 @@ def diabetes(seed: int, way: str) -> tuple[float, Scores]:
 
 def rare(seed: int, way: str) -> tuple[float, Scores]:
     parts = make("imbalanced")
-    names = np.array(["no", "yes"])
+    names = np.array(["well", "ill"])
     for part in ("train", "test"):
         write(f"{part}.csv", parts[part][0], names[parts[part][1]])
-    more = {"plain": "", "prior": "--prior yes=.15", "balanced": "--prior yes=.15 --cost balanced"}[way]
-    given = schema(parts["train"][0], -1, 1, "classes: [no, yes]\n")
+    more = {"plain": "", "prior": "--prior ill=.15", "balanced": "--prior ill=.15 --cost balanced"}[way]
+    given = schema(parts["train"][0], -1, 1, "classes: [well, ill]\n")
     spent, found = trained(
         f"train.csv --schema {given} --method dp-adam --epsilon 3 --delta 1e-5 --dataset-size 5000 --test test.csv "
         f"--seed {seed} {more}"
