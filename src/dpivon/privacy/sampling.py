@@ -125,9 +125,8 @@ class PoissonSampler(OneGenerator, UniformWithReplacementSampler):  # type: igno
         super().__init__(num_samples=num_samples, sample_rate=sample_rate, generator=generator, steps=steps)
         self.secure, self.origin = secure, CRYPTOGRAPHIC if secure else origin
         self.part, self.people = part, people
-        self.sizes: deque[tuple[int, ...]] = (
-            deque()
-        )  # rows of each person of the batches of the last pass, till handed out
+        # Rows of each person of the batches of the last pass, till handed out.
+        self.sizes: deque[tuple[int, ...]] = deque()
         self.largest_part: int | None = None  # examples of the last draw on the rank that has most; None if unknown
         self.draws = Draws(sampler=weakref.ref(self))
 
@@ -282,12 +281,8 @@ def declare(
     """
     dataset = data_loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise bad(
-            "data_loader",
-            type(dataset).__name__,
-            "its dataset has no length, so examples cannot be sampled independently",
-            "Use a map-style dataset",
-        )
+        problem = "its dataset has no length, so examples cannot be sampled independently"
+        raise bad("data_loader", type(dataset).__name__, problem, "Use a map-style dataset")
     if len(dataset) == 0:
         raise bad("data_loader", "an empty dataset", "there is nothing to train on", "Check the path or the filter")
     n, units = len(dataset), "examples"
@@ -356,12 +351,8 @@ def _stated_batch_size(data_loader: DataLoader[Any]) -> float:
         return float(sampler.sample_rate * sampler.num_samples)
     stated = data_loader.batch_size or getattr(sampler, "batch_size", None)
     if stated is None:
-        raise bad(
-            "expected_batch_size",
-            None,
-            f"the loader's {type(sampler).__name__} states no batch size",
-            "Declare expected_batch_size=b",
-        )
+        problem = f"the loader's {type(sampler).__name__} states no batch size"
+        raise bad("expected_batch_size", None, problem, "Declare expected_batch_size=b")
     own = getattr(sampler, "sampler", None)
     return float(stated) * (own.num_replicas if isinstance(own, DistributedSampler) else 1)
 
