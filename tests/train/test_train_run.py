@@ -37,6 +37,13 @@ def test_it_learns_within_the_budget(tmp_path: Path) -> None:
     assert 3.9 < summary["epsilon"] <= 4.0
 
 
+def test_many_short_epochs_write_fewer_lines_and_the_last(tmp_path: Path) -> None:
+    train(resolve(clinic(tmp_path) | {"epochs": 60, "batch_size": 300, "accountant": "rdp"}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "progress.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(2, 61, 2))
+    assert lines[-1]["step"] == 60
+
+
 def test_the_folder_is_as_agreed(whole: Any) -> None:
     options, summary = whole
     folder = Path(options["out"])
