@@ -1,6 +1,6 @@
 """One call per batch of the user's own loop: θ-sample, forward, backward, clipping, noise and update.
 
-On a CPU it is the eager step; images go through convolutions with their channels last, 64 at a time, which is faster and takes
+On a CPU it is the eager step; images go through convolutions with their channels last, 32 at a time, which is faster and takes
 half the memory. On a GPU a Poisson batch is padded to a fixed capacity, and forward, backward, norms and the
 clipped sum of a padded batch are one program: recorded from the eager book-keeping, compiled, and replayed as a CUDA graph.
 Charge, noise and update are the optimizer's own, outside the graph, so that no replay repeats noise.
@@ -35,10 +35,7 @@ from dpivon.privacy.precision import without_autocast
 from dpivon.privacy.stack import room
 
 _MOST_PROGRAMS = 8  # of one step: each is compiled for minutes, so batches of ever new shapes run eagerly
-_SIDE, _IMAGES = (
-    16,
-    64,
-)  # images of at least this side go through a CPU so many at a time, unless another number is given
+_SIDE, _IMAGES = 16, 32  # images of at least this side go through a CPU so many at a time, unless a number is given
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 
@@ -300,7 +297,7 @@ class Compiles:
                 :meth:`dpivon.PrivacyEngine.check` does. What it reads besides the model and the batch is fixed when the step
                 is captured. Use autocast inside for bf16.
             max_physical_batch_size: how many examples run at once; a larger batch runs in parts of one release. By default all,
-                but on a CPU 64 images of 16 × 16 or more.
+                but on a CPU 32 images of 16 × 16 or more.
             capture: False for the eager step also on a GPU; True records the program also on a CPU, where it is not faster.
         """
         if self._last is None:
