@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class LayerWatch(RowsOfBatch):
         self._functions = False  # whether functions that the model calls by itself are watched
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._handles: list[Any] = []
-        self._patched: list[nn.Module] = []
+        self._watched: dict[nn.Module, Callable[..., Any]] = {}  # what runs instead of a forward, while recorded
         self._detached: list[list[Tensor]] = []
         self._names = {layer: name for name, layer in module.named_modules()}
         self._owners = {layer: dict(layer.named_parameters()) for layer in module.modules()} if scatter else {}
@@ -100,7 +101,7 @@ class LayerWatch(RowsOfBatch):
             del self.module.autograd_grad_sample_hooks
         for handle in self._handles:
             handle.remove()
-        for layer in self._patched:
+        for layer in self._watched:
             vars(layer).pop("forward", None)
 
     @contextmanager
@@ -123,12 +124,11 @@ class LayerWatch(RowsOfBatch):
             self._functions = True
             self._patch(self.module, self._by_function(self.module))
             return True
+        modules = set(self._one_row)
         if isinstance(error, Unattributed):
             modules = {layer for layer in self._names if self.named(layer) == error.layer}
-            modules = modules if error.outside and not modules & self.alone_now else set(map(self._around, modules))
-        else:
-            modules = set(map(self._around, self._one_row))
-        modules -= self.alone_now | {self.module}  # which would be no batch at all
+        if not getattr(error, "outside", False) or modules & self.alone_now:
+            modules = set(map(self._around, modules)) - self.alone_now - {self.module}  # which would be no batch at all
         changed = bool(self._expanded or modules)
         self._expanded.clear()
         self._one_row.clear()
@@ -204,7 +204,8 @@ class LayerWatch(RowsOfBatch):
 
     def _by_function(self, module: nn.Module) -> Callable[..., Any]:
         """The module's forward, inside which functions that are given its parameters are watched."""
-        own, name = module.forward, self.named(module)
+        before, name = self._watched.get(module), self.named(module)
+        own = module.forward if before is None else partial(before, module)
 
         def observe(z: Tensor, uses: Uses, saved: list[Tensor]) -> Tensor:
             return self._observe(z, uses, saved, layer=name)
@@ -298,18 +299,20 @@ class LayerWatch(RowsOfBatch):
         self._expanded.add(module)
 
     def _patch(self, layer: nn.Module, watched: Callable[..., Any]) -> None:
-        """Let the layer run ``watched`` while it is recorded, else its own forward."""
+        """Let the layer run ``watched`` while it is recorded, else its own forward. If it is being called, that call too."""
+        known, self._watched[layer] = layer in self._watched, watched
+        if known:
+            return
         original: Any = layer.forward
         own = getattr(original, "__self__", None) is layer
 
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._recording(layer):
-                return watched(layer, *args, **kwargs)
+                return self._watched[layer](layer, *args, **kwargs)
             # Of the layer that is called: a deep copy has this function too, and weights of its own.
             return original.__func__(layer, *args, **kwargs) if own else original(*args, **kwargs)
 
         layer.forward = types.MethodType(forward, layer)
-        self._patched.append(layer)
 
     def _of_owner(self, layer: nn.Module, uses: Uses) -> Uses:
         """The uses of a sharded layer under the parameters that the optimizer holds, not the whole ones of this pass."""
