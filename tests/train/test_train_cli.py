@@ -66,21 +66,23 @@ def test_it_says_what_was_spent_assumed_and_not_chosen(made: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_epsilon_that_is_shown_is_that_of_the_steps_made(tmp_path: Path) -> None:
+def test_the_epsilon_that_is_shown_is_that_of_the_steps_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Live, and not that of the last epoch: it would say less than was spent."""
-    from dpivon.train.config import resolve
-    from dpivon.train.display import Display
-    from dpivon.train.run import train
+    from dpivon.terminal import Bar
+    from dpivon.train import display as showing
+    from dpivon.train import resolve, train
 
     shown: list[tuple[float, float]] = []
 
-    class Watched(Display):
-        def _update(self, bar: Any, task: Any, loop: Any, line: Any, step: int) -> None:
+    class Watched(Bar):
+        def at(self, step: int, **fields: Any) -> None:
             self._due = 0.0
-            super()._update(bar, task, loop, line, step)
-            shown.append((bar.tasks[task].fields["epsilon"], loop.epsilon))
+            super().at(step, **fields)
+            assert self._bar is not None
+            shown.append((self._bar.tasks[0].fields["epsilon"], self._epsilon()))
 
-    display = Watched(quiet=False)
+    monkeypatch.setattr(showing, "Bar", Watched)
+    display = showing.Display(quiet=False)
     display.console.file = io.StringIO()
     train(resolve(clinic(tmp_path) | {"epochs": 2}), display)
     assert len(shown) == 14
