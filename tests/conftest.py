@@ -7,6 +7,7 @@ generators stand depends on the name of the test, or of the fixture that several
 
 from __future__ import annotations
 
+import gc
 import random
 import zlib
 from collections import defaultdict
@@ -19,6 +20,7 @@ import torch
 from dpivon.privacy import noise
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: nothing of what is imported becomes garbage, and looking for it takes seconds
 
 _as_it_is = noise.os_generator
 # At once, not in a fixture: those of whole modules come first.
@@ -51,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
     places = {f"tests/{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked through again."""
+    gc.freeze()
+    gc.enable()
 
 
 def _seed(name: str) -> None:
