@@ -255,7 +255,7 @@ def test_a_network_that_does_not_fit_is_named_before_it_trains(study, tmp_path):
 def test_what_only_built_in_images_have_is_refused(study):
     for more, words in (
         ({"classes": [0, 1]}, "classes=.*selects classes of cifar10"),
-        ({"evaluate": {"ood": ["fashion-mnist"]}}, "corrupted and OOD images are made for cifar10"),
+        ({"evaluate": {"ood": ["fashion-mnist"]}}, "evaluate: extra inputs are not permitted"),
     ):
         with pytest.raises(ArgumentError, match=words):
             study("own_study:four", **more)
