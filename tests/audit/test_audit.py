@@ -46,7 +46,7 @@ def test_no_layer_has_a_rule_where_all_run_alone() -> None:
         session.step([0, 1])
         owners = [layer for layer in session.module.modules() if layer._parameters]
         assert not any(map(has_rules, owners))
-        assert set(session.optimizer.source._patched) == session.optimizer.source.alone_now == set(owners)
+        assert set(session.optimizer.source._watched) == session.optimizer.source.alone_now == set(owners)
         assert all(map(has_rules, start(subject.but(path="bookkeeping"), Setting()).network_as_trained().children()))
 
 

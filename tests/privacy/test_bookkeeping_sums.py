@@ -122,7 +122,7 @@ def test_a_forward_that_puts_the_batch_first_is_not_used_where_it_is_second():
     for batch_first in (True, False):
         layer = StandardisedConv2d(3, 4, 3)
         keeper = BookKeeper(nn.Sequential(layer), batch_first=batch_first, loss_reduction="mean")
-        made[batch_first] = keeper._patched
+        made[batch_first] = list(keeper._watched)
     assert len(made[True]) == 1
     assert made[False] == []
 
