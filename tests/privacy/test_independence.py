@@ -323,7 +323,7 @@ def test_random_draws_are_the_same_for_every_row_and_for_every_batch():
     ):
         found = []
         for n in (1, 4):
-            with same_for_every_row(torch.device("cpu")):
+            with same_for_every_row(torch.device("cpu"), 0):
                 found.append(draw(n))
         assert torch.equal(found[0].expand_as(found[1]), found[1])
 
@@ -337,6 +337,28 @@ def test_the_library_finds_its_own_networks_in_order():
         check_model_rows(keeper, (x,), {})
         assert check_loss_rows(keeper, lambda m, b: m(b[0]).square().mean(1).mean(), (x, x[:, 0]))
         keeper.detach_from_model()
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4])  # as many as rows are made up, too
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_batch_in_the_second_dimension_is_checked_with_labels_of_one(classes, mixes):
+    def run(m: Any, x: Tensor) -> Tensor:
+        z = m.out(F.dropout(m.fc(x).tanh(), 0.3)).mean(0)
+        return z - z.mean(0) if mixes else z
+
+    model = Program(run, fc=nn.Linear(FEATURES, 6), out=nn.Linear(6, classes))
+    keeper = BookKeeper(model, batch_first=False, loss_reduction="mean")
+    batch = torch.randn(7, 5, FEATURES), torch.randint(classes, (5,))
+    for check in (
+        lambda: check_model_rows(keeper, batch[:1], {}),
+        lambda: check_loss_rows(keeper, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch),
+    ):
+        if mixes:
+            with pytest.raises(PrivacyError, match=r"other rows|what the example gives"):
+                check()
+        else:
+            check()
+    keeper.detach_from_model()
 
 
 @pytest.mark.filterwarnings("ignore:grad_sample_mode")

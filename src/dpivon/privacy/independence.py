@@ -98,7 +98,8 @@ def _projected(keeper: BookKeeper, output: Any, examples: list[int]) -> tuple[li
         )
     by_row, total = [], found[0].new_zeros(())
     for i, z in enumerate(found):
-        if z.dim() > keeper.dim and z.shape[keeper.dim] == rows:
+        pooled = z.dim() == 2 and len(z) == rows  # [batch, classes], also where the inputs' batch is second
+        if z.dim() > keeper.dim and z.shape[keeper.dim] == rows and not pooled:
             z = z.movedim(keeper.dim, 0)
         elif keeper.dim == 0 and z.dim() and len(z) and len(z) % rows == 0:  # [batch · positions, …]
             z = z.unflatten(0, (rows, -1))
@@ -251,7 +252,7 @@ class _Rehearsal:
         """Run with copies of parameters and buffers in the precision of the try, which the pass must leave as they are."""
         module = self._keeper.module
         if self._keeper.sharded:  # no rank has whole parameters to copy
-            with same_for_every_row(self._device):
+            with same_for_every_row(self._device, self._keeper.dim):
                 return kind(module, *args)
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         copies = {
@@ -261,7 +262,7 @@ class _Rehearsal:
         for name, t in tensors.items():
             copies[f"model.{name}"].requires_grad_(t.requires_grad)
         before = {name: (t, t._version, t.detach().clone()) for name, t in copies.items()}
-        with same_for_every_row(self._device) as randomness:
+        with same_for_every_row(self._device, self._keeper.dim) as randomness:
             outcome = functional_call(_Pass(module, kind), copies, args)
         self._lowered = randomness.lowered or self._lowered
         for name, (t, version, was) in before.items():

@@ -49,20 +49,27 @@ def kinds(module: nn.Module) -> list[Kind]:
     return [Kind(True, ids), *ended, Kind(False, min(ids, 2)), Kind(False, 1)]
 
 
+def dim_of_rows(t: Tensor, rows: int, dim: int) -> int | None:
+    """Which dimension holds the rows of the batch: ``dim``, or the only one, as labels have it; None if there are none."""
+    at = min(dim, t.dim() - 1)
+    return at if at >= 0 and t.shape[at] == rows else None
+
+
 def made_up(value: Any, rows: int, given: int, dim: int, kind: Kind, dtype: torch.dtype) -> Any:
     """A nested value like the given one, with ``rows`` rows in place of ``given``; tensors without rows stay as they are."""
     generator, integers = torch.Generator().manual_seed(0), itertools.count()
 
     def one(t: Tensor) -> Tensor:
         ignored = not t.is_floating_point() and t.dtype != torch.bool and next(integers) == kind.ignored
-        if t.dim() <= dim or t.shape[dim] != given:
+        at = dim_of_rows(t, given, dim)
+        if at is None:
             return t.to(dtype) if t.is_floating_point() else t
         shape = list(t.shape)
-        shape[dim] = rows
+        shape[at] = rows
         made = _numbers(shape, t, kind, dtype, generator)
         if ignored:  # of the second row all, of the third one
-            made.select(dim, 1).fill_(IGNORED)
-            made.select(dim, 2).reshape(-1)[:1] = IGNORED
+            made.select(at, 1).fill_(IGNORED)
+            made.select(at, 2).reshape(-1)[:1] = IGNORED
         return made.to(t.device)
 
     return map_tensors(one, value)
@@ -87,10 +94,13 @@ def _numbers(shape: list[int], like: Tensor, kind: Kind, dtype: torch.dtype, gen
 
 def some_rows(value: Any, index: list[int], rows: int, dim: int) -> Any:
     """These rows of a made-up value."""
-    at = torch.tensor(index)
-    return map_tensors(
-        lambda t: t.index_select(dim, at.to(t.device)) if t.dim() > dim and t.shape[dim] == rows else t, value
-    )
+    chosen = torch.tensor(index)
+
+    def one(t: Tensor) -> Tensor:
+        at = dim_of_rows(t, rows, dim)
+        return t if at is None else t.index_select(at, chosen.to(t.device))
+
+    return map_tensors(one, value)
 
 
 def poisoned(value: Any, row: int, rows: int, dim: int) -> Any | None:
@@ -98,11 +108,12 @@ def poisoned(value: Any, row: int, rows: int, dim: int) -> Any | None:
     found = []
 
     def one(t: Tensor) -> Tensor:
-        if not t.is_floating_point() or t.dim() <= dim or t.shape[dim] != rows:
+        at = dim_of_rows(t, rows, dim)
+        if not t.is_floating_point() or at is None:
             return t
         found.append(t)
         t = t.clone()
-        t.select(dim, row).fill_(torch.nan)
+        t.select(at, row).fill_(torch.nan)
         return t
 
     made = map_tensors(one, value)
@@ -112,7 +123,7 @@ def poisoned(value: Any, row: int, rows: int, dim: int) -> Any | None:
 def scaled(value: Any, by: float, rows: int, dim: int) -> Any:
     """The value with its floating-point rows multiplied by a number."""
     return map_tensors(
-        lambda t: t * by if t.is_floating_point() and t.dim() > dim and t.shape[dim] == rows else t, value
+        lambda t: t * by if t.is_floating_point() and dim_of_rows(t, rows, dim) is not None else t, value
     )
 
 
@@ -123,8 +134,9 @@ class _SameForEveryRow(TorchDispatchMode):
     drawn as their reversal: one that is used to mix examples shows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._dim = dim
         self.lowered: torch.dtype | None = None  # the least precision that a double was cast to
         self._draws = 0
 
@@ -158,8 +170,10 @@ class _SameForEveryRow(TorchDispatchMode):
         self._draws += 1
         device = like.device if like.is_cuda else torch.device("cpu")  # attention of 1024 tokens draws millions
         generator = torch.Generator(device).manual_seed(self._draws)
-        shape = like.shape[1:] if like.dim() else like.shape
-        row = torch.rand(shape.numel(), generator=generator, dtype=torch.float64, device=device).reshape(shape)
+        shape = list(like.shape)
+        if shape:
+            shape[min(self._dim, len(shape) - 1)] = 1
+        row = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
         return row.to(like.device).expand(like.shape)
 
 
@@ -226,12 +240,12 @@ def _in_full_precision() -> Iterator[None]:
 
 
 @contextmanager
-def same_for_every_row(device: torch.device) -> Iterator[_SameForEveryRow]:
+def same_for_every_row(device: torch.device, dim: int) -> Iterator[_SameForEveryRow]:
     """Inside, randomness is that of :class:`_SameForEveryRow`; the caller's generators are left as they were."""
     python, numbers = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
-    mode = _SameForEveryRow()
+    mode = _SameForEveryRow(dim)
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
