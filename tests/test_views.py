@@ -13,11 +13,10 @@ import dpivon
 from dpivon import ArgumentError, Augmentation
 from dpivon.models import CompactCNN, PaperCNN
 from dpivon.privacy.augmentation import of_every_view
-from dpivon.privacy.gradients import bookkeeping
 from dpivon.privacy.kernels.padded import PaddedGradients, examples_at_once, footprint
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.reference import LoopedGradients
-from dpivon.privacy.layers import conv
+from dpivon.privacy.layers import conv, groups
 from dpivon.privacy.layers.uses import Dense, Outer
 from dpivon.privacy.streams import VIEWS, Streams, philox
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
@@ -144,8 +143,8 @@ def test_views_in_bf16_are_added_up_before_they_are_made(data, monkeypatch):
         )
         return [way.clipped_sums(theta, batch, bound) for way in ways]
 
-    made, settled = [], bookkeeping.settled
-    monkeypatch.setattr(bookkeeping, "settled", lambda use: made.append((use, settled(use))) or made[-1][1])
+    made, settled = [], groups.settled
+    monkeypatch.setattr(groups, "settled", lambda use: made.append((use, settled(use))) or made[-1][1])
     together = both()
     convolutions = [(a, b) for a, b in made if getattr(a, "order", None) is not None]
     assert len(convolutions) >= 6
