@@ -114,14 +114,11 @@ class LayerWatch(RowsOfBatch):
             self._ignores = False
 
     def watch_more_closely(self, error: Exception) -> bool:
-        """After a pass on made-up inputs failed, let more of the model run example by example. False if nothing changes.
-
-        A parameter that was used outside its layer is first looked for in the functions that the model calls.
-        """
+        """After a pass on made-up inputs failed, let more of the model run example by example. False if nothing changes."""
         if self.sharded:
             return False
         if isinstance(error, Unattributed) and error.outside and not self._functions:
-            self._functions = True
+            self._functions = True  # where a parameter that was used outside its layer is looked for first
             self._patch(self.module, self._by_function(self.module))
             return True
         modules = set(self._one_row)
