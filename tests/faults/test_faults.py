@@ -19,7 +19,8 @@ def campaign(out, *arguments):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
     command = [sys.executable, str(HERE / "fault_campaign.py"), *map(str, arguments), "--out", str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1) and out.is_file(), done.stderr
+    assert done.returncode in (0, 1), done.stderr
+    assert out.is_file(), done.stderr
     return json.loads(out.read_text())
 
 
