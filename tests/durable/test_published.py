@@ -14,7 +14,7 @@ from dpivon import Posterior
 from dpivon.cli import app
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Ledger, read
-from dpivon.durable.tensors import bytes_of
+from dpivon.durable.tensors import bytes_of, write_tensors
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.export import export
 from dpivon.privacy.mechanism import NoiseSpec
@@ -23,6 +23,13 @@ from dpivon.privacy.mechanism import NoiseSpec
 def command(*arguments):
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     return result.exit_code, result.output
+
+
+def test_the_same_tensors_and_metadata_are_the_same_file(tmp_path):
+    names = [f"name {i}" for i in range(20)]
+    for place, order in enumerate((names, names[::-1], sorted(names, key=hash))):
+        write_tensors(tmp_path / str(place), {"mean": torch.ones(3)}, dict.fromkeys(order, "1"))
+    assert len({(tmp_path / str(place)).read_bytes() for place in range(3)}) == 1
 
 
 def test_show_recomputes_epsilon_with_every_accountant(tmp_path):

@@ -106,6 +106,12 @@ def test_it_can_be_read_without_eyes(pages: dict[str, str], name: str) -> None:
             assert attributes["href"][1:] in ids
 
 
+@pytest.mark.parametrize("name", ["run", "study"])
+def test_code_is_set_as_code_and_not_in_backticks(pages: dict[str, str], name: str) -> None:
+    shown = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", pages[name], flags=re.S)
+    assert "`" not in re.sub(r"<[^>]*>", "", shown)
+
+
 def test_no_class_name_becomes_markup(pages: dict[str, str]) -> None:
     honest, hostile = Elements(pages["run"]), Elements(pages["hostile"])
     assert [tag for tag, _ in hostile.tags].count("script") == 2
