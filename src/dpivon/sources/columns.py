@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 def _declared_label(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
-        raise ValueError("YAML reads this as a truth value or as nothing; put it in quotes")
+        raise ValueError("is a truth value or nothing in YAML; put it in quotes")
     return label(value) if isinstance(value, str | int | float) else value
 
 
