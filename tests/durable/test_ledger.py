@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -68,7 +70,7 @@ def test_what_is_written_ahead_is_never_short_of_what_was_charged_and_is_given_b
         assert ledger.record.releases == made
         assert read(path).releases == {1: 4, 5: 8}.get(made, 4 if made < 5 else 8)  # what a crash would leave
     assert len(writes) - before == 2
-    ledger.charge(OTHER)  # the two that nobody made come back first
+    ledger.charge(OTHER)  # the two that were not made come back first
     assert read(path).rows == [(TERMS, 6), (OTHER, 4)]
     ledger.charge(OTHER, 1, "e" * 32)  # with evidence one is one
     assert read(path).rows == [(TERMS, 6), (OTHER, 2)]
@@ -78,6 +80,37 @@ def test_what_is_written_ahead_is_never_short_of_what_was_charged_and_is_given_b
     again = Ledger(path)
     assert again.record.releases == 9
     again.close()
+
+
+@pytest.mark.parametrize("who", ["a fork", "after closing", "another file"])
+def test_what_is_written_ahead_serves_only_the_process_that_wrote_it(path, monkeypatch, who):
+    ledger = Ledger(path)
+    ledger.ahead = 4
+    ledger.charge(TERMS)
+    if who == "a fork":
+        own = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    elif who == "after closing":
+        monkeypatch.setattr(ledger, "_append", lambda lines: (_ for _ in ()).throw(StorageError("full")))
+        ledger.close()
+        monkeypatch.undo()
+        assert read(path).releases == 4  # what could not be given back stays charged
+    else:
+        copied = path.with_name("copy")
+        copied.write_bytes(path.read_bytes())
+        copied.replace(path)
+    with pytest.raises((PrivacyError, StorageError), match="nothing was released"):
+        ledger.charge(TERMS)
+    assert ledger.record.releases == 1
+    monkeypatch.undo()
+
+
+def test_a_ledger_cannot_be_copied_with_what_is_written_ahead(path):
+    ledger = Ledger(path)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrivacyError, match="cannot be copied"):
+            duplicate(ledger)
+    ledger.close()
 
 
 def named(*runs):

@@ -137,7 +137,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._file, self._process = Path(path), -1, os.getpid()
-        self._spare = 0  # releases on disk that are not in the record, since nobody has made them
+        self._spare = 0  # releases on disk that are not in the record, since they were not made yet
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.path.with_name(self.path.name + ".lock"), str(self.path))
         try:
@@ -184,6 +184,7 @@ class Ledger:
                 f"{self.path}: is of releases for the unit of privacy {theirs!r}, not {own!r}. Give each its own ledger."
             )
         if self._spare >= n and terms == self._terms and not evidence:
+            self._check_own()
             self._spare -= n
             self.record.note(terms, n, evidence)
             return
@@ -210,9 +211,9 @@ class Ledger:
         self.record.add(self.record.rows[-1][0], -n)
 
     def _return_spare(self) -> None:
-        if self._spare:
-            self._append([{"to": self.record.releases, "n": -self._spare}])
-            self._spare = 0
+        spare, self._spare = self._spare, 0  # first: if it cannot be written, they stay charged and are not made
+        if spare:
+            self._append([{"to": self.record.releases, "n": -spare}])
 
     def close(self) -> None:
         """Let another process charge it. What was charged stays, but for what was written ahead."""
@@ -227,7 +228,14 @@ class Ledger:
         if hasattr(self, "_lock"):
             self.close()
 
-    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def __reduce__(self) -> Any:
+        raise PrivacyError(
+            f"{self.path}: an open ledger cannot be copied or pickled: two would make the releases that one has charged. "
+            "Give the copy its own ledger."
+        )
+
+    def _check_own(self) -> None:
+        """Refuse to charge from a fork, after closing, or where the path is another file by now."""
         if os.getpid() != self._process:
             raise PrivacyError(
                 f"{self.path}: was opened by process {self._process}, and this is its fork {os.getpid()}, so nothing was "
@@ -236,11 +244,22 @@ class Ledger:
         if self._file < 0:
             fix = "Attach it to a new PrivacyEngine(ledger=…)"
             raise PrivacyError(f"{self.path}: was closed, so nothing was released. {fix} to go on.")
-        content, seal = _sealed(lines, self._seal)
         try:
             here, there = os.fstat(self._file), os.stat(self.path)
             if (here.st_ino, here.st_dev) != (there.st_ino, there.st_dev):
                 raise OSError("it was replaced by another file")
+        except OSError as error:
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.path}: the charge cannot be written ({error}), so nothing was released. Make room and resume."
+        )
+
+    def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._check_own()
+        content, seal = _sealed(lines, self._seal)
+        try:
             left = memoryview(content)
             while left:
                 left = left[os.write(self._file, left) :]
@@ -248,9 +267,7 @@ class Ledger:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._truncate()
-            raise StorageError(
-                f"{self.path}: the charge cannot be written ({error}), so nothing was released. Make room and resume."
-            ) from error
+            raise self._not_written(error) from error
         self._seal, self._lines, self._end = seal, self._lines + len(lines), self._end + len(content)
 
     def _truncate(self) -> None:
