@@ -176,7 +176,7 @@ def _kills(rows: dict[str, Any]) -> list[str]:
             f"Aimed at, {next(iter(points.values()))} times each, of a run and of a stack: {'; '.join(points)}.",
             "A charge that is half written is the one case in which the lost release cannot be repeated: it is charged,",
             f"and noise and batches are new after it. Releases lost in all: {lost}, each repeated to the bit or charged.",
-            "Nobody saw a release that the ledger lacks, and ε never fell.",
+            "No release was seen that the ledger lacks, and ε never fell.",
         ),
         *_said(
             f"Damage: of {each} checkpoints {found['found_and_fell_back']} were found, named, and the one before used,",

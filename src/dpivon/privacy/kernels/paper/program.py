@@ -41,7 +41,7 @@ TUNING: dict[str, list[dict[str, int]]] = {
     ],
     "pool_backward": [{"BP": 32, "num_warps": 1}, {"BP": 16, "num_warps": 1}, {"BP": 8, "num_warps": 1}],
 }
-_STAGES = 3  # rounds that Triton reads ahead, unless it is told
+_STAGES = 3  # rounds that Triton reads ahead by default
 
 
 class Program:
