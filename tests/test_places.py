@@ -19,7 +19,7 @@ from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import Batch
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.precision import compiled
-from dpivon.privacy.stack import StackedSampler
+from dpivon.privacy.stack import StackedSampler, room
 from dpivon.privacy.streams import Streams
 from dpivon.stacked import AnyNetwork, Run, Stack
 
@@ -236,3 +236,52 @@ def test_parts_hold_every_drawn_example_of_every_run_once():
                 assert torch.equal(places.flatten()[seats[begin:end]], torch.arange(begin, end))
                 assert int((places[run] < 9).sum()) == end - begin
         assert torch.equal(seen, mask)
+
+
+# ---- blocks that are drawn before their time, and how much room there is
+
+
+def test_blocks_drawn_ahead_are_those_drawn_when_they_are_needed():
+    """Also after a stop, in blocks of another length, and with batches that do not fit."""
+    images, labels = torch.randn(40, 3, 8, 8), torch.randint(10, (40,))
+    made = []
+    for ahead in (False, True):
+        stack = Stack([Run("dp-sgd", 3, 1.0, 1.0, 0.1, 8)], AnyNetwork(small), images, labels, block=3)
+        stack._draws_ahead, stack.sampler.most = ahead, 9
+        draws, original = [], stack.sampler.draw
+        stack.sampler.draw = lambda *args, draws=draws, original=original: draws.append(args) or original(*args)
+        for steps in (6, 2, 4):
+            for _ in stack.train(steps):
+                pass
+        assert stack._buffers is not None
+        made.append((stack.mean, draws))
+    assert torch.equal(made[0][0], made[1][0])
+    assert made[0][1] == [(0, 3), (3, 3), (6, 2), (8, 3), (11, 1)]
+    assert made[1][1] == [(0, 3), (3, 3), (6, 3), (8, 3), (11, 3), (12, 3)]  # each once, and one that was not needed
+
+
+def test_a_block_drawn_ahead_by_other_seeds_is_not_used():
+    images, labels = torch.randn(40, 3, 8, 8), torch.randint(10, (40,))
+    stack = Stack([Run("dp-sgd", 3, 1.0, 1.0, 0.1, 8)], AnyNetwork(small), images, labels, block=2)
+    stack._draws_ahead = True
+    next(stack.train(2))
+    (first, _, known), _ = stack._ahead, stack.streams.refresh()
+    stack._draw(2)
+    assert not torch.equal(stack._buffers.index, known.index)
+    assert torch.equal(stack._buffers.places, stack.sampler.draw(first, 2).places)
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
+
+
+@pytest.mark.parametrize("among", [1, 30])
+@pytest.mark.parametrize("expected", [0.0, 0.4, 6.0, 64.0, 256.0, 2048.0])
+def test_the_room_for_a_batch_is_the_cheapest(expected, among):
+    """Against Poisson draws in as many passes as they take: no capacity is cheaper by more than a hundredth and two rows."""
+    draws = torch.poisson(torch.full((20_000, among), expected), generator=torch.Generator().manual_seed(0)).amax(1)
+    found, *others = (
+        float((size + 64) * (draws / size).ceil().clamp(min=1).mean())
+        for size in (room(expected, among), *range(1, int(2 * expected) + 20, 1 + int(expected) // 64))
+    )
+    assert found < 1.01 * min(others) + 2

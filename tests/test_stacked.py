@@ -96,7 +96,7 @@ def test_a_step_that_overflows_its_capacity_is_run_in_parts_not_cut(data):
     tight.sampler.capacity, tight.sampler.most = 40, 9
     parts = []
     original = tight._step_in_parts
-    tight._step_in_parts = lambda: (parts.append(1), original())
+    tight._step_in_parts = lambda own: (parts.append(len(own)), original(own))
     for _ in tight.train(5):
         pass
     assert parts  # it did overflow

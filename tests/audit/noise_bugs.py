@@ -227,8 +227,8 @@ def noise_for_every_part() -> dict[str, Patch | str]:
         return accumulate
 
     def parts(original: Any) -> Any:
-        def step(self: Any) -> None:
-            for part in self.sampler.parts(int(self._t)):
+        def step(self: Any, parts: Any) -> None:
+            for part in parts:
                 self._update(self.gradients.clipped_sums(self._theta(), self._batch(*part), self.mechanism.bound))
 
         return step

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from dpivon.models import StandardisedConv2d, VisionTransformer, WideResNet
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.reference import Batch, LoopedGradients
+from dpivon.privacy.kernels.replay import Replay
 from dpivon.privacy.layers import convolved
 from dpivon.privacy.layers.convolved import Convolved, projected
 from dpivon.stacked import AnyNetwork, Run, Stack
@@ -250,7 +251,7 @@ def test_a_captured_wide_residual_network_equals_the_loop(data):
     captured = Stack([run], AnyNetwork(small_wide), *data, dtype=torch.float32, block=8)
     looped = Stack([run], AnyNetwork(small_wide), *data, block=8)
     looped.gradients = LoopedGradients(looped.network, torch.float32)
-    looped._launch = looped._step
+    looped._launch, looped._replay_part = looped._step, Replay(looped._sums_of_part, torch.device("cpu"))
     for _ in captured.train(16):
         pass
     with conv_ops.kernels(on=False):

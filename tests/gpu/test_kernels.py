@@ -18,6 +18,7 @@ from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.privacy.kernels.paper.program import Program
 from dpivon.privacy.kernels.reference import Batch, LoopedGradients
+from dpivon.privacy.kernels.replay import Replay
 from dpivon.privacy.streams import PRIVACY, SAMPLING, VIEWS, Streams, philox
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 
@@ -200,7 +201,7 @@ def test_any_network_captured_equals_the_loop(data, dtype, tolerance):
     captured = Stack(runs, AnyNetwork(conv_net), *data, dtype=dtype, block=8)
     looped = Stack(runs, AnyNetwork(conv_net), *data, block=8)
     looped.gradients = LoopedGradients(looped.network, torch.float32)
-    looped._launch = looped._step
+    looped._launch, looped._replay_part = looped._step, Replay(looped._sums_of_part, torch.device("cpu"))
     for stack in (captured, looped):
         for _ in stack.train(16):
             pass
@@ -264,7 +265,7 @@ def test_captured_views_equal_the_loop_in_parts_and_at_once(data, dtype, toleran
     whole, parts, looped = stacks
     parts.gradients = PaddedGradients(parts.network, DEVICE, dtype, VIEWED, at_once=20)
     looped.gradients = LoopedGradients(looped.network, torch.float32, VIEWED)
-    looped._launch = looped._step
+    looped._launch, looped._replay_part = looped._step, Replay(looped._sums_of_part, torch.device("cpu"))
     for stack in stacks:
         for _ in stack.train(16):
             pass

@@ -156,10 +156,7 @@ class StackSession(Session):
         block = self.stack.sampler.draw(0, steps)
         out = []
         for t in range(steps):
-            if t in block.overflows:
-                parts = [(p[0], p[2]) for p in self.stack.sampler.parts(t)]
-            else:
-                parts = [(block.index[t], block.start[t])]
+            parts = [(p[0], p[2]) for p in block.overflows.get(t, [])] or [(block.index[t], block.start[t])]
             out.append([int(i) for index, start in parts for i in index[int(start[0]) : int(start[1])]])
         return out
 

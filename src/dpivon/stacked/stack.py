@@ -126,7 +126,15 @@ class Stack:
         self._prior = None if prior is None else as_prior(prior)
         self.parts = [self._part(kind, mean, n) for kind in dict.fromkeys(r.kind for r in self.runs)]
         self._buffers: BatchBlock | None = None
+        self._ahead: tuple[int, list[int], BatchBlock] | None = (
+            None  # drawn before its time: from where, by which seeds
+        )
+        self._drawn: BatchBlock | None = None  # what the buffers hold; its memory is kept until they were filled
+        self._draws_ahead = self.device.type == "cuda"
+        self._beside = torch.cuda.Stream(self.device) if self._draws_ahead else None
         self._replay = Replay(self._step, self.device)
+        self._given: list[Tensor] = []  # to _sums_of_part: θ, and a part of a batch
+        self._replay_part = Replay(self._sums_of_part, self.device, self._replay)
         self._captured_bound: tuple[int, int] | None = None  # which C the graph clips to: it may be a constant in it
         self._sample, self._apply = compiled(self._thetas, self.device), compiled(self._update_rows, self.device)
 
@@ -196,10 +204,8 @@ class Stack:
         for i in range(n):
             self.mechanism.spend()
             try:
-                if i in self._buffers.overflows:
-                    self._step_in_parts()
-                else:
-                    self._launch()
+                parts = self._buffers.overflows.get(i)
+                self._launch() if parts is None else self._step_in_parts(parts)
             except _Another:
                 warnings.warn(
                     "A resumed step is not the one that was lost, bit for bit: what was lost stays charged, and noise and "
@@ -212,28 +218,46 @@ class Stack:
                 self.streams.refresh()  # a copy of this run may stand at the same place, with another sum
                 self._make(n - i)
                 return
+        self._draw_ahead()
 
     def _draw(self, n: int) -> None:
-        fresh = self.sampler.draw(int(self._at), n)
+        first, ahead = int(self._at), self._ahead
+        if self._beside is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+        known = ahead is not None and ahead[:2] == (first, self.streams.seeds)
+        self._drawn = fresh = ahead[2] if known and ahead is not None else self.sampler.draw(first, n)
+        self._ahead, self._next = None, first + n
         if self._buffers is None:
             size = self.block
             index, model, start, places, seats = (t.new_zeros(size, *t.shape[1:]) for t in _tensors(fresh))
-            self._buffers = BatchBlock(index, model, start, places, seats, [])
+            self._buffers = BatchBlock(index, model, start, places, seats, {})
         for buffer, t in zip(_tensors(self._buffers), _tensors(fresh), strict=True):
-            buffer[:n].copy_(t)
-        self._buffers.overflows[:] = fresh.overflows
+            buffer[:n].copy_(t[:n])
+        self._buffers.overflows.clear()
+        self._buffers.overflows.update(fresh.overflows)
         self._position.zero_()
 
+    def _draw_ahead(self) -> None:
+        """Draw the next block beside this one's steps: drawing waits for the device, and need not wait for them."""
+        if self._draws_ahead:
+            with torch.cuda.stream(self._beside):
+                self._ahead = self._next, list(self.streams.seeds), self.sampler.draw(self._next, self.block)
+
     def _launch(self) -> None:
+        self._replayed(self._replay)
+
+    def _replayed(self, replay: Replay) -> Any:
+        """Its result: of the program that clips to the bound that there is."""
         bound = id(self.mechanism.bound), self.mechanism.bound._version
         if self._captured_bound not in (None, bound):
             raise PrivacyError(
                 f"max_grad_norm={self.mechanism.bound.tolist()!r}: changed after the step was captured, which clips to what "
                 "it was, so nothing was released. Make a new Stack."
             )
-        self._replay()  # the first are run one by one: real steps, drawn and charged like any other
-        if self._replay.graph is not None:
+        result = replay()  # the first are run one by one: real steps, drawn and charged like any other
+        if replay.graph is not None:
             self._captured_bound = bound
+        return result
 
     def _step(self) -> None:
         block, at = self._buffers, self._position.view(1)
@@ -241,14 +265,22 @@ class Stack:
         batch = self._batch(*(t.index_select(0, at).squeeze(0) for t in _tensors(block)))
         self._update(self.gradients.clipped_sums(self._theta(), batch, self.mechanism.bound))
 
-    def _step_in_parts(self) -> None:
+    def _step_in_parts(self, parts: Sequence[tuple[Tensor, ...]]) -> None:
         """A step whose batches do not fit: the same release, its sum added up over parts."""
         theta, total = self._theta(), None
-        for part in self.sampler.parts(int(self._at)):
-            sums = self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
-            total = sums if total is None else total + sums
+        for part in parts:
+            given = [theta, *part]
+            self._given = self._given or [t.clone() for t in given]
+            for buffer, t in zip(self._given, given, strict=True):
+                buffer.copy_(t)
+            sums = self._replayed(self._replay_part)
+            total = sums.clone() if total is None else total + sums  # the next part is written to the same memory
         assert total is not None
         self._update(total)
+
+    def _sums_of_part(self) -> Tensor:
+        theta, *part = self._given
+        return self.gradients.clipped_sums(theta, self._batch(*part), self.mechanism.bound)
 
     def _batch(self, index: Tensor, model: Tensor, start: Tensor, places: Tensor, seats: Tensor) -> Batch:
         inputs, labels, views = self.inputs[index], self.labels[index], self._views(index, model)

@@ -14,11 +14,12 @@ class Replay:
     """A function without arguments; on a GPU it is captured after three calls, which compile it and warm it up.
 
     The function reads and writes tensors that stay where they are. Once captured, its result is the same tensors every time,
-    with new values. Draws from torch's default generator of the device are new in every replay.
+    with new values. Draws from torch's default generator of the device are new in every replay. One that never runs while
+    ``beside`` does takes the same memory, if that was captured before; neither reads what the other left there.
     """
 
-    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
-        self._function, self._device = function, device
+    def __init__(self, function: Callable[[], Any], device: torch.device, beside: Replay | None = None) -> None:
+        self._function, self._device, self._beside = function, device, beside
         self._calls = 0
         self._result: Any = None
         self.graph: Any = None
@@ -37,6 +38,7 @@ class Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # A data loader's thread may pin memory meanwhile, which is no part of the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        shared = None if self._beside is None or self._beside.graph is None else self._beside.graph.pool()
+        with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
             self._result = self._function()
         self.graph = graph
