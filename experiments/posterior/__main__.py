@@ -197,7 +197,7 @@ def page(t: Table, sets: Sequence[Row] = ()) -> str:
         "Paired within runs; 95 % t intervals over seeds, not corrected for their number; bold where they exclude zero. "
         "Lower NLL, ECE and AURC are better."
     )
-    shift = "Means over the library's corruptions and five severities, all 10,000 test images, 8 draws."
+    shift = "Means over fifteen corruptions and five severities, all 10,000 test images, 8 draws."
     lines += [
         *wrap(how, 100),
         "",

@@ -1,12 +1,12 @@
 """Train runs, make every predictor of each, and score them on clean, corrupted and out-of-distribution images.
 
-    python -m experiments.posterior.run --data DATA --table rows.csv --only 7.5 --arms base shift
+    python -m experiments.posterior.run --data DATA --table rows.csv --parts 7.5:base 7.5:shift
 
 CIFAR-10's 50,000 training images, the setting and the rates of experiments/strong_privacy's comparison (b = 4,096, 90 epochs,
-C = 1, averaged iterates; rates tuned at each ε on validation images). One stack per arm, ε and seed:
+C = 1, averaged iterates; rates tuned at each ε on validation images). Seeds of an arm and ε are trained in one stack:
 
 - ``base``: four methods; every predictor on clean and OOD images, and private prediction sets (sets.csv, beside the table);
-- ``shift``: the same runs under corruption, for the scales that ``base`` chose over its seeds;
+- ``shift``: the same runs under fifteen corruptions, for the scales that ``base`` chose over its seeds;
 - ``joint``: ensembles of four members that share one budget: each has the σ at which all four together cost ε;
 - ``bound``: DP-SGD with C = 4 and 16, three rates each (Bu et al., 2023: a large C calibrates).
 
@@ -20,13 +20,13 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from dpivon.data import MEAN, STD
 from dpivon.metrics import accuracy, adaptive_ece, aurc, batch_scores, brier, ece, nll, ood_auroc
@@ -34,14 +34,14 @@ from dpivon.optim.average import window_decay
 from dpivon.predict import entropy
 from dpivon.priors.processes import images
 from dpivon.privacy.accounting import epsilon
-from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
+from dpivon.stacked import PaperNetwork, Run, Stack
 from dpivon.study.run.evaluation import AT_ONCE, normalised
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE, Map, fit_temperature, fit_vector
 from experiments.posterior import sets as prediction_sets
 from experiments.posterior.predictors import DRAWS, Trained
-from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from experiments.robustness.corruptions import COMMON, SEVERITIES, corrupt
 
 DELTA, C, BATCH, EPOCHS = 1e-5, 1.0, 4096, 90
 SEEDS = range(5)
@@ -58,8 +58,10 @@ MEMBERS, JOINED = 4, ("dp-sgd", "dp-steady")
 #: Larger bounds, and rates in units of the tuned rate over C.
 BOUNDS, FACTORS = (4.0, 16.0), (1.0, 2.0, 4.0)
 FITTED = 10_000
-#: Draws of a predictor on corrupted images, of which there are fifty times as many.
-SHIFTED_DRAWS = 8
+#: Draws of a predictor on corrupted images, of which there are seventy-five times as many, and which predictors.
+SHIFTED_DRAWS, SHIFTED = 8, ("own", "swag", "last")
+#: Runs in one stack: enough to fill a GPU, and few enough to leave most of its memory.
+TOGETHER = 20
 ROW = (
     "method", "epsilon", "epsilon_spent", "noise_multiplier", "lr", "seed", "predictor", "scale", "map", "charged", "draws",
     "condition", "severity", "accuracy", "nll", "ece", "adaptive_ece", "ece_floor", "brier", "aurc",
@@ -72,7 +74,17 @@ ARMS = {
     "joint": ("ensemble", "clean"),
     "bound": ("bound", "clean"),
 }
+#: What there is to measure, best first.
+PARTS = tuple(f"{label}:{arm}" for arm in ARMS for label in ("7.5", "1", "3", "weak"))
+#: Runs of one seed.
+RUNS = {
+    "base": len(METHODS),
+    "shift": len(METHODS),
+    "joint": MEMBERS * len(JOINED),
+    "bound": len(BOUNDS) * len(FACTORS),
+}
 Rows = list[dict[str, Any]]
+Body = Callable[[Tensor], Tensor]
 
 
 class Sets:
@@ -80,7 +92,7 @@ class Sets:
 
     def __init__(self, split: Split, *, toy: bool) -> None:
         g = Generator(split.images.device).manual_seed(7)
-        self.raw, self.names = (split.score_images * STD + MEAN).clamp(0, 1), list(CORRUPTIONS)[: 2 if toy else None]
+        self.raw, self.names = (split.score_images * STD + MEAN).clamp(0, 1), COMMON[: 2 if toy else None]
         self.clean, self.labels = split.score_images, split.score_labels
         n, _, side, _ = self.raw.shape
         noise = torch.rand(self.raw.shape, generator=g, device=self.raw.device)
@@ -135,22 +147,20 @@ def planned(
 
 
 def train(
-    arm: str, label: str, seed: int, split: Split, work: Path | None, *, toy: bool
-) -> tuple[Rows, list[Run], list[Trained]]:
-    """The runs of an arm with what each leaves; kept in ``work`` and taken from there."""
+    arm: str, label: str, seeds: Sequence[int], split: Split, work: Path, *, toy: bool
+) -> dict[int, tuple[Rows, list[Run], list[Trained]]]:
+    """By seed the runs of an arm with what each leaves: from ``work``, where they are kept, or else trained in one stack."""
     batch, epochs = (32, 4) if toy else (BATCH, EPOCHS)
     size = len(split.labels)
     steps = -(-size // batch) * epochs
-    plan = planned(arm, label, seed, batch, batch / size, steps)
-    facts, runs = [fact for fact, *_ in plan], [run for _, run, _ in plan]
+    plans = {seed: planned(arm, label, seed, batch, batch / size, steps) for seed in seeds}
     network, device = PaperNetwork(), split.images.device
     last = network.layout.classes * (network.layout.hidden + 1)
-    kept = work / f"{'base' if arm == 'shift' else arm}-{label}-{seed}.pt" if work else None
-    if kept is not None and kept.is_file():
-        seconds, average, std, iterates = torch.load(kept, map_location=device, weights_only=True)
-    else:
+    kept = {seed: work / f"{'base' if arm == 'shift' else arm}-{label}-{seed}.pt" for seed in seeds}
+    if new := [seed for seed in seeds if not kept[seed].is_file()]:
+        plan = [run for seed in new for run in plans[seed]]
         stack = Stack(
-            runs,
+            [run for _, run, _ in plan],
             network,
             split.images,
             split.labels,
@@ -163,26 +173,48 @@ def train(
         for done in stack.train(steps):
             if 2 * done >= steps:
                 seen.append(stack.mean.clone())
-        order = [stack._row(i) for i in range(len(runs))]
-        iterates, average, std = torch.stack(seen, 1)[order], stack.average[order], stack.std[order]
-        seconds = round((time.monotonic() - began) / len(runs), 2)
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            torch.save((seconds, average, std, iterates), kept.with_suffix(".partial"))
-            kept.with_suffix(".partial").replace(kept)
-    made = [Trained(a, s, x, last) for a, s, x in zip(average, std, iterates, strict=True)]
-    about = {"seconds": seconds} | tables.facts(device)
-    return [fact | about for fact in facts], runs, made
+        order = [stack._row(i) for i in range(len(plan))]
+        found = stack.average[order], stack.std[order], torch.stack(seen, 1)[order]
+        seconds = round((time.monotonic() - began) / len(plan), 2)
+        work.mkdir(parents=True, exist_ok=True)
+        for seed, *parts in zip(new, *(t.split(len(plan) // len(new)) for t in found), strict=True):
+            torch.save((seconds, *(part.clone() for part in parts)), kept[seed].with_suffix(".partial"))
+            kept[seed].with_suffix(".partial").replace(kept[seed])
+    out = {}
+    for seed in seeds:
+        seconds, *parts = torch.load(kept[seed], map_location=device, weights_only=True)
+        about = {"seconds": seconds} | tables.facts(device)
+        made = [Trained(a, s, x, last) for a, s, x in zip(*parts, strict=True)]
+        out[seed] = [fact | about for fact, *_ in plans[seed]], [run for _, run, _ in plans[seed]], made
+    return out
+
+
+@cache
+def passes(network: PaperNetwork, device: torch.device) -> tuple[nn.Module, Body, nn.Module]:
+    """A model to load rows into, what it does up to its last layer, and that layer.
+
+    Compiled on a GPU, where norms, ReLU and pooling are then one pass; convolutions are in TF32 either way.
+    """
+    model: Any = network.model(torch.zeros(network.size, device=device)).eval()
+    body = nn.Sequential(model.features, model.head[:-1])
+    return model, torch.compile(body, dynamic=False) if device.type == "cuda" else body, model.head[-1]
 
 
 @torch.no_grad()
-def averaged(network: AnyNetwork, rows: Sequence[Tensor], pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the mean probabilities of the rows, and their mutual information."""
-    logs, information, model = [], [], network.model(rows[0]).eval()
+def averaged(
+    network: PaperNetwork, rows: Sequence[Tensor], pixels: Tensor, *, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log of the mean probabilities of the rows, and their mutual information.
+
+    ``shared``: the rows differ in their last layer alone.
+    """
+    logs, information, (model, body, last) = [], [], passes(network, pixels.device)
     for part in pixels.split(AT_ONCE[pixels.device.type]):
-        total, inner, x = torch.zeros(()), torch.zeros(()), normalised(part)
+        total, inner, x, features = torch.zeros(()), torch.zeros(()), normalised(part), torch.zeros(())
         for i, row in enumerate(rows):
-            p = network.load(row, model)(x).float().softmax(-1)
+            network.load(row, model)
+            features = features if shared and i else body(x)
+            p = last(features).float().softmax(-1)
             total, inner = (total + p, inner + entropy(p)) if i else (p, entropy(p))
         mean = total / len(rows)
         logs.append(mean.clamp_min(1e-30).log())
@@ -198,15 +230,15 @@ def scores(probs: Tensor, labels: Tensor, g: Generator) -> dict[str, float]:
 
 
 def clean_rows(
-    network: AnyNetwork, kind: str, scale: float, rows: Sequence[Tensor], sets: Sets, g: Generator
+    network: PaperNetwork, kind: str, scale: float, rows: Sequence[Tensor], sets: Sets, g: Generator
 ) -> tuple[Rows, dict[tuple[str, bool], Tensor]]:
     """Rows of one predictor on clean and OOD images under every map, and its probabilities on clean images by map."""
-    fit, _ = averaged(network, rows, sets.fit)
-    clean, information = averaged(network, rows, sets.clean)
-    ood = {name: averaged(network, rows, pixels) for name, pixels in sets.ood.items()}
+    predict = partial(averaged, network, rows, shared=kind == "last")
+    (fit, _), (clean, information) = predict(sets.fit), predict(sets.clean)
+    ood = {name: predict(pixels) for name, pixels in sets.ood.items()}
     fitted = maps(fit, sets.fit_labels, g)
     if kind == "mean":
-        fitted += charged_maps(averaged(network, rows, sets.everyone)[0], sets.everyones, g)
+        fitted += charged_maps(predict(sets.everyone)[0], sets.everyones, g)
     found, probs = [], {}
     for name, charged, f in fitted:
         own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
@@ -221,12 +253,14 @@ def clean_rows(
     return found, probs
 
 
-def shift_rows(network: AnyNetwork, kind: str, scale: float, rows: Sequence[Tensor], sets: Sets, g: Generator) -> Rows:
+def shift_rows(
+    network: PaperNetwork, kind: str, scale: float, rows: Sequence[Tensor], sets: Sets, g: Generator
+) -> Rows:
     """Rows of one predictor on corrupted images, by severity: means over the corruptions."""
-    fit, _ = averaged(network, rows, sets.fit)
-    found = []
+    predict = partial(averaged, network, rows, shared=kind == "last")
+    fit, found = predict(sets.fit)[0], []
     for severity in SEVERITIES:
-        logs = [averaged(network, rows, pixels)[0] for pixels in sets.shifted(severity)]
+        logs = [predict(pixels)[0] for pixels in sets.shifted(severity)]
         for name, charged, f in maps(fit, sets.fit_labels, g)[:2]:
             own = {"predictor": kind, "scale": scale, "map": name, "charged": int(charged), "draws": len(rows)}
             probs = torch.stack([f(one) for one in logs])
@@ -238,7 +272,7 @@ def shift_rows(network: AnyNetwork, kind: str, scale: float, rows: Sequence[Tens
 
 
 def predicted(
-    network: AnyNetwork,
+    network: PaperNetwork,
     arm: str,
     facts: Rows,
     runs: Sequence[Run],
@@ -299,14 +333,14 @@ def charged_maps(logs: Tensor, labels: Tensor, g: Generator) -> list[tuple[str, 
 
 
 def best(rows: Sequence[dict[str, Any]], method: str, label: str) -> set[tuple[str, float]]:
-    """The mean, the iterates, and of every kind of draws the scale with the least NLL on the images that fit, tempered."""
+    """The mean, the iterates, and of kinds of draws the scale with the least NLL on the images that fit, tempered."""
     mine = [
         r
         for r in rows
         if (r["method"], r["epsilon"], r["condition"], r["map"]) == (method, label, "clean", "temperature")
     ]
     picks = {("mean", 0.0), ("iterates", 1.0)}
-    for kind in {r["predictor"] for r in mine} & {"own", "swag", "one", "last"}:
+    for kind in {r["predictor"] for r in mine} & set(SHIFTED):
         losses: dict[float, list[float]] = {}
         for r in mine:
             if r["predictor"] == kind:
@@ -319,12 +353,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="keeps trained runs: 70 MB per run")
     parser.add_argument(
-        "--until", type=float, default=math.inf, help="the time, of date +%%s, after which no stack is begun"
+        "--work", type=Path, default=Path("study-output/posterior"), help="keeps trained runs: 30 MB each"
     )
-    parser.add_argument("--only", nargs="*", default=list(SIGMAS), help="names of ε")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument(
+        "--until", type=float, default=math.inf, help="the time, of date +%%s, after which no seed is begun"
+    )
+    parser.add_argument("--lead", type=float, default=0.0, help="seconds that a stack takes: none is begun so late")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS), metavar="EPSILON:ARM")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
@@ -333,20 +369,24 @@ def main() -> None:
     began = time.monotonic()
     say = partial(print, flush=True)
     sets, network = Sets(split, toy=a.toy), PaperNetwork()
-    for label, arm, seed in ((e, arm, s) for e in a.only for arm in a.arms for s in a.seeds):
+    for label, arm in (part.split(":") for part in a.parts):
         known: Rows = [dict(row) for row in tables.read(a.table)]
-        done = {(r["epsilon"], r["seed"], r["predictor"], r["condition"]) for r in known}
-        if (label, str(seed), *ARMS[arm]) in done or time.time() > a.until:
-            continue
-        facts, runs, made = train(arm, label, seed, split, a.work, toy=a.toy)
-        say(f"ε = {label}, {arm}, seed {seed}: trained, {time.monotonic() - began:.0f} s since the start")
-        found, covered = predicted(network, arm, facts, runs, made, sets, known, 2 if a.toy else DRAWS)
-        if covered:
-            tables.append(
-                a.table.with_name("sets.csv"), [filled(r, prediction_sets.ROW) for r in covered], prediction_sets.ROW
-            )
-        tables.append(a.table, [filled(row, ROW) for row in found], ROW)
-        say(f"ε = {label}, {arm}, seed {seed}: scored, {time.monotonic() - began:.0f} s since the start")
+        done = {r["seed"] for r in known if (r["epsilon"], r["predictor"], r["condition"]) == (label, *ARMS[arm])}
+        left = [seed for seed in a.seeds if str(seed) not in done]
+        many = TOGETHER // RUNS[arm]
+        for seeds in (left[i : i + many] for i in range(0, len(left), many)):
+            if time.time() > a.until - a.lead:
+                break
+            for seed, (facts, runs, made) in train(arm, label, seeds, split, a.work, toy=a.toy).items():
+                say(f"ε = {label}, {arm}, seed {seed}: trained, {time.monotonic() - began:.0f} s since the start")
+                found, covered = predicted(network, arm, facts, runs, made, sets, known, 2 if a.toy else DRAWS)
+                if covered:
+                    rows = [filled(r, prediction_sets.ROW) for r in covered]
+                    tables.append(a.table.with_name("sets.csv"), rows, prediction_sets.ROW)
+                tables.append(a.table, [filled(row, ROW) for row in found], ROW)
+                say(f"ε = {label}, {arm}, seed {seed}: scored, {time.monotonic() - began:.0f} s since the start")
+                if time.time() > a.until:
+                    break
 
 
 def filled(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,11 @@ from dpivon.errors import ArgumentError
 Image = pytest.importorskip("PIL.Image")
 
 
+FIXED_BLURS = ("gaussian_blur", "defocus_blur", "zoom_blur")
+# As elastic bends more, its recipe shifts less; glass moves pixels once or twice; frost hides an image while it brightens it.
+NOT_FARTHER = ("elastic_transform", "glass_blur", "synthetic_frost")
+
+
 def smooth(n=40, channels=3, side=32, seed=0):
     """Pictures with structure at several scales, in [0, 1] and on whole bytes, away from both ends."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,16 +50,16 @@ def test_bytes_of_the_same_shape_that_follow_the_seed_alone(name, channels, side
     assert torch.equal(first, again)  # the global generator has no say
     assert torch.equal(x, before)
     assert not torch.equal(first, as_bytes(x))
-    random = name in ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
+    random = name not in (*FIXED_BLURS, "brightness", "contrast", "pixelate", "jpeg_compression")
     assert torch.equal(first, corrupt(x, name, 3, seed=5)) is not random
     if random:
         with_others = corrupt(torch.cat([x[:1], x[:1]]), name, 3, seed=4)
         assert not torch.equal(with_others[0], with_others[1])  # every picture its own draw
 
 
-@pytest.mark.parametrize("name", [name for name in CORRUPTIONS if name != "elastic_transform"])
+@pytest.mark.parametrize("name", [name for name in CORRUPTIONS if name not in NOT_FARTHER])
 def test_every_severity_is_worse_than_the_last(name):
-    """In distance from the clean picture. Elastic is left out: as it bends more, its recipe shifts less."""
+    """In distance from the clean image."""
     x = smooth()
     far = [float((corrupt(x, name, s).float() / 255 - x).square().mean().sqrt()) for s in SEVERITIES]
     assert far[0] > 0
@@ -149,6 +154,65 @@ def test_fog_is_a_cloud_in_front_of_the_picture():
     torch.testing.assert_close(y, (x + 1.5 * cloud) * top / (top + 1.5))
 
 
+def test_glass_takes_colours_from_above_and_from_the_left():
+    """Each of four places a quarter of the time; nothing is blurred at the first severity."""
+    rows, columns = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
+    x = torch.stack([rows, columns, rows]).div(255).repeat(500, 1, 1, 1)
+    y = corruptions.glass_blur(x, 0, torch.Generator().manual_seed(0)).mul(255).round()
+    back = torch.stack([rows, columns]) - y[:, :2]
+    assert set(back.unique().tolist()) == {0.0, 1.0}
+    assert not back[:, :, :2].any()
+    assert not back[:, :, :, :2].any()
+    both = (2 * back[:, 0] + back[:, 1])[:, 2:, 2:].flatten().long().bincount() / (500 * 30 * 30)
+    torch.testing.assert_close(both, torch.full((4,), 0.25), atol=5 * math.sqrt(0.19 / 450_000), rtol=0.0)
+
+
+def test_motion_is_half_a_gaussian_along_its_direction():
+    point = torch.zeros(4, 1, 65, 65)
+    point[:, :, 32, 32] = 1
+    for radius, sigma in corruptions.MOTION:
+        y = corruptions.moved(point, radius, sigma, torch.tensor([0.0, 90.0, -90.0, 45.0]))[:, 0]
+        weights = torch.exp(-torch.arange(2 * radius + 1.0).square() / (2 * sigma**2))
+        weights = weights / weights.sum()
+        n = len(weights)
+        torch.testing.assert_close(y[0, 32, 33 - n : 33].flip(0), weights)  # a pixel looks to its right
+        torch.testing.assert_close(y[1, 33 - n : 33, 32].flip(0), weights)
+        torch.testing.assert_close(y[2, 32 : 32 + n, 32], weights)
+        torch.testing.assert_close(y.sum((1, 2)), torch.ones(4))
+        assert torch.equal(y[3] > 0, torch.diag(y[3].diagonal()) > 0)
+    assert torch.allclose(corruptions.motion_blur(grey(0.3, 3), 4, torch.Generator()), grey(0.3, 3))
+
+
+def test_enlarging_is_scipys_zoom_of_the_middle():
+    ndimage = pytest.importorskip("scipy.ndimage")
+    x = smooth(1)[0].double()
+    for factor in (1.0, 1.03, 1.1, 1.25, 1.75, 2.25):
+        crop = math.ceil(32 / factor)
+        top = (32 - crop) // 2
+        whole = ndimage.zoom(x[:, top : top + crop, top : top + crop].numpy(), (1, factor, factor), order=1)
+        trim = (whole.shape[1] - 32) // 2
+        weights = corruptions.enlarged(32, factor)
+        expected = torch.from_numpy(whole[:, trim : trim + 32, trim : trim + 32])
+        torch.testing.assert_close(weights @ x @ weights.mT, expected)
+    assert torch.allclose(corruptions.zoom_blur(grey(0.3, 1), 4, torch.Generator()), grey(0.3, 1))
+
+
+def test_snow_falls_on_both_sides_and_frost_is_laid_over():
+    for s in range(5):
+        share, x = corruptions.SNOW[s][-1], grey(0.0, 40)
+        y = corruptions.snow(x, s, torch.Generator().manual_seed(s)) - 0.5 * (1 - share)  # black becomes grey
+        torch.testing.assert_close(y, y.flip(2, 3))
+        assert float(y.min()) > -1e-6
+        assert 0.01 < float((y > 0.02).double().mean()) < 0.99
+        keep, weight = corruptions.FROST[s]
+        x = smooth(5)
+        frost = (corruptions.synthetic_frost(x, s, torch.Generator().manual_seed(1)) - keep * x) / weight
+        again = corruptions.synthetic_frost(torch.zeros_like(x), s, torch.Generator().manual_seed(1)) / weight
+        torch.testing.assert_close(frost, again, atol=1e-5, rtol=1e-5)
+        assert 0.26 < float(frost.min()) < float(frost.max()) <= 1.0
+    assert len(corruptions.COMMON) == 15
+
+
 def test_pixelate_and_jpeg_are_pillows():
     x = smooth(5)
     for s in SEVERITIES:
@@ -183,7 +247,7 @@ def test_elastic_moves_pixels_and_leaves_colours():
 def test_what_is_wrong_is_named(monkeypatch):
     x = smooth(1)
     for arguments, words in (
-        ((x, "snow", 1), "name='snow'"),
+        ((x, "frost", 1), "name='frost'"),
         ((x, "fog", 6), "severity=6"),
         ((x, "fog", 0), "severity=0"),
         ((x[0], "fog", 1), r"images\.shape"),

@@ -6,10 +6,11 @@ import pytest
 import torch
 from experiments.posterior.__main__ import HERE, Table, page, read_sets
 from experiments.posterior.predictors import Trained
-from experiments.posterior.run import DELTA, MEMBERS, RESERVE, SIGMAS, joint_sigma, planned
+from experiments.posterior.run import DELTA, MEMBERS, RESERVE, RUNS, SIGMAS, averaged, joint_sigma, planned
 from experiments.posterior.sets import COVERAGE, rows
 
 from dpivon.privacy.accounting import epsilon
+from dpivon.stacked import PaperNetwork
 
 
 def trained() -> Trained:
@@ -59,6 +60,23 @@ def test_members_of_an_ensemble_cost_together_what_one_run_does() -> None:
     assert 0.999 * one < all_ <= one
     runs = [run for arm in ("base", "joint", "bound") for _, run, _ in planned(arm, "3", 0, 4096, rate, steps)]
     assert len({run.seed for run in runs}) == len(runs) == 4 + 2 * MEMBERS + 6
+    assert len(runs) == sum(RUNS[arm] for arm in ("base", "joint", "bound"))
+    together = [run for seed in range(5) for _, run, _ in planned("base", "3", seed, 4096, rate, steps)]
+    assert len({run.seed for run in together}) == 20  # one stack
+
+
+def test_passes_that_share_features_are_those_of_each_row() -> None:
+    network, g = PaperNetwork(), torch.Generator().manual_seed(0)
+    rows = [network.initial(0) for _ in range(3)]
+    for row in rows[1:]:
+        row[-1290:] += 0.5 * torch.randn(1290, generator=g)
+    images = torch.randn(70, 3, 32, 32, generator=g)
+    with torch.no_grad():
+        each = torch.stack([network.model(row).eval()(images).softmax(-1) for row in rows])
+    for shared in (False, True):
+        logs, information = averaged(network, rows, images, shared=shared)
+        torch.testing.assert_close(logs.exp(), each.mean(0), atol=1e-6, rtol=1e-5)
+        assert (information > 0).all()
 
 
 def test_private_sets_cover_and_those_of_a_better_predictor_are_smaller() -> None:

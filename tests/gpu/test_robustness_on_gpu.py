@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
 
+from experiments.posterior.run import averaged
 from experiments.robustness.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from experiments.robustness.evaluate import Condition, robustness_rows
 
@@ -15,7 +16,10 @@ from dpivon.privacy.kernels.paper.layout import Layout
 from dpivon.stacked import PaperNetwork, Run, Stack
 from dpivon.study.run.evaluation import posterior_row, predict_row
 
-RANDOM = ("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform")
+RANDOM = (
+    *("gaussian_noise", "shot_noise", "impulse_noise", "fog", "elastic_transform"),
+    *("glass_blur", "motion_blur", "snow", "synthetic_frost"),
+)
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -60,3 +64,16 @@ def test_eight_classes_in_the_kernels_and_beyond():
         assert found[0]["accuracy"] > 0.3  # one in eight by chance
         assert found[0]["accuracy"] == pytest.approx(alone[0]["accuracy"], abs=0.1)
         assert found[-1]["auroc_entropy"] == pytest.approx(alone[-1]["auroc_entropy"], abs=0.25)
+
+
+def test_compiled_passes_are_those_of_the_model():
+    """The predictors of a run go through a compiled body; torch's own modules are its reference."""
+    network, g = PaperNetwork(), torch.Generator("cuda").manual_seed(0)
+    first = network.initial(0).cuda()
+    rows = [first + 0.02 * torch.randn(first.shape, generator=g, device="cuda") for _ in range(3)]
+    images = torch.randn(10_000, 3, 32, 32, generator=g, device="cuda")
+    logs, _ = averaged(network, rows, images)
+    with torch.no_grad():
+        model = network.model(rows[0]).eval()
+        each = [torch.cat([network.load(row, model)(x).softmax(-1) for x in images.split(5000)]) for row in rows]
+    assert float((logs.exp() - torch.stack(each).mean(0)).abs().max()) < 2e-3  # TF32
