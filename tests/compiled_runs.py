@@ -9,16 +9,21 @@ import torch
 from torch import Tensor, nn
 
 import dpivon
+from dpivon.methods import METHODS
 
 
 def private_run(module: nn.Module, loader: Any, kind: str = "ivon", samples: int = 1, lr: float = 0.01, **options: Any):
     """Engine, model, optimizer and loader."""
     device = next(module.parameters()).device
     inner: Any = torch.optim.Adam(module.parameters(), lr=lr)
-    if kind == "ivon":
-        drawn = torch.Generator(device).manual_seed(2)
-        n = len(loader.dataset)
-        inner = dpivon.IVON(module.parameters(), lr=0.1, ess=n, mc_samples=samples, generator=drawn)
+    name, _, curvature = kind.partition(":")
+    n, drawn = len(loader.dataset), torch.Generator(device).manual_seed(2)
+    if name == "ivon":
+        given: Any = {"mc_samples": samples, "curvature": curvature or None}
+        groups = [{"params": list(part.parameters())} for part in (module[:2], module[2:])] if curvature else None
+        inner = dpivon.IVON(groups or module.parameters(), lr=0.1, ess=n, generator=drawn, **given)
+    elif name in METHODS:
+        inner = dpivon.method(name, module, dataset_size=n, generator=drawn).optimizer
     engine = dpivon.PrivacyEngine(generator=torch.Generator().manual_seed(3))
     options = {"noise_multiplier": 1.0, "max_grad_norm": 0.5} | options
     return engine, *engine.make_private(module=module, optimizer=inner, data_loader=loader, **options)

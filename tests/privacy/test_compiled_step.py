@@ -18,6 +18,7 @@ import dpivon
 from compiled_runs import by_hand, private_run
 from dpivon.errors import ArgumentError, PrivacyError
 from dpivon.privacy.kernels.padded_step import PaddedStep
+from dpivon.privacy.kernels.whole_step import WholeStep
 
 N, B, CLASSES = 60, 10, 3
 
@@ -61,7 +62,9 @@ def trained(way: str, capacity: int | None = None, most: int | None = None, epoc
                 step(batch)
         decay.step()
         optimizer.noise_multiplier *= 0.9
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert step.path == ("captured" if way == "padded" else "eager (on cpu)")
+    assert capacity or most or all(program.whole.prepared for program in step._programs.values())
     return torch.cat([p.detach().flatten() for p in optimizer.params]), engine.get_epsilon(1e-3)
 
 
@@ -72,6 +75,11 @@ CASES = {
     "augmentations": {"views": 3},
     "per layer": {"clipping": "per_layer", "max_grad_norm": [0.3] * 6},
     "empty batches": {"n": 20, "b": 2},
+    "two groups, reparameterised": {"kind": "ivon:reparam", "samples": 2},
+    "averaged curvature": {"kind": "ivon:averaged"},
+    "steady": {"kind": "dp-steady"},
+    "calm": {"kind": "dp-calm"},
+    "psgld": {"kind": "dp-psgld"},
 }
 
 
@@ -99,6 +107,47 @@ def test_a_batch_that_does_not_fit_runs_in_parts_of_one_release(parts):
         got, spent = trained(way, **parts)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
         assert spent == epsilon
+
+
+def test_a_release_is_charged_before_its_program_is_launched(monkeypatch):
+    """Where the charge is refused nothing is drawn and nothing moves."""
+    engine, _, optimizer, loader = made()
+    step, events, charge, call = engine.compile(losses, capture=True), [], optimizer.charge, WholeStep.__call__
+    monkeypatch.setattr(WholeStep, "__call__", lambda self, spec: (events.append("launched"), call(self, spec))[1])
+    optimizer.charge = lambda spec: (events.append("charged"), charge(spec))[1]
+    batches = iter(loader)
+    for _ in range(4):
+        step(next(batches))
+    assert events == ["charged", "charged", *["charged", "launched"] * 2]  # the first are eager, and in parts
+    optimizer.charge = refuse
+
+    def held() -> list[Tensor]:
+        drawing = optimizer.noise.generator.get_state(), optimizer.original_optimizer.generator.get_state()
+        return [*drawing, *(p.detach().clone() for p in optimizer.params)]
+
+    batch, before = next(batches), held()
+    with pytest.raises(PrivacyError, match="refused"):
+        step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, held(), strict=True))
+    assert events[-1] == "launched"
+    assert len(engine.accountant) == 4
+
+
+def refuse(spec):
+    raise PrivacyError("refused")
+
+
+def test_noise_of_another_source_is_added_outside_the_program():
+    """A mechanism or source of one's own, and σ = 0, are released as ever."""
+    engine, _, optimizer, loader = made("sgd")
+    step, batches = engine.compile(losses, capture=True), iter(loader)
+    for _ in range(3):
+        step(next(batches))
+    (program,) = step._programs.values()
+    optimizer.noise = noise = CapturingNoise()
+    step(next(batches))
+    assert program.whole.prepared
+    assert len(noise.releases(len(optimizer.params))) == 1
 
 
 class Unit(nn.Module):

@@ -217,11 +217,11 @@ def test_a_second_plain_loss_does_not_bypass_clipping(mode):
 
 def test_the_spec_of_a_release_follows_what_it_is_made_of():
     optimizer = make("bookkeeping").optimizer
-    first = optimizer._spec_of_release()
-    assert optimizer._spec_of_release() is first
+    first = optimizer.spec_of_release()
+    assert optimizer.spec_of_release() is first
     optimizer.noise_multiplier = 3.0
-    assert optimizer._spec_of_release().noise_multiplier == 3.0
+    assert optimizer.spec_of_release().noise_multiplier == 3.0
     optimizer.max_grad_norm = 0.25
-    assert optimizer._spec_of_release().max_grad_norm == 0.25
+    assert optimizer.spec_of_release().max_grad_norm == 0.25
     optimizer.noise.origin = "cryptographic"
-    assert optimizer._spec_of_release().drawn_by[0] == "cryptographic"
+    assert optimizer.spec_of_release().drawn_by[0] == "cryptographic"

@@ -28,7 +28,7 @@ from dpivon.posterior import Posterior
 from dpivon.release import Release
 from dpivon.shards import local
 
-_MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
+MEMORY = "curvature_"  # what the estimator remembers, in the state of a parameter
 
 
 class IVON(ReleaseOptimizer):
@@ -176,6 +176,8 @@ class IVON(ReleaseOptimizer):
         loss = None if closure is None else self._run(closure)
         if release is None and self._average is not None:
             self._fold_gradients()  # the last of several θ-samples
+        if release is not None and self.replayed is not None and self.replayed(release):
+            return loss
         trained = self._trained(release)
         for group, params in trained:
             self._states(params, group)
@@ -210,7 +212,7 @@ class IVON(ReleaseOptimizer):
                 stacklevel=4,
             )
         lr, beta1, t = group["lr"], group["beta1"], [state["step"] for state in states]
-        memory = {n: TensorList([state[_MEMORY + n] for state in states]) for n in memory_of(estimator)}
+        memory = {n: TensorList([state[MEMORY + n] for state in states]) for n in memory_of(estimator)}
         here = [local(p) for p in params]
         before = {"mean": TensorList(full_means(here, states))}
         for key in ("momentum", "prior_mean") if "prior_mean" in states[0] else ("momentum",):
@@ -226,7 +228,7 @@ class IVON(ReleaseOptimizer):
             clip_radius=group["clip_radius"],
         )
         new["mean"].copy_to(here)
-        kept = {"momentum": "momentum", "hess": "hess", **{n: _MEMORY + n for n in memory}}
+        kept = {"momentum": "momentum", "hess": "hess", **{n: MEMORY + n for n in memory}}
         for i, state in enumerate(states):
             state.update({key: new[name][i] for name, key in kept.items()})
             if "mean" in state:
@@ -353,13 +355,13 @@ class IVON(ReleaseOptimizer):
         if "prior_mean" not in state:
             state.update(self._prior_of(p, group))
         for name in memory_of(estimator):
-            if _MEMORY + name not in state:
+            if MEMORY + name not in state:
                 if state["step"]:
                     raise DpivonError(
                         f"curvature={estimator.name!r}: the state has no {name!r} of its first {state['step']} steps; "
                         "it was made with another estimator. Go on with that one, or begin anew."
                     )
-                state[_MEMORY + name] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
+                state[MEMORY + name] = torch.zeros_like(here, dtype=dtype, requires_grad=False)
         follow(here, state)
         return state
 

@@ -24,6 +24,8 @@ class ReleaseOptimizer(Optimizer):
     """What optimizers share that learn from releases: :class:`RuleOptimizer` and :class:`dpivon.IVON`."""
 
     generator: torch.Generator | None = None
+    #: Makes the update from a release of the program that it belongs to; False for any other release.
+    replayed: Callable[[Release], bool] | None = None
     _private = False
     _prior: Posterior | None = None
 
@@ -144,11 +146,12 @@ class RuleOptimizer(ReleaseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        trained = self._trained(release)
-        if not trained:
-            raise DpivonError(NO_GRADIENT)
-        for group, params in trained:
-            self._update(group, params, release)
+        if release is None or self.replayed is None or not self.replayed(release):
+            trained = self._trained(release)
+            if not trained:
+                raise DpivonError(NO_GRADIENT)
+            for group, params in trained:
+                self._update(group, params, release)
         self._stepped(release)
         return loss
 

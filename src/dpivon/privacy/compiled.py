@@ -28,6 +28,7 @@ from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.gradients.model_io import map_tensors, others_in, structure, tensors_in
 from dpivon.privacy.kernels.padded import laid_out
 from dpivon.privacy.kernels.padded_step import NotCaptured, PaddedStep
+from dpivon.privacy.kernels.whole_step import WholeStep, whole_step
 from dpivon.privacy.noise import os_generator
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.people import end_of_part
@@ -90,6 +91,11 @@ class CompiledStep:
         if self._images is None:
             self._images = self.device.type == "cpu" and convolves(self.model, tensors_in(batch))
         program = self._program(batch) if self._begun and self._reason is None else None
+        whole = None if program is None or rows > self.capacity * self.each else self._whole(program)
+        if whole is not None:
+            whole.program.load(tensors_in(batch), self._places)
+            optimizer.step_by(whole)
+            return whole.loss / max(1, rows)
         total: Tensor | None = None
         redeemable = draws is not None and draws.redeemable
         for first, last, part in self._parts(batch, rows, program):
@@ -252,6 +258,22 @@ class CompiledStep:
         held = [(own, key) for at in layers for own in (at._parameters, at._buffers) for key in own]
         return numbers, held
 
+    def _whole(self, program: PaddedStep) -> WholeStep | None:
+        """The program of the whole release on a batch of this kind, if there is one and it can make the next release."""
+        if program.whole is None and program.settled:
+            program.whole = whole_step(program, self.optimizer) or False
+        whole: WholeStep | None = program.whole or None
+        if whole is None or not whole.ready(self.optimizer.spec_of_release()):
+            return None
+        try:
+            whole.prepare()
+        except Exception as error:
+            program.whole = False
+            what = f"engine.compile: noise and update are not captured ({_line(error)})."
+            warnings.warn(f"{what} They run eagerly, with the same result.", stacklevel=4)
+            return None
+        return whole
+
     def _padded(self, program: PaddedStep, part: Any) -> Tensor:
         """The clipped sum of a part, for the optimizer to take; by an eager pass if that fails before it was captured."""
         try:
@@ -266,7 +288,7 @@ class CompiledStep:
         except Exception as error:
             if program.captured:
                 raise
-            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._give_up(_line(error))
             self.optimizer.zero_grad()
             return self._eager(part)
 
@@ -321,6 +343,10 @@ def convolves(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Whether these are images, large enough for their layout to matter, and the model has convolutions for them."""
     large = any(t.dim() == 4 and min(t.shape[2:]) >= _SIDE for t in tensors)
     return large and any(isinstance(layer, nn.Conv2d) for layer in model.modules())
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _some(batch: Any, examples: Tensor, each: int) -> Any:

@@ -191,12 +191,20 @@ def unreleased_sums(params: Sequence[Any]) -> dict[Tensor, Any]:
     return {p: p.summed_grad for p in params}
 
 
-def hand_over(release: Release, params: Sequence[Any], inner: Optimizer) -> None:
-    """The sum is spent, and ``p.grad`` is g_dp: raw gradients and sums are gone, also of a parameter that was frozen since."""
+def hand_over(release: Release, params: Sequence[Any], inner: Optimizer, *, by_program: bool = False) -> None:
+    """The sum is spent, and ``p.grad`` is g_dp: raw gradients and sums are gone, also of a parameter that was frozen since.
+
+    ``by_program``: there was no sum, and ``p.grad`` is where the program writes its releases.
+    """
     for p in _all_parameters(inner):
+        if by_program:
+            p.grad = release.gradients.get(p)
+            continue
         p.grad = None
         if p not in release.gradients:
             p.summed_grad = None
+    if by_program:
+        return
     pairs = [(release.gradients[p], local(p)) for p in params]
     released = TensorList([g if g.shape == own.shape else g.view_as(own) for g, own in pairs])
     for p, g in zip(params, released.copied([p.dtype for p in params]), strict=True):

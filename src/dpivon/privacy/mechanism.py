@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -265,6 +265,25 @@ def _in_place(sums: TensorList, spec: NoiseSpec, noise: TorchNoise, dtype: torch
         torch.div(drawn, spec.divisor, out=released[begin : begin + size])
         first, begin = last + 1, begin + size
     return TensorList.of(released, shapes)
+
+
+class ReleaseProgram(Protocol):
+    """Clipped sums and their noise as one fixed program: :class:`dpivon.privacy.kernels.whole_step.WholeStep`."""
+
+    def __call__(self, spec: NoiseSpec) -> Release:
+        """Run it, with the noise of this spec."""
+        ...
+
+
+def release_by(program: ReleaseProgram, spec: NoiseSpec, charge: Callable[[NoiseSpec], None]) -> Release:
+    """:func:`release` of sums that a program computes itself: charged before it is launched."""
+    charge(spec)
+    return program(spec)
+
+
+def noised(sums: Tensor, normal: Tensor, std: Tensor, divisor: Tensor) -> Tensor:
+    """What :func:`release` computes, of numbers on the device: in double, and rounded once."""
+    return ((normal * std + sums) / divisor).float()
 
 
 def on_grid(sums: Tensor, spec: NoiseSpec) -> Tensor:

@@ -28,7 +28,7 @@ from dpivon.privacy.logical_batch import (
     unreleased_sums,
     variational,
 )
-from dpivon.privacy.mechanism import NoiseSpec, OneProcess
+from dpivon.privacy.mechanism import NEW, NoiseSpec, OneProcess, ReleaseProgram, charge_for, release_by
 from dpivon.privacy.noise import NoiseSource
 from dpivon.privacy.opacus_names import OpacusNames
 from dpivon.privacy.precision import full_precision, without_autocast
@@ -78,6 +78,7 @@ class DPOptimizer(OpacusNames):
         self._batch = LogicalBatch()
         self._passes = ThetaPasses(source, watch)
         self._in_closure = False
+        self._program: ReleaseProgram | None = None  # what makes the release of the step at hand, if not this
         self._known_spec: tuple[tuple[NoiseSpec, int, tuple[str, str]], NoiseSpec] | None = None
         drop_sums(self.original_optimizer)
         self._connect()
@@ -171,8 +172,12 @@ class DPOptimizer(OpacusNames):
         if self.breaks_with_ignored and self.draws is not None and self.draws.ignored:
             raise PrivacyError(IGNORED_LABELS)
         self._batch.check(self._spec, drawn=self.draws is not None)
-        spec = self._spec_of_release()
+        spec = self.spec_of_release()
         self._batch.spec = self._spec
+        if self._program is not None:
+            self._batch.is_summed = True
+            self.source.forget_passes()
+            return self._release(spec, self._program)
         self.clip_and_accumulate()
         self._batch.is_summed = True
         self.source.forget_passes()
@@ -194,7 +199,7 @@ class DPOptimizer(OpacusNames):
             stacklevel=4,
         )
 
-    def _spec_of_release(self) -> NoiseSpec:
+    def spec_of_release(self) -> NoiseSpec:
         """The spec with what is known now: that of the last release, which was checked, unless something has changed."""
         known = (self._spec, self.accumulated_iterations, self.drawn_by)
         if self._known_spec is None or self._known_spec[0] != known:
@@ -206,18 +211,37 @@ class DPOptimizer(OpacusNames):
             clipped = self.source.clipped_sums(self.params, self._clipping)
         add_sums(self.params, clipped)
 
-    def _release(self, spec: NoiseSpec) -> bool:
+    def step_by(self, program: ReleaseProgram) -> None:
+        """One step whose release a program makes, of a whole batch; nothing of the batch is pending here."""
+        redeemable = self.draws is not None and self.draws.redeemable
+        self.begin_micro_batch(first=True, last=True)
+        if self.draws is not None:
+            self.draws.redeemable = redeemable  # a batch that was released before stays released
+        self._passes.clear(self.original_optimizer, keep_theta=False)
+        drop_sums(self.original_optimizer)
+        self._program = program
+        try:
+            self.step()
+        finally:
+            self._program = None
+
+    def _release(self, spec: NoiseSpec, program: ReleaseProgram | None = None) -> bool:
         """Charge and noise the sum, once; False if it was dropped instead."""
-        total = unreleased_sums(self.params)
+        total = unreleased_sums(self.params) if program is None else {}
         if self.draws is not None:
             self.draws.redeem()
-        made = self.together.release(self, total, spec)
+        if program is None:
+            made = self.together.release(self, total, spec)
+        else:
+            charge = charge_for(self, (NEW, ""))
+            assert charge is not None
+            made = release_by(program, spec, charge)
         if made is None:  # a step that was to repeat a lost one, and does not
             self.abandon_virtual_batch()
             return False
         self.last_release = made
         self._batch.end()
-        hand_over(made, self.params, self.original_optimizer)
+        hand_over(made, self.params, self.original_optimizer, by_program=program is not None)
         for hook in self.step_hooks:
             hook(self)
         return True

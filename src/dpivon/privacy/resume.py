@@ -71,6 +71,11 @@ class ReplayJournal:
         """Releases from here to the end of the ledger were made and lost."""
         self._lost = release if release < self._ledger.record.releases else None
 
+    @property
+    def reads_sums(self) -> bool:
+        """Whether what becomes of a sum depends on it, so that it must be known before it is noised."""
+        return self._lost is not None or self._repeats
+
     def decide(self, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Decision:
         made_of = self._digest(sums, spec)
         evidence = hmac.new(self.key, made_of, hashlib.sha256).hexdigest()[:32] if made_of else ""

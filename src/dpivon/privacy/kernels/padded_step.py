@@ -79,17 +79,23 @@ class PaddedStep:
         self._fixed = {name: t.detach() for name, t in everything.items() if name not in set(self._names)}
         self._trained = [p.detach() for p in params]
         several = keeper.samples > 1
-        self._thetas = (
+        self.thetas = (
             [[t.clone() for t in self._trained] for _ in range(keeper.samples)] if several else [self._trained]
         )
         self._channels_last = by_channels_last(keeper.module, device)
         self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self._recorded: Callable[..., tuple[Tensor, Tensor]] | None = None
-        self._replay = Replay(self._run, device)
+        self.whole: Any = None  # the program of a whole release, which uses this one; False if there can be none
+        self.replay = Replay(self._run, device)
 
     @property
     def captured(self) -> bool:
-        return self._replay.graph is not None
+        return self.replay.graph is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is recorded, and captured where that is possible."""
+        return self.captured if self.device.type == "cuda" else self._recorded is not None
 
     @torch.no_grad()
     def load(self, tensors: Sequence[Tensor], generator: torch.Generator) -> None:
@@ -108,24 +114,30 @@ class PaddedStep:
     @torch.no_grad()
     def note_theta(self, k: int) -> None:
         """The parameters are the k-th θ now."""
-        if self._thetas[k] is not self._trained:
-            torch._foreach_copy_(self._thetas[k], self._trained)
+        if self.thetas[k] is not self._trained:
+            torch._foreach_copy_(self.thetas[k], self._trained)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """The clipped sums in a row, in double, and the sum of the losses."""
-        row, loss = self._replay()
+        row, loss = self.replay()
         parts = row.clone() if self.captured else row  # the next replay writes to it
         return parts, loss.clone() if self.captured else loss
 
-    def _values(self) -> list[Tensor]:
-        return [*(t for theta in self._thetas for t in theta), *self._fixed.values(), self.places, *self.buffers]
+    def at(self, thetas: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+        """The same with the parameters at these θ, computed without a graph of its own."""
+        assert self._recorded is not None
+        with full_precision(), without_autocast(self.device.type):
+            return self._recorded(*self._values(thetas))
+
+    def _values(self, thetas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        return [*(t for theta in thetas for t in theta), *self._fixed.values(), self.places, *self.buffers]
 
     @torch.no_grad()
     def _run(self) -> tuple[Tensor, Tensor]:
         with full_precision(), without_autocast(self.device.type):
             if self._recorded is None:
                 self._recorded = self._record()
-            return self._recorded(*self._values())
+        return self.at(self.thetas)
 
     # ---- recording
 
@@ -153,7 +165,7 @@ class PaddedStep:
         keeper = self.keeper
         with keeper.aside(), _summed(keeper):
             known = [*self._trained, *self._fixed.values()]
-            return record(self._sums, self._values(), known, channels_last=self._channels_last)
+            return record(self._sums, self._values(self.thetas), known, channels_last=self._channels_last)
 
     def _sums(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         count, keeper = len(self._names), self.keeper
