@@ -34,6 +34,7 @@ class Decision(BaseModel):
         abstain: no answer where cost_k p_k, summed to 1 over the classes, is below this level for all k.
         coverage: the share of each class's examples whose prediction set holds their class, at least.
         thresholds: class k is in the set where p_k ≥ 1 − threshold_k.
+        each: of several labels, how to answer each of them; probabilities are then [N, labels, 2].
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -46,6 +47,7 @@ class Decision(BaseModel):
     abstain: Annotated[float, Field(ge=0, lt=1)] = 0.0
     coverage: Share | None = None
     thresholds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    each: tuple[Decision, ...] = ()
 
     def with_prior(self, prior: tuple[float, ...], cost: Mapping[str, float] | str, classes: tuple[str, ...]) -> Self:
         """The same for these shares: costs by class name, or ``"balanced"`` for those at which a class's prior decides.
@@ -59,9 +61,14 @@ class Decision(BaseModel):
             costs: tuple[float, ...] = tuple(max(prior) / share for share in prior)
         else:
             assert not isinstance(cost, str)
-            _check_names("cost", cost, classes)
+            check_names("cost", cost, classes)
             costs = tuple(float(cost.get(name, 1.0)) for name in classes) if cost else ()
         return type(self).model_validate(self.model_dump() | {"prior": prior, "costs": costs})
+
+    def with_factors(self, factors: tuple[float, ...]) -> Self:
+        """The same with these factors; of several labels two for each, one label after the other."""
+        each = tuple(own.with_factors(factors[2 * k : 2 * k + 2]) for k, own in enumerate(self.each))
+        return self.model_copy(update={"each": each} if each else {"factors": factors})
 
     def loss_weights(self, classes: int) -> tuple[float, ...]:
         """The costs, scaled so that their mean over examples is 1 by the prior, or over classes where there is none."""
@@ -72,10 +79,14 @@ class Decision(BaseModel):
 
     def probabilities(self, probs: Tensor) -> Tensor:
         """p ∝ p · factors / weights: of examples as frequent as they are, whatever they weighed in training."""
+        if self.each:
+            return torch.stack([own.probabilities(p) for own, p in zip(self.each, probs.unbind(1), strict=True)], 1)
         return _scaled(_scaled(probs, tuple(1 / w for w in self.weights)), self.factors)
 
     def labels(self, probs: Tensor) -> Tensor:
-        """The answer to each row of :meth:`probabilities`, [N]; −1 for none."""
+        """The answer to each row of :meth:`probabilities`, [N] or [N, labels]; −1 for none."""
+        if self.each:
+            return torch.stack([own.labels(p) for own, p in zip(self.each, probs.unbind(1), strict=True)], 1)
         certainty, answer = _scaled(probs, self.costs).max(-1)
         return answer.where(certainty >= self.abstain, -1)
 
@@ -95,8 +106,10 @@ class Decision(BaseModel):
         """Whether the answer is always the most probable class."""
         return len(set(self.costs)) <= 1 and self.abstain == 0
 
-    def sentences(self, classes: tuple[str, ...]) -> list[str]:
-        """What was decided, in sentences."""
+    def sentences(self, classes: tuple[str, ...], labels: tuple[str, ...] = ()) -> list[str]:
+        """What was decided, in sentences; of several ``labels`` one for each."""
+        if self.each:
+            return [f"{name}: {' '.join(own.sentences(classes))}" for name, own in zip(labels, self.each, strict=True)]
         said = []
         if self.prior:
             how = "counted with noise, and charged" if self.counted else "as declared"
@@ -129,7 +142,7 @@ class Decision(BaseModel):
 
 def complete_prior(given: Mapping[str, float], classes: tuple[str, ...]) -> tuple[float, ...]:
     """The share of every class; one that is not given has what is left."""
-    _check_names("prior", given, classes)
+    check_names("prior", given, classes)
     left = [name for name in classes if name not in given]
     rest = 1 - sum(given.values())
     if len(left) > 1 or (left and not 0 < rest < 1) or (not left and abs(rest) > 1e-6):
@@ -146,10 +159,11 @@ def shares_of(counts: Sequence[float]) -> tuple[float, ...]:
     return tuple(count / sum(least) for count in least)
 
 
-def _check_names(option: str, given: Mapping[str, float], classes: tuple[str, ...]) -> None:
+def check_names(option: str, given: Mapping[str, float], classes: tuple[str, ...]) -> None:
+    """An error about a name that is none of the classes or labels."""
     for name in given:
         if name not in classes:
-            raise bad(option, name, "is not a class", f"Use the names {', '.join(classes)}")
+            raise bad(option, name, "is not a class or label to predict", f"Use the names {', '.join(classes)}")
 
 
 def _scaled(probs: Tensor, factors: tuple[float, ...]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from dpivon.posterior import Posterior, SampledPosterior, unwrap
 from dpivon.shards import is_sharded
 from dpivon.variational.layers import is_variational, plain
 
-Likelihood = Literal["categorical", "bernoulli", "gaussian"]
+Likelihood = Literal["categorical", "bernoulli", "multilabel", "gaussian"]
 Noise = float | Callable[[Tensor], tuple[Tensor, Tensor]] | None
 
 
@@ -26,7 +26,7 @@ class ClassPrediction:
     """p̄ = mean_s p_s, with its entropy split after Houlsby et al., 2011 (arXiv:1112.5745), in nats.
 
     ``entropy`` is H[p̄], the whole uncertainty; ``mutual_information`` is H[p̄] − mean_s H[p_s], the part
-    that more data about θ would remove. ``samples`` is S, or 0 for one pass at the posterior mean."""
+    that more data about θ would remove. ``samples`` is S, or 0 for one pass at the posterior mean. K labels: [N, K, …]."""
 
     probs: Tensor
     entropy: Tensor
@@ -66,7 +66,7 @@ def predict(
     samples: int = ...,
     *,
     batch_size: int = ...,
-    likelihood: Literal["categorical", "bernoulli"] = ...,
+    likelihood: Literal["categorical", "bernoulli", "multilabel"] = ...,
     noise_variance: Noise = ...,
     generator: torch.Generator | None = ...,
     device: torch.device | str | None = ...,
@@ -121,7 +121,8 @@ def predict(
             :class:`SampledPosterior` so many samples are chosen without replacement, or all if it has no more.
         batch_size: how many rows of a tensor go through the network at once.
         likelihood: what the model returns: ``"categorical"`` logits [B, C]; ``"bernoulli"`` one logit per example, for
-            which ``probs`` is [N, 2]; ``"gaussian"`` the mean, or the pair (mean, variance).
+            which ``probs`` is [N, 2]; ``"multilabel"`` logits [B, K], for which it is [N, K, 2]; ``"gaussian"`` the mean, or
+            (mean, variance).
         noise_variance: the variance of a Gaussian likelihood whose model returns the mean alone, or a function of the
             model's output that returns mean and variance.
         generator: source of the draws; torch's global one if None.
@@ -131,7 +132,7 @@ def predict(
     """
     samples = check_whole("samples", samples, "Pass a whole number of draws, or 0 for the posterior mean")
     batch_size = check_whole("batch_size", batch_size, "Pass how many examples fit in memory", at_least=1)
-    check_choice("likelihood", likelihood, ("categorical", "bernoulli", "gaussian"), "Name one of them")
+    check_choice("likelihood", likelihood, get_args(Likelihood), "Name one of them")
     if noise_variance is not None and likelihood != "gaussian":
         fix = 'Leave it out, or pass likelihood="gaussian"'
         raise bad("noise_variance", noise_variance, f"has no meaning for likelihood={likelihood!r}", fix)
@@ -303,10 +304,10 @@ class _Classes:
             f = f.reshape(examples)
             return torch.stack([torch.zeros_like(f), f], dim=-1)
         if f.ndim != 2 or f.shape[0] != examples or f.shape[1] < 2:
-            problem = f"is not [{examples}, C] with at least two classes"
+            problem = f"is not [{examples}, C] with at least two classes or labels"
             fix = 'Return one logit per class, or pass the likelihood ("bernoulli" or "gaussian") it is for'
             raise bad("model output shape", tuple(f.shape), problem, fix)
-        return f
+        return torch.stack([torch.zeros_like(f), f], dim=-1) if self.likelihood == "multilabel" else f
 
 
 class _Gaussian:

@@ -29,12 +29,11 @@ from dpivon.fit import Fitted, Loss, fit
 from dpivon.gaussian import GaussianNoise, interval, unscaled
 from dpivon.methods import describe
 from dpivon.models import TableMLP
+from dpivon.multilabel import multilabel_loss
 from dpivon.predict import RegressionPrediction
 from dpivon.privacy.people import People
-from dpivon.sources.columns import scaled
+from dpivon.sources.columns import Array, scaled
 from dpivon.stacked.networks import cross_entropy
-
-Array = np.ndarray[Any, Any]
 
 #: Checks of scikit-learn that fail with stated classes, with the reason of each. With ``classes="public"`` none does. Three
 #: things are not checked at all, because the estimator says that it does not do them: a good score on a few dozen rows
@@ -74,6 +73,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     samples: int
     device: Any
     random_state: Any
+    _several = False  # labels to predict
 
     def _keep(self, given: dict[str, Any]) -> None:
         """The parameters of ``__init__`` as attributes of the same names, which is what scikit-learn wants."""
@@ -89,12 +89,12 @@ class _Private(BaseEstimator):  # type: ignore[misc]
                 problem = "is not supported: a weight would scale an example's gradient before it is clipped"
                 raise bad(name, type(value).__name__, problem, "Leave it out; every example counts alike")
         epsilon = check_number("epsilon", self.epsilon, "Pass the ε you may spend, such as epsilon=3.0", above=0.0)
-        fix = "Pass a probability well below 1/N, such as 1e-5"
-        delta = check_number("delta", self.delta, fix, above=0.0, below=1.0)
-        fix = "Pass the public number of training examples, or None where their exact number is public"
+        delta = check_number("delta", self.delta, "Pass a δ well below 1/N, such as 1e-5", above=0.0, below=1.0)
         people = People.given(user_ids, self.rows_per_user)
         known = len(X if people is None else people) if self.dataset_size is None else self.dataset_size
-        n = check_whole("dataset_size", known, fix, at_least=1)
+        n = check_whole(
+            "dataset_size", known, "Pass the public N, or None where the exact number is public", at_least=1
+        )
         plan = self._settings(n, epsilon)
         b = check_whole("batch_size", plan.batch_size, "Pass the expected number of examples in a batch", at_least=1)
         bounds = Bounds.check("bounds", self.bounds, X.shape[1])
@@ -168,8 +168,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             stacklevel=4,
         )
         draw = check_random_state(self.random_state)
-        first, noise, last = (int(s) for s in draw.randint(2**62, size=3, dtype=np.int64))
-        return first, noise, last
+        return tuple(int(s) for s in draw.randint(2**62, size=3, dtype=np.int64))  # type: ignore[return-value]
 
     # ---- how often the data was used
 
@@ -204,6 +203,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         # The same draws every time: a row's prediction does not depend on its company or on the call.
         generator = torch.Generator().manual_seed(self.predict_seed_)
         fitted = Fitted(self.model_, self.posterior_, self.budget_)
+        options = {"likelihood": "multilabel" if self._several else "categorical"} | options
         return fitted.predict(inputs, samples=self.samples, generator=generator, **options)
 
     def __getstate__(self) -> Any:
@@ -221,6 +221,8 @@ class _Tags:
         tags = super().__sklearn_tags__()  # type: ignore[misc]
         tags.input_tags.allow_nan = bool(self.allow_nan)  # type: ignore[attr-defined]
         (tags.classifier_tags or tags.regressor_tags).poor_score = True  # on a hundred rows noise exceeds the signal
+        if tags.classifier_tags is not None:
+            tags.classifier_tags.multi_label = isinstance(self.classes, str) or np.size(self.classes) == 2  # type: ignore[attr-defined]
         return tags
 
 
@@ -235,7 +237,7 @@ class DPIVONClassifier(_Tags, ClassifierMixin, _Private):  # type: ignore[misc]
             their rows, and ``dataset_size`` and ``batch_size`` count people. Must be given.
         delta: the δ of that budget, well below one over the number of rows. Must be given.
         classes: the labels that exist; stated, because which labels occur in ``y`` is private. ``"public"`` says that it is
-            not, and takes them from ``y``.
+            not, and takes them from ``y``. With ``y`` [n, labels] (multi-label) two for all, the second is yes.
         bounds: (low, high) of the features, numbers or one a feature, known without the data. Values are clamped to
             them and mapped to [−1, 1]. Must be given. Do not put a StandardScaler before this: it learns from private rows.
         dataset_size: the public N; None if ``len(X)`` is public.
@@ -293,15 +295,17 @@ class DPIVONClassifier(_Tags, ClassifierMixin, _Private):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONClassifier:
         """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
-        X, y = self._read(X, y)
+        several = np.asarray(y).ndim == 2 and np.asarray(y).shape[1] > 1
+        X, y = self._read(X, y, multi_output=several)
         check_classification_targets(y)
         classes = self._classes(y)
         index = np.minimum(np.searchsorted(classes, y), len(classes) - 1)
         if not (classes[index] == y).all():
             problem = "y has labels that are not among them"
             raise bad("classes", self.classes, problem, "Name every label that may occur")
-        self._train(X, torch.as_tensor(index), len(classes), cross_entropy, user_ids, not_supported)
-        self.classes_ = classes
+        outputs, loss = (index.shape[1], multilabel_loss) if several else (len(classes), cross_entropy)
+        self._train(X, torch.as_tensor(index), outputs, loss, user_ids, not_supported)
+        self.classes_, self._several = classes, several
         return self
 
     def _classes(self, y: Array) -> Array:
@@ -312,17 +316,19 @@ class DPIVONClassifier(_Tags, ClassifierMixin, _Private):  # type: ignore[misc]
         classes = np.unique(y if public else np.asarray(self.classes))
         if len(classes) < 2:
             raise bad("classes", self.classes, "there is only one class", "Name at least two classes")
+        if y.ndim == 2 and len(classes) > 2:
+            raise bad("classes", self.classes, "are not two, and each label is no or yes", "Pass two, such as (0, 1)")
         return classes
 
     def predict_proba(self, X: Any) -> Array:
-        """Class probabilities averaged over the posterior, by the order of ``classes_``."""
+        """Probabilities averaged over the posterior, by the order of ``classes_``; of several labels of yes, [n, labels]."""
         probs = self._predict(X).probs.double().cpu().numpy()
-        return probs / probs.sum(axis=1, keepdims=True)
+        return probs[..., 1] if self._several else probs / probs.sum(axis=1, keepdims=True)
 
     def predict(self, X: Any) -> Array:
-        """The most probable class."""
+        """The most probable class, of several labels for each."""
         probs = self.predict_proba(X)
-        return self.classes_[probs.argmax(axis=1)]
+        return self.classes_[(probs > 0.5).astype(int) if self._several else probs.argmax(axis=1)]
 
 
 class DPIVONRegressor(_Tags, RegressorMixin, _Private):  # type: ignore[misc]
@@ -368,8 +374,7 @@ class DPIVONRegressor(_Tags, RegressorMixin, _Private):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONRegressor:
         """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
         X, y = self._read(X, y, y_numeric=True)
-        target_bounds = Bounds.check("target_bounds", self.target_bounds, 1)
-        noise = GaussianNoise.given(self.noise_std)
+        target_bounds, noise = Bounds.check("target_bounds", self.target_bounds, 1), GaussianNoise.given(self.noise_std)
         target = torch.as_tensor(target_bounds.scale(y), dtype=torch.float32)
         self._train(X, target, noise.outputs, noise, user_ids, not_supported)
         self.target_bounds_, self.noise_ = target_bounds, noise

@@ -5,7 +5,7 @@ person a person's contribution is the mean of theirs, whose norm is at most B to
 moves the sum by at most B, and the sum with noise N(0, σ²B² I) is one Gaussian mechanism of noise multiplier σ at sampling
 rate 1. It enters the account as a row (σ, 1, 1), before the noise is drawn. What follows from the sums is post-processing.
 
-**Class counts.** v_i is the one-hot label, B = 1: one release.
+**Class counts.** v_i is the one-hot label, B = 1: one release. With K labels per row it is K of them, B = √K; likewise below.
 
 **Factors.** A clipped gradient is a biased one: examples of a rare class have the longer gradients, lose more of them, and
 the model's probabilities of that class come out too small. Factors f_k, p_k ← f_k p_k / Σ_j f_j p_j, are fitted so that the
@@ -97,20 +97,22 @@ class NoisySums:
 
 
 def class_counts(labels: Tensor, classes: int, noisy: NoisySums) -> list[float]:
-    """Noisy counts of each class; every person counts 1 in all."""
-    found: list[float] = noisy(nn.functional.one_hot(labels, classes), 1.0).tolist()
+    """Noisy counts of each class, of labels [N] or [N, K] one label after the other; every person counts 1 in all per label."""
+    own = nn.functional.one_hot(labels.long(), classes).flatten(1)
+    found: list[float] = noisy(own, math.sqrt(own.shape[1] / classes)).tolist()
     return found
 
 
 def class_factors(probs: Tensor, counts: Sequence[float], noisy: NoisySums) -> tuple[float, ...]:
-    """Factors of the probabilities that make their sums the ``counts``, which are public or noisy."""
-    wanted = torch.tensor(counts, dtype=torch.float64).clamp_min(0.5)
-    factors = torch.ones(probs.shape[1], dtype=torch.float64)
+    """Factors of the probabilities, [N, C] or [N, K, C], that make their sums the ``counts``, which are public or noisy."""
+    wanted = torch.tensor(counts, dtype=torch.float64).clamp_min(0.5).reshape(probs.shape[1:])
+    factors = torch.ones_like(wanted)
     for _ in range(ROUNDS):
         scaled = probs.double() * factors
-        found = noisy(scaled / scaled.sum(1, keepdim=True), 1.0)
+        each = (scaled / scaled.sum(-1, keepdim=True)).flatten(1)
+        found = noisy(each, math.sqrt(each.shape[1] / probs.shape[-1])).reshape(wanted.shape)
         factors = factors * (wanted / found.clamp_min(0.5)).clamp(1 / _MOST, _MOST)
-    return tuple((factors / factors.max()).tolist())
+    return tuple((factors / factors.amax(-1, keepdim=True)).flatten().tolist())
 
 
 def class_thresholds(probs: Tensor, labels: Tensor, coverage: float, noisy: NoisySums) -> tuple[float, ...]:

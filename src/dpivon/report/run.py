@@ -66,6 +66,12 @@ def content(folder: Path, again: str) -> Content:
         said = findings(t.averaged, t.labels, decision, run.classes)
     elif summary.metrics:
         said = {"findings": list(summary.findings), "warnings": list(summary.warnings)}
+        for name, key in (
+            ("balanced accuracy (mean of the labels)", "mc_decided_balanced_accuracy"),
+            ("AUROC (chance: 0.5)", "mc_auroc"),
+        ):
+            if (mean := summary.metrics.get(key)) is not None:
+                facts += [(name, f"{mean:.3f}")]
         if (explained := summary.metrics.get("mc_r2")) is not None:
             facts += [("R² (the mean alone: 0)", f"{explained:.3f}")]
     return Content("run", _title(run), "", facts, sections, testset.confusion_of(run), _unit(run), _about(run), **said)

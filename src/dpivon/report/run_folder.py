@@ -76,6 +76,7 @@ class Summary(_Values):
     versions: dict[str, str] = {}
     task: Task = Task()
     metrics: dict[str, float | None] | None = None
+    by_label: dict[str, dict[str, float | None]] = {}  # of several labels to predict
     findings: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     decision: Decision = Decision()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,15 @@ _SCORES = (
     ("adaptive ECE", adaptive_ece, "lower is better"),
     ("AURC", aurc, "area under the risk–coverage curve, lower is better"),
 )
+_OF_LABEL = ("share", "sensitivity", "specificity", "auroc", "average_precision", "nll", "ece")
 
 
 def section(run: RunFolder) -> Section:
     title = "On the test set"
     if run.test is None:
         if run.summary.metrics:
-            return Section("test", title, "metrics.html", {"metrics": run.summary.metrics})
+            known = {"metrics": run.summary.metrics, "by_label": run.summary.by_label, "columns": _OF_LABEL}
+            return Section("test", title, "metrics.html", known)
         left_out = "No test data was given, so there are no scores and no diagrams of them."
         return Section("test", title, left_out=left_out)
     t = run.test
@@ -175,6 +177,8 @@ def examples(run: RunFolder) -> Section:
     title = "Most and least certain test examples"
     if run.test is None:
         left_out = "No test data was given, and examples of no other data are ever shown."
+        if run.summary.metrics:
+            left_out = "Predictions are not in the folder, so no examples are shown."
         return Section("examples", title, left_out=left_out)
     t = run.test
     entropy = -(t.averaged.double().clamp_min(1e-300).log() * t.averaged.double()).sum(1)
@@ -214,6 +218,7 @@ def _png(pixels: np.ndarray[Any, Any]) -> str:
 
 
 _FEW = 6  # classes that are all named
+_CONSTANT = 0.55  # balanced accuracy of a label up to which it is hardly recognised
 _USEFUL = 0.6  # AUROC from which another threshold is worth naming
 
 
@@ -259,6 +264,35 @@ def findings(probs: Tensor, labels: Tensor, decision: Decision, classes: tuple[s
             f"Prediction sets hold the true class of {percent(float(held))}, and {size:.2f} classes on average."
         )
     return {"findings": said, "warnings": _warnings(scores, present, classes)}
+
+
+def label_findings(
+    scores: Sequence[Mapping[str, float]], targets: Tensor, answers: Tensor, names: Sequence[str], yes: str
+) -> dict[str, list[str]]:
+    """``findings`` and ``warnings`` of several labels, by :func:`dpivon.multilabel.label_scores`; the worst come first."""
+    balanced, ranked = (torch.tensor([own[name] for own in scores]) for name in ("decided_balanced_accuracy", "auroc"))
+    worst = f" The {_FEW} least recognised:" if len(names) > _FEW else ""
+    said = [
+        f"On average over {len(names)} labels: balanced accuracy {percent(float(balanced.nanmean()))}, where a constant answer "
+        f"has 50 %; AUROC {float(ranked.nanmean()):.3f} (0.5 is chance).{worst}"
+    ]
+    poor = []
+    for k in balanced.argsort().tolist()[:_FEW]:
+        is_yes, name = targets[:, k] > 0.5, names[k]
+        count, rest = int(is_yes.sum()), int((~is_yes).sum())
+        if not count or not rest:
+            said.append(f"“{name}” is the same in all test rows, so nothing can be said of how it is recognised.")
+            continue
+        hits, others = int((answers[is_yes, k] == 1).sum()), int((answers[~is_yes, k] == 0).sum())
+        said.append(
+            f"“{name}”: recognises {hits} of {count} “{yes}” ({percent(hits / count)}) and {others} of {rest} others "
+            f"({percent(others / rest)}); AUROC {float(ranked[k]):.3f}."
+        )
+        if float(balanced[k]) <= _CONSTANT:
+            remedy = f"declare what missing it costs, such as `--cost {name}=5`, or use `--prior count --cost balanced`"
+            remedy = remedy if float(ranked[k]) > _USEFUL else "it takes more rows, a larger ε or other columns"
+            poor.append(f"“{name}” is recognised hardly better than by a constant answer: {remedy}.")
+    return {"findings": said, "warnings": poor}
 
 
 def _ranking(scores: ClassScores, present: list[int], classes: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from pydantic import Field
 from dpivon.errors import bad
 from dpivon.sources.arrays import Arrays, example_shape
 from dpivon.sources.base import Examples, Source, files_of, kind_of
-from dpivon.sources.columns import Column, CSVFormat, Numeric
+from dpivon.sources.columns import Column, CSVFormat, Numeric, Target, names_of
 from dpivon.sources.images import Images
 from dpivon.sources.schema import Schema, read_schema
 from dpivon.sources.table import Table, check_column, column_names
@@ -52,7 +52,7 @@ class Declaration(CSVFormat):
 
     Attributes:
         columns: of a table: what is declared of each column.
-        target: of a table: the column to predict.
+        target: of a table: the column to predict, or several of yes and no.
         id: of a table: the column that names a row or its person. Never learned from; predictions carry it.
         ignore: columns of a table that are not used.
         value_bounds: the range of an array's values, or of all columns that are not declared.
@@ -65,7 +65,7 @@ class Declaration(CSVFormat):
     """
 
     columns: dict[str, Column] = Field(default_factory=dict)
-    target: str | None = None
+    target: Target | None = None
     id: str | None = None
     ignore: tuple[str, ...] = ()
     value_bounds: Numeric | None = None
@@ -88,7 +88,10 @@ class Declaration(CSVFormat):
         names = self._names(where)
         if self.target is None:
             raise bad("target", None, "is needed", f"Name the column to predict, one of {', '.join(names)}")
-        check_column("target", self.target, names)
+        if len(set(names_of(self.target))) < len(names_of(self.target)):
+            raise bad("target", self.target, "names a column twice", "Name every column once")
+        for name in names_of(self.target):
+            check_column("target", name, names)
         return Table(columns=self._used(names), target=self.target, id=self.id, **self._format())
 
     def _names(self, where: str) -> list[str]:
@@ -115,10 +118,10 @@ class Declaration(CSVFormat):
             check_column("columns", name, names)
         if self.id is not None:
             check_column("id", self.id, names)
-            if self.id == self.target or self.id in self.columns:
+            if self.id in names_of(self.target) or self.id in self.columns:
                 problem = "is the target or a declared column, and an identifier is neither predicted nor learned from"
                 raise bad("id", self.id, problem, "Name another column, or take it out of the declared ones")
-        unused = (self.target, self.id, *self.ignore)
+        unused = (*names_of(self.target), self.id, *self.ignore)
         columns = {name: column for name, column in self.columns.items() if name not in unused}
         others = [name for name in names if name not in (*unused, *columns)]
         if others and self.value_bounds is None:

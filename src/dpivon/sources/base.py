@@ -25,7 +25,8 @@ _KINDS = {".csv": "table", ".parquet": "table", ".npz": "array", ".npy": "array"
 class Examples:
     """Encoded examples in the order of their file: float32 inputs, names, and targets if they were asked for.
 
-    Targets are int64 places among the classes, or float32 values of a declared range mapped to [−1, 1].
+    Targets are int64 places among the classes, or float32 values of a declared range mapped to [−1, 1]; of several columns
+    float32 [n, columns], 1 where the second of the two classes is.
 
     A table's ``ids`` are the texts of its declared id column, as they are in the file: "" where one is missing.
     """
@@ -124,12 +125,13 @@ def rows(
     """Examples that are rows of a file, numbered from 1."""
     if not len(encoded):
         raise no_examples(where)
-    found = None if targets is None or labels is None else torch.from_numpy(_targets(where, labels, targets))
+    found = None if targets is None or labels is None else torch.from_numpy(target_values(where, labels, targets))
     inputs = torch.from_numpy(encoded.astype(np.float32))
     return Examples(inputs, found, [str(i + 1) for i in range(len(encoded))], ids=ids)
 
 
-def _targets(where: str, labels: Sequence[object], declared: Targets) -> Array:
+def target_values(where: str, labels: Sequence[object], declared: Targets) -> Array:
+    """The places of labels among the declared classes, or numbers on [−1, 1]."""
     if isinstance(declared, Numeric):
         encoded = declared.encode(labels)
         unread = np.flatnonzero(encoded[:, 1])

@@ -47,6 +47,19 @@ Label = Annotated[str, BeforeValidator(_declared_label)]
 Labels = Annotated[tuple[Label, ...], Field(min_length=1)]
 
 
+def _one_or_several(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+#: The column to predict, or several of yes and no, each a label of its own.
+Target = Annotated[str | tuple[str, ...], BeforeValidator(_one_or_several)]
+
+
+def names_of(target: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The columns to predict."""
+    return (target,) if isinstance(target, str) else target or ()
+
+
 def _delimiter(value: Any) -> Any:
     return "\t" if value in ("\\t", "tab") else value
 

@@ -10,7 +10,18 @@ from pydantic import Field
 
 from dpivon.durable.files import check_parent, replace
 from dpivon.errors import bad
-from dpivon.sources.columns import PLAIN, Column, CSVFormat, Labels, Numeric, is_missing, label, numbers
+from dpivon.sources.columns import (
+    PLAIN,
+    Column,
+    CSVFormat,
+    Labels,
+    Numeric,
+    Target,
+    is_missing,
+    label,
+    names_of,
+    numbers,
+)
 from dpivon.sources.owner import named_like_an_id
 from dpivon.yaml_files import read_yaml, validated
 
@@ -23,7 +34,7 @@ class Schema(CSVFormat):
 
     columns: dict[str, Column] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
-    target: str | None = None
+    target: Target | None = None
     id: str | None = None
     classes: Labels | None = None
     task: Literal["classification", "regression"] | None = None
@@ -53,7 +64,7 @@ def with_schema(given: dict[str, Any], base: Path | None = None) -> dict[str, An
     return merged
 
 
-def draft(names: list[str], target: str | None, form: CSVFormat = PLAIN) -> str:
+def draft(names: list[str], target: str | tuple[str, ...] | None, form: CSVFormat = PLAIN) -> str:
     """A schema from the names of the columns alone: every number is left to somebody who knows it without the data."""
     head = [
         "# What is publicly known of each column. Nothing was read off the data: fill in every blank from what you know",
@@ -65,28 +76,40 @@ def draft(names: list[str], target: str | None, form: CSVFormat = PLAIN) -> str:
     return _written(head, target, [], dict.fromkeys(names, "{min: , max: }"), form)
 
 
-def draft_from_sample(columns: dict[str, list[Any]], target: str | None, sample: Path, form: CSVFormat = PLAIN) -> str:
+def draft_from_sample(
+    columns: dict[str, list[Any]], target: str | tuple[str, ...] | None, sample: Path, form: CSVFormat = PLAIN
+) -> str:
     """A schema from a sample that is public: the range of numbers there, and the texts that occur there."""
     head = [
         f"# Drafted from {sample}, which was declared public. Widen the ranges: values outside are clamped.",
         f"source: {_quoted(f'the public sample {sample.name}')}",
     ]
-    classes = [] if target is None else sorted({label(cell) for cell in columns[target] if not is_missing(cell)})
+    classes = sorted({label(cell) for name in names_of(target) for cell in columns[name] if not is_missing(cell)})
     return _written(head, target, classes, {name: _guess(cells, form) for name, cells in columns.items()}, form)
 
 
-def _written(head: list[str], target: str | None, classes: list[str], columns: dict[str, str], form: CSVFormat) -> str:
+def _written(
+    head: list[str], target: str | tuple[str, ...] | None, classes: list[str], columns: dict[str, str], form: CSVFormat
+) -> str:
     named = f"[{', '.join(map(_quoted, classes))}]" if classes else ""
-    own = next((name for name in columns if name != target and named_like_an_id(name)), "")
+    targets = [_quoted(name) for name in names_of(target)]
+    to_predict = (
+        targets[0] if len(targets) == 1 else f"[{', '.join(targets)}]" if targets else " # the column to predict"
+    )
+    own = next((name for name in columns if name not in names_of(target) and named_like_an_id(name)), "")
     lines = [
         *head,
-        f"target: {_quoted(target) if target is not None else ' # the column to predict'}",
+        f"target: {to_predict}",
         f"classes: {named}  # every value the target may have",
         f"id: {_quoted(own) if own else ''}  # the column that names a row or its person, if any: it is never learned from",
         "ignore: []  # columns that are not used",
         *(f"{name}: {_quoted(value)}" for name, value in form.model_dump(exclude_defaults=True).items()),
         "columns:",
-        *(f"  {_quoted(name)}: {declared}" for name, declared in columns.items() if name not in (target, own)),
+        *(
+            f"  {_quoted(name)}: {declared}"
+            for name, declared in columns.items()
+            if name not in (*names_of(target), own)
+        ),
     ]
     return "\n".join(lines) + "\n"
 

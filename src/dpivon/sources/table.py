@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from dpivon.errors import bad, need
-from dpivon.sources.base import Examples, Source, Targets, files_of, rows
-from dpivon.sources.columns import PLAIN, Column, CSVFormat, Numeric, label
+from dpivon.sources.base import Examples, Source, Targets, files_of, rows, target_values
+from dpivon.sources.columns import PLAIN, Column, CSVFormat, Numeric, Target, label, names_of
 from dpivon.sources.owner import Finding, look_at_column
 
 
@@ -20,7 +22,7 @@ class Table(CSVFormat, Source):
 
     kind: Literal["table"] = "table"
     columns: dict[str, Column]
-    target: str
+    target: Target
     id: str | None = None
 
     @property
@@ -32,11 +34,16 @@ class Table(CSVFormat, Source):
 
     def read(self, where: str, targets: Targets | None) -> Examples:
         numeric = targets is not None and not isinstance(targets, tuple)
-        others = {self.target: numeric} if targets is not None else {}
+        several = not isinstance(self.target, str)
+        others = dict.fromkeys(names_of(self.target) if targets is not None else (), numeric)
         cells = self._cells(where, others | ({self.id: False} if self.id is not None else {}))
         encoded = np.concatenate([column.encode(cells[name]) for name, column in self.columns.items()], axis=1)
         ids = None if self.id is None else [label(cell) if cell is not None else "" for cell in cells[self.id]]
-        return rows(where, encoded, cells.get(self.target), targets, ids)
+        found = rows(where, encoded, None if several else cells.get(str(self.target)), targets, ids)
+        if targets is None or not several:
+            return found
+        each = [target_values(f"{where}, column {name}", cells[name], targets) for name in self.target]
+        return replace(found, targets=torch.from_numpy(np.stack(each, axis=1).astype(np.float32)))
 
     def _cells(self, where: str, others: dict[str, bool] | None = None) -> dict[str, list[Any]]:
         """The cells of the columns, and of ``others`` (name: whether they are numbers), with points for decimal commas."""

@@ -17,8 +17,9 @@ from dpivon.durable.files import replace, replacing
 from dpivon.errors import StorageError
 from dpivon.gaussian import regression_scores
 from dpivon.metrics import class_scores, evaluate
+from dpivon.multilabel import label_scores, macro
 from dpivon.report.run_folder import POSTERIOR, PROGRESS, TEST
-from dpivon.report.testset import findings
+from dpivon.report.testset import findings, label_findings
 from dpivon.sources import Examples
 from dpivon.sources.columns import Array
 from dpivon.train.published import Published
@@ -86,6 +87,8 @@ def write_test(published: Published, test: Examples, folder: Path) -> dict[str, 
     assert test.targets is not None
     if published.description.noise is not None:
         return _regression(published, test)
+    if published.description.labels:
+        return _several(published, test)
     averaged = published.predict(test.inputs)
     mean = published.predict(test.inputs, samples=0)
     arrays: dict[str, Array] = {
@@ -123,6 +126,24 @@ def _regression(published: Published, test: Examples) -> dict[str, Any]:
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "findings": found,
         "warnings": poor,
+    }
+
+
+def _several(published: Published, test: Examples) -> dict[str, Any]:
+    """The same of several labels: means over them, and ``by_label``; their predictions are not kept."""
+    assert test.targets is not None
+    names, (_, yes) = published.description.labels, published.description.classes
+    found = {samples: published.predict(test.inputs, samples=samples).probs for samples in (0, None)}
+    mean, averaged = (label_scores(p, test.targets, published.decision.labels(p)) for p in found.values())
+    metrics = macro(mean) | {f"mc_{name}": value for name, value in macro(averaged).items()}
+    own = label_findings(averaged, test.targets, published.decision.labels(found[None]), names, yes)
+    return {
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        "by_label": {
+            name: {key: value if math.isfinite(value) else None for key, value in scores.items()}
+            for name, scores in zip(names, averaged, strict=True)
+        },
+        **own,
     }
 
 

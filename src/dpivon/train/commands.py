@@ -54,7 +54,9 @@ _FLAGS = {
         list[str], _PUBLIC, "NAME=COST of not recognising a class, 1 by default; or balanced: by the classes' shares."
     ),
     "abstain": _Flag(float, _PUBLIC, "Give no answer where no class reaches this probability."),
-    "target": _Flag(str, _PUBLIC, "The column of a table to predict."),
+    "target": _Flag(
+        list[str], _PUBLIC, "The column of a table to predict; repeated: several, each with the two --classes no,yes."
+    ),
     "unit": _Flag(
         str, _PUBLIC, "The column that names a row's person: privacy is then per person, and N counts people."
     ),
@@ -265,11 +267,11 @@ def _draft(data: str | None, flags: dict[str, Any], to: Path, sample: Path | Non
     if data is None or kind_of(data) != "table":
         raise bad("data", data, "is not a table, and only tables have a schema", "Give a .csv or .parquet")
     given = {name: flags[name] for name in CSVFormat.model_fields if flags[name] is not None}
-    form, target = validated(CSVFormat, given, "format", fix="See `dpivon train --help`"), flags["target"]
+    form, target = validated(CSVFormat, given, "format", fix="See `dpivon train --help`"), tuple(flags["target"] or ())
     files = [Path(path) for path in files_of(data)]
     names = column_names(files[0], form)
-    if target is not None:
-        check_column("target", target, names)
+    for name in target:
+        check_column("target", name, names)
     if sample is None:
         text = draft(names, target, form)
     else:
@@ -279,7 +281,7 @@ def _draft(data: str | None, flags: dict[str, Any], to: Path, sample: Path | Non
         kind_of(str(sample))
         text = draft_from_sample(read_columns(sample, names, form), target, sample, form)
     write_draft(to, text)
-    say(f"{to} has {len(set(names) - {target})} columns to fill in and check; only their names were read from {data}")
+    say(f"{to} has {len(set(names) - {*target})} columns to fill in and check; only their names were read from {data}")
 
 
 def _show_look(settings: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from dpivon.decisions import Decision, Positive, Share, complete_prior
+from dpivon.decisions import Decision, Positive, Share, check_names, complete_prior, shares_of
 from dpivon.defaults import COUNTED_FROM, table_defaults
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad, check_choice
@@ -100,8 +100,15 @@ class Config(Declaration):
         """What the targets may be: classes, or a range."""
         return self.classes if self.target_bounds is None else self.target_bounds
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns of yes and no to predict, if there are several."""
+        return () if self.target is None or isinstance(self.target, str) else self.target
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.labels:
+            self._check_labels()
         if self.task == "regression":
             self._check_regression()
         elif self.target_bounds is not None:
@@ -129,8 +136,19 @@ class Config(Declaration):
             )
         if self.weighted_loss and not self.cost:
             raise ValueError("weighted_loss: needs --cost, by which losses are weighted")
-        self.decision((1 / len(self.classes),) * len(self.classes) if self.prior == COUNT else None)
+        self.decision([1.0] * max(1, len(self.labels)) * len(self.classes) if self.prior == COUNT else None)
         return self
+
+    def _check_labels(self) -> None:
+        if self.task == "regression" or len(self.classes) != 2:
+            raise ValueError(
+                "target: several columns are each no or yes: declare the two classes that they share, as no,yes"
+            )
+        for name in ("weighted_loss", "coverage"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: is of one column to predict, and there are {len(self.labels)}; leave it out")
+        if self.network == "ordinal":
+            raise ValueError("network: 'ordinal' is of one column of ordered classes; use mlp or table")
 
     def _check_regression(self) -> None:
         if self.target_bounds is None:
@@ -141,13 +159,30 @@ class Config(Declaration):
         if self.network == "ordinal":
             raise ValueError("network: 'ordinal' is of ordered classes; use mlp or table for a number to predict")
 
-    def decision(self, counted: tuple[float, ...] | None) -> Decision:
-        """How the model answers, by what was declared and the shares that were ``counted``."""
-        prior = complete_prior(self.prior, self.classes) if isinstance(self.prior, dict) else counted or ()
-        start = Decision(counted=counted is not None, abstain=self.abstain, coverage=self.coverage)
+    def decision(self, counts: list[float] | None) -> Decision:
+        """How the model answers, by what was declared and the noisy ``counts`` of the classes, one label after the other."""
+        start = Decision(counted=counts is not None, abstain=self.abstain, coverage=self.coverage)
+        if self.labels:
+            return Decision(each=tuple(self._of_label(k, counts, start) for k in range(len(self.labels))))
+        prior = complete_prior(self.prior, self.classes) if isinstance(self.prior, dict) else shares_of(counts or ())
         found = start.with_prior(prior, self.cost, self.classes)
         weights = found.loss_weights(len(self.classes)) if self.weighted_loss else ()
         return found.model_copy(update={"weights": weights})
+
+    def _of_label(self, k: int, counts: list[float] | None, start: Decision) -> Decision:
+        """The same of one label: ``--prior`` is its share of yes, and ``--cost`` that of missing a yes."""
+        name, (no, yes) = self.labels[k], self.classes
+        prior = shares_of(counts[2 * k : 2 * k + 2]) if counts is not None else ()
+        cost: Any = self.cost
+        if isinstance(self.prior, dict):
+            check_names("prior", self.prior, self.labels)
+            if name not in self.prior:
+                raise bad("prior", None, f"gives no share of {name}", "Give the share of yes of every label, or count")
+            prior = (1 - self.prior[name], self.prior[name])
+        if isinstance(cost, dict):
+            check_names("cost", cost, self.labels)
+            cost = {no: 1.0, yes: cost[name]} if name in cost else {}
+        return start.with_prior(prior, cost, self.classes)
 
     @property
     def also(self) -> History:
@@ -267,7 +302,9 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answers(given: Mapping[str, Any], n: int) -> dict[str, Any]:
     """A class is answered where it is likelier than usual, by counted shares: else a rare one would hardly ever be."""
-    enough = n * float(given["epsilon"]) >= COUNTED_FROM * len(given["classes"])
+    target = given.get("target")
+    labels = 1 if target is None or isinstance(target, str) else len(target)
+    enough = n * float(given["epsilon"]) >= COUNTED_FROM * len(given["classes"]) * math.sqrt(labels)
     decided = any(given.get(name) is not None for name in ("prior", "cost"))
     return {"prior": COUNT, "cost": "balanced"} if enough and not decided else {}
 

@@ -28,9 +28,11 @@ class Display(Watcher):
 
     def begin(self, config: Config, description: Description, loop: Loop) -> Show:
         units = "people" if config.unit else "examples"
+        what = f"{len(config.classes)} classes" if config.classes else "one number to predict"
+        what = f"{len(config.labels)} labels" if config.labels else what
         plan = (
             f"{config.method} on {description.network.describe()}; {description.inputs.describe()}, "
-            f"{f'{len(config.classes)} classes' if config.classes else 'one number to predict'}. "
+            f"{what}. "
             f"{loop.steps} steps of {config.batch_size} {units} on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
             f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
         )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.decisions import shares_of
 from dpivon.errors import bad
 from dpivon.gaussian import regression_scores
 from dpivon.metrics import accuracy, nll
+from dpivon.multilabel import label_scores, macro, multilabel_loss
 from dpivon.privacy import PerExampleLoss, PrivacyEngine
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.counting import NoisySums, class_counts, class_factors, class_thresholds, sets_cost, shares_cost
@@ -85,6 +85,8 @@ class Loop(KeptRun):
         loss = PerExampleLoss(nn.CrossEntropyLoss(weight=self.weights if config.weighted_loss else None))
         if description.noise is not None:
             loss = PerExampleLoss(description.noise)
+        elif config.labels:
+            loss = PerExampleLoss(multilabel_loss)
         self.examples, self.people, self.sums = examples, people, Sums()
         data = examples.inputs, examples.targets
         most = at_once(config.physical_batch_size, learner.model, data, self.device)
@@ -132,19 +134,20 @@ class Loop(KeptRun):
                 self.examples.targets, len(config.classes), self._noisy("counts", self._shares, self.people)
             )
             self._save()  # a crash before it costs the count once more
-        self.decision = config.decision(shares_of(self.sums.counts) if self.sums.counts else None)
+        self.decision = config.decision(self.sums.counts or None)
         if self.decision.weights:
             self.weights.copy_(torch.tensor(self.decision.weights))
 
     def calibrate(self, rows: Examples | None, people: People | None) -> None:
         """Factors by the classes' shares, from the training rows; thresholds of prediction sets from ``rows``, if any."""
         config, sums = self.config, self.sums
-        if self.decision.prior and not sums.factors:
-            counts = sums.counts or [config.dataset_size * share for share in self.decision.prior]
+        shares = [share for own in self.decision.each or (self.decision,) for share in own.prior]
+        if shares and not sums.factors:
+            counts = sums.counts or [config.dataset_size * share for share in shares]
             noisy = self._noisy("factors", self._shares, self.people)
             sums.factors = list(class_factors(self._predicted(self.examples), counts, noisy))
             self._save()
-        self.decision = self.decision.model_copy(update={"factors": tuple(sums.factors)})
+        self.decision = self.decision.with_factors(tuple(sums.factors))
         if rows is not None and not sums.thresholds:
             assert config.coverage is not None
             assert rows.targets is not None
@@ -176,6 +179,10 @@ class Loop(KeptRun):
             options = {"generator": generator, "likelihood": "gaussian", "noise_variance": noise.moments}
             found = self.description.in_units(self.learner.predict(heldout.inputs, draws, **options))
             return {"heldout_nll": regression_scores(found, self.description.target_values(heldout))["nll"]}
+        if self.config.labels:
+            found = self.learner.predict(heldout.inputs, draws, generator=generator, likelihood="multilabel")
+            mean = macro(label_scores(found.probs.cpu(), heldout.targets))
+            return {"heldout_nll": mean["nll"], "heldout_accuracy": mean["accuracy"]}
         probs = self.learner.predict(heldout.inputs, draws, generator=generator).probs.cpu()
         right = accuracy(probs, heldout.targets)
         return {"heldout_nll": nll(probs, heldout.targets), "heldout_accuracy": right}

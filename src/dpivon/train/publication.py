@@ -99,16 +99,18 @@ def export_run(run: Path, out: Path, delta: float | None, scores: bool = False) 
 class Program(nn.Module):
     """Probabilities of the network at the posterior mean, as ``dpivon predict --samples 0`` gives them.
 
-    Of a number to predict: its mean and standard deviation, [n] each.
+    Of several labels: probabilities of yes, [n, labels]. Of a number to predict: its mean and standard deviation, [n] each.
     """
 
     def __init__(self, published: Published) -> None:
         super().__init__()
-        self.network, classes = published.description.network.build(), max(1, len(published.description.classes))
-        self.description = published.description
+        self.network = published.description.network.build()
+        self.description, classes = published.description, max(1, len(published.description.classes))
+        shape = (1, len(self.description.labels), classes) if self.description.labels else (1, classes)
         mean = published.posterior.for_model(self.network).mean
         self.network.load_state_dict({name: t.float() for name, t in mean.items()}, strict=False)
-        of_each = published.decision.probabilities(torch.full((1, classes), 1 / classes, dtype=torch.float64))
+        of_each = published.decision.probabilities(torch.full(shape, 1 / classes, dtype=torch.float64))
+        self.factors: Tensor
         self.register_buffer("factors", of_each[0].float())
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -116,7 +118,11 @@ class Program(nn.Module):
             mean, variance = self.description.noise.moments(self.network(x))
             found = self.description.in_units(RegressionPrediction(mean, variance, variance, variance))
             return found.mean.float(), found.variance.sqrt().float()
-        p = self.network(x).softmax(-1) * self.factors
+        logits = self.network(x)
+        if self.description.labels:
+            p = torch.stack([-logits, logits], -1).sigmoid() * self.factors
+            return p[..., 1] / p.sum(-1)
+        p = logits.softmax(-1) * self.factors
         return p / p.sum(-1, keepdim=True)
 
 
@@ -153,7 +159,8 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
         "releases": summary["releases"],
         "seed_is_secret": summary["seed_is_secret"],
         "predicts": {"target": summary["task"].get("target"), "classes": list(description.classes)}
-        | ({} if description.target_bounds is None else {"range": list(description.target_bounds.range)}),
+        | ({} if description.target_bounds is None else {"range": list(description.target_bounds.range)})
+        | ({"labels": list(description.labels)} if description.labels else {}),
         "inputs": {
             "example": inputs.describe(),
             "shape": list(inputs.shape),
@@ -174,10 +181,11 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
 def markdown(facts: dict[str, Any]) -> str:
     """The card for people."""
     model, predicts = facts["model"], facts["predicts"]
+    each = "each " if predicts.get("labels") else ""
     number = "a number from {:g} to {:g}".format(*predicts.get("range", (0, 0)))
     table = {
         **{name: facts[name.lower()] or "not stated" for name in ("Purpose", "Dataset", "Responsible", "Date")},
-        "Predicts": f"{predicts['target'] or 'a class'}: {', '.join(predicts['classes']) or number}",
+        "Predicts": f"{predicts['target'] or 'a class'}: {each}{', '.join(predicts['classes']) or number}",
         "Model": f"{model['network']}, {model['method']}, dpivon {model['dpivon']}",
     }
     seeded = "" if facts["seed_is_secret"] else "\n\n**The seed was set: whoever knows it can subtract the noise.**"
@@ -197,7 +205,7 @@ def markdown(facts: dict[str, Any]) -> str:
         table=rows,
         shape=", ".join(map(str, facts["inputs"]["shape"])),
         program=PROGRAM,
-        returns="probabilities" if predicts["classes"] else "mean, standard_deviation",
+        returns="mean, standard_deviation" if not predicts["classes"] else "of_yes" if each else "probabilities",
         tested="\n".join(tested),
         public=_listed(facts["public_inputs"]),
         not_chosen=_listed(facts["choices_not_made"]),

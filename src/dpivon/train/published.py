@@ -63,7 +63,7 @@ class Description(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Description:
-        outputs = len(self.classes) if self.noise is None else self.noise.outputs
+        outputs = len(self.labels or self.classes) if self.noise is None else self.noise.outputs
         if outputs != self.network.classes or (self.classes and self.noise is not None):
             raise ValueError(f"network: has {self.network.classes} outputs, which is not what is to be predicted")
         return self
@@ -72,6 +72,12 @@ class Description(BaseModel):
     def targets(self) -> Targets:
         """What the targets may be: classes, or a range."""
         return self.classes if self.target_bounds is None else self.target_bounds
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The columns of yes and no to predict, if there are several; the second class is yes."""
+        target = self.inputs.target if isinstance(self.inputs, Table) else ""
+        return () if isinstance(target, str) else target
 
     @property
     def noise(self) -> GaussianNoise | None:
@@ -127,8 +133,9 @@ class Published:
 
     def predict(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> ClassPrediction:
         """Class probabilities averaged over the posterior; the same for the same seed. 0 samples is the posterior mean."""
-        found = self._predict(inputs, samples, seed)
-        if not (self.decision.weights or self.decision.factors):
+        likelihood = "multilabel" if self.description.labels else "categorical"
+        found = self._predict(inputs, samples, seed, likelihood=likelihood)
+        if not (self.decision.weights or self.decision.factors or self.decision.each):
             return found
         probs = self.decision.probabilities(found.probs)
         return changed(found, probs=probs, entropy=entropy(probs).to(found.entropy.dtype))
@@ -209,7 +216,8 @@ def predict_file(
     Rows that do not look as declared stop it, unless ``proceed``.
 
     One line per example: the answer (``abstain`` where there is none), the set of classes if the model predicts sets, the
-    probability of every class, and how uncertain the model is. Of a number: the mean, its 95 % interval, and its standard
+    probability of every class, and how uncertain the model is. Of several labels: the answer to each, its probability of yes,
+    and how uncertain the model is on average over them. Of a number: the mean, its 95 % interval, and its standard
     deviation, whole and the part of it that more data would remove. Names of files and classes that a spreadsheet would
     execute stand after an apostrophe.
     """
@@ -231,7 +239,8 @@ def predict_file(
         header, lines = ["predicted", "low_95", "high_95", "std", "epistemic_std"], _number_lines(found)
     else:
         found = published.predict(examples.inputs, samples, seed)
-        header, lines = _class_lines(published, found, abstain)
+        lines_of = _label_lines if published.description.labels else _class_lines
+        header, lines = lines_of(published, found, abstain)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*map(cell, first), *header])
@@ -261,3 +270,21 @@ def _class_lines(
         held = [cell(" ".join(c for c, there in zip(classes, inside, strict=True) if there))] if with_sets else []
         lines.append([cell(ABSTAIN if label < 0 else classes[label]), *held, *numbers])
     return header, lines
+
+
+def _label_lines(
+    published: Published, found: ClassPrediction, abstain: float | None
+) -> tuple[list[str], list[list[str]]]:
+    names, classes, decision = published.description.labels, published.description.classes, published.decision
+    if abstain is not None:
+        each = tuple(own.model_copy(update={"abstain": abstain}) for own in decision.each)
+        decision = decision.model_copy(update={"each": each})
+    header = [text for name in names for text in (cell(name), f"p({name})")]
+    uncertain = torch.stack([found.entropy.mean(1), found.mutual_information.mean(1)], 1).tolist()
+    lines = []
+    for labels, probs, last in zip(
+        decision.labels(found.probs).tolist(), found.probs[..., 1].tolist(), uncertain, strict=True
+    ):
+        own = ((cell(ABSTAIN if k < 0 else classes[k]), f"{p:.9g}") for k, p in zip(labels, probs, strict=True))
+        lines.append([text for pair in own for text in pair] + [f"{value:.9g}" for value in last])
+    return [*header, "entropy", "mutual_information"], lines

@@ -24,7 +24,7 @@ from dpivon.report import build
 from dpivon.report.run_folder import PROGRESS, SUMMARY
 from dpivon.report.writer import REPORT
 from dpivon.sources import Examples, Source, files_of, kind_of
-from dpivon.sources.columns import is_missing, label
+from dpivon.sources.columns import is_missing, label, names_of
 from dpivon.sources.owner import Finding, look_at_size, stop_at
 from dpivon.sources.table import check_column, column_names, read_columns
 from dpivon.train import config as configs
@@ -119,7 +119,7 @@ def describe(config: Config) -> Description:
     if config.task == "regression" and source.kind == "image":
         raise bad("task", config.task, "a folder of images has classes", "Give a table or arrays")
     noise = GaussianNoise.given(config.noise_std)
-    outputs = noise.outputs if config.task == "regression" else len(config.classes)
+    outputs = noise.outputs if config.task == "regression" else len(config.labels or config.classes)
     return Description(
         inputs=source,
         classes=config.classes,
@@ -142,7 +142,7 @@ def people_of(config: Config, data: str) -> People | None:
     if kind_of(data) != "table":
         raise bad("unit", config.unit, "is the name of a column, and the data is not a table", "Leave it out")
     check_column("unit", config.unit, column_names(Path(files_of(data)[0]), config))
-    if config.unit == config.target:
+    if config.unit in names_of(config.target):
         raise bad("unit", config.unit, "is the column to predict", "Name the column that says whose a row is")
     cells = [cell for path in files_of(data) for cell in read_columns(Path(path), [config.unit], config)[config.unit]]
     ids = ["" if is_missing(cell) else label(cell) for cell in cells]
@@ -239,13 +239,16 @@ def _finish(
         "task": {
             "kind": description.inputs.kind,
             "classes": list(config.classes),
-            "target": config.target,
+            "target": ", ".join(names_of(config.target)) or None,
             "inputs": description.inputs.describe(),
             "network": description.network.describe(),
         },
         **tested,
         "decision": published.decision.model_dump(mode="json"),
-        "public_inputs": [*_public_inputs(config, description), *published.decision.sentences(config.classes)],
+        "public_inputs": [
+            *_public_inputs(config, description),
+            *published.decision.sentences(config.classes, config.labels),
+        ],
         "choices_not_made": [*description.inputs.not_chosen(), *_not_chosen(config)],
         "ledger_digest": hashlib.sha256((folder / LEDGER).read_bytes()).hexdigest(),
         "heldout_is_private": False,
@@ -269,10 +272,11 @@ def _not_chosen(config: Config) -> tuple[str, ...]:
 
 def _public_inputs(config: Config, description: Description) -> list[str]:
     """Facts that the guarantee does not protect, because they were declared."""
+    of_each = f" of each of {', '.join(config.labels)}" if config.labels else ""
     said = [
         f"The number of {'people' if config.unit else 'examples'} N = {config.dataset_size}, as declared; the rows were not "
         "counted for it.",
-        f"The classes {', '.join(config.classes)}."
+        f"The classes {', '.join(config.classes)}{of_each}."
         if config.target_bounds is None
         else f"The range of the target, {config.target_bounds.describe()}: values outside are clamped.",
         f"Expected batch {config.batch_size}, {config.epochs} epochs, step size {config.lr:g}, clip bound "

@@ -143,6 +143,8 @@ def _declared(data: Data, path: str, test: str | None) -> dict[str, Any]:
         if getattr(data, name) is None:
             problem = "is needed: it is never read off a table's rows or off images"
             raise bad(name, None, problem, f"Declare {name} beside the path, or classes in the schema")
+    if data.target is not None and not isinstance(data.target, str):
+        raise bad("target", data.target, "is several columns, and a study predicts classes", "Name one column")
     if test == path:
         raise bad("test", test, "is the training data", "Give other examples, or declare test_fraction")
     source = data.reader(path)
