@@ -33,6 +33,7 @@ from dpivon.privacy.noise import SecureNoise, TorchNoise, check_noise_alone, own
 from dpivon.privacy.opacus_names import OpacusVerbs
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.people import People
+from dpivon.privacy.physical_batch import Fits
 from dpivon.privacy.ranks.group import Group, current
 from dpivon.privacy.ranks.start import choose_team, starting, unwrap_parallel
 from dpivon.privacy.ranks.states import FollowedLedger, open_ledger
@@ -41,7 +42,7 @@ from dpivon.privacy.resume import refresh
 from dpivon.privacy.sampling import PoissonDataLoader, declare, poisson_loader, refuse_whole_batches
 
 
-class PrivacyEngine(OpacusVerbs, Compiles):
+class PrivacyEngine(OpacusVerbs, Compiles, Fits):
     """Makes training private and keeps its account.
 
     >>> engine = PrivacyEngine()

@@ -55,7 +55,7 @@ def try_loss(keeper: BookKeeper, loss_fn: Callable[..., Any], batch: Any) -> boo
     device = next(keeper.module.parameters()).device
     batch = map_tensors(lambda t: t.to(device), batch)
     untried: NotTried | None = None
-    for function in _as_called(loss_fn, batch):
+    for function in as_called(loss_fn, batch):
         try:
             return check_loss_rows(keeper, function, batch)
         except NotTried as error:
@@ -88,7 +88,7 @@ def batch_structure(data_loader: DataLoader[Any]) -> Any:
     return data_loader.collate_fn([record, record])
 
 
-def _as_called(loss_fn: Any, batch: Any) -> list[Callable[[nn.Module, Any], Any]]:
+def as_called(loss_fn: Any, batch: Any) -> list[Callable[[nn.Module, Any], Any]]:
     """The loss as a function of (model, batch), in the ways it may be meant: torch's losses take outputs and targets."""
     if _is_pair(batch) and (isinstance(loss_fn, nn.Module | PerExampleLoss) or hasattr(loss_fn, "reduction")):
         return [_of_pairs(loss_fn)]

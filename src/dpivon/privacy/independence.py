@@ -20,7 +20,7 @@ from torch.func import functional_call
 from dpivon.errors import DpivonError, PrivacyError
 from dpivon.privacy.forward_watch import Attributes, different
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.model_io import tensors_in
+from dpivon.privacy.gradients.model_io import rows_in, tensors_in
 from dpivon.privacy.made_up import Kind, NotTried, kinds, made_up, poisoned, same_for_every_row, scaled, some_rows
 
 EXAMPLES = 3
@@ -72,10 +72,7 @@ def check_loss_rows(keeper: BookKeeper, loss_fn: Callable[[nn.Module, Any], Any]
             return [], loss
         return [loss], loss.mean() if keeper.loss_reduction == "mean" else loss.sum()
 
-    sizes = [t.shape[keeper.dim] for t in tensors_in(batch) if t.dim() > keeper.dim]
-    if not sizes:
-        raise PrivacyError("batch: holds no tensor with a batch dimension. Give a batch as the data loader returns it.")
-    trial = _Trial(keeper, objective, batch, sizes[0], "loss")
+    trial = _Trial(keeper, objective, batch, rows_in(batch, keeper.dim), "loss")
     trial.run()
     return trial.holds_with_ignored()
 

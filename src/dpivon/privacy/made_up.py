@@ -240,20 +240,22 @@ def _in_full_precision() -> Iterator[None]:
 
 
 @contextmanager
-def same_for_every_row(device: torch.device, dim: int) -> Iterator[_SameForEveryRow]:
-    """Inside, randomness is that of :class:`_SameForEveryRow`; the caller's generators are left as they were."""
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """Inside, anything may be drawn; afterwards the caller's generators are as they were."""
     python, numbers = random.getstate(), np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
-    mode = _SameForEveryRow(dim)
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.autocast(device.type, enabled=False),
-            _in_full_precision(),
-            mode,
-        ):
-            yield mode
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
+
+
+@contextmanager
+def same_for_every_row(device: torch.device, dim: int) -> Iterator[_SameForEveryRow]:
+    """Inside, randomness is that of :class:`_SameForEveryRow`; the caller's generators are left as they were."""
+    mode = _SameForEveryRow(dim)
+    with randomness_kept(device), torch.autocast(device.type, enabled=False), _in_full_precision(), mode:
+        random.seed(0)
+        np.random.seed(0)
+        yield mode

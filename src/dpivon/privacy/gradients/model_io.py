@@ -70,6 +70,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def rows_in(batch: Any, dim: int) -> int:
+    """How many rows a batch has in this dimension; an error if no tensor of it has one."""
+    sizes = [t.shape[dim] for t in _tensors(batch) if t.dim() > dim]
+    if not sizes:
+        raise PrivacyError("batch: holds no tensor with a batch dimension. Give a batch as the data loader returns it.")
+    return sizes[0]
+
+
 def others_in(value: Any) -> list[Any]:
     """What a nested value holds besides tensors, containers aside."""
     if isinstance(value, Tensor):
