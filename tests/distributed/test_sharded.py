@@ -215,6 +215,19 @@ class Reaching(nn.Module):
         return out
 
 
+WRITTEN: list[Any] = []
+
+
+class Writing(nn.Linear):
+    """Writes to this rank's part of its weight, which outlives the whole copy that a forward sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for part in WRITTEN:
+                part.to_local().add_(1e-6 * float(x.mean()))
+        return super().forward(x)
+
+
 def refusals(rank: int) -> dict[str, str]:
     """How each of them ends; every rank goes from one to the next."""
     found = {}
@@ -244,6 +257,8 @@ def attempt(what: str) -> None:
         net = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten())
     if what == "reaching":
         net = Reaching()
+    if what == "writing":
+        net = nn.Sequential(nn.Linear(5, 4).requires_grad_(False), Writing(4, 3).requires_grad_(False), nn.Linear(3, 3))
     if what == "part":
         fully_shard(net[0])
     elif what == "order":
@@ -258,6 +273,10 @@ def attempt(what: str) -> None:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
+    if what == "writing":
+        WRITTEN[:] = [net[1].weight]
+    if what == "memory":
+        engine.largest_physical_batch(nn.CrossEntropyLoss(), trainings.dataset()[:4], memory=1e9)
     for x, y in loader:
         trainings.one_step(model, optimizer, x, y)
 
@@ -275,6 +294,8 @@ REFUSED = {
     "calm rule": ("ArgumentError", "Use 'averaged-fisher'"),  # one that it would take
     "rule": ("ArgumentError", "does not know sharded"),
     "alone": ("ArgumentError", "trains alone"),
+    "writing": ("PrivacyError", "'1.weight' was changed by forward"),
+    "memory": ("ArgumentError", "is sharded: ranks would wait for one that failed"),
     "reaching": ("Unattributed", "outside its layer"),  # a PrivacyError
 }
 
@@ -288,11 +309,12 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 def test_the_page_names_what_may_be_sharded() -> None:
-    from dpivon.privacy.ranks.team import LAYERS
+    from dpivon.privacy.ranks.team import LAYERS, NAMED_LAYERS
 
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     listed = page.split("and these layers: ")[1].split(" (tied")[0]
-    assert {name.strip("` \n") for name in listed.split(",")} == {re.sub(r"\dd$", "", kind.__name__) for kind in LAYERS}
+    names = {re.sub(r"\dd$", "", kind.__name__) for kind in LAYERS} | set(NAMED_LAYERS)
+    assert {name.strip("` \n") for name in listed.split(",")} == names
     for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page):
         assert (Path(__file__).parents[2] / "docs" / target).exists(), target
 
@@ -307,10 +329,17 @@ def with_bug(rank: int, bug: str) -> Any:
         right = sharded.Group.reduce_scatter
         sharded.Group.reduce_scatter = lambda self, parts: right(self, parts) / self.world
         return training(rank, trainings.shard, None, "sgd")[1]
-    if bug == "one noise for all parts":
+    if "one noise" in bug:
         right_branch = sharded.TorchNoise.branch
         sharded.TorchNoise.branch = lambda self, material: right_branch(self, material.split(b" noise")[0])
+        if bug == "one noise for all parts, unnoticed":
+            sharded.Sharded._streams = sharded.Team._streams
         return noise_alone(rank)
+    if bug == "one seed on all ranks":
+        _, model, optimizer, loader = trainings.start(wrap=trainings.shard)
+        optimizer.noise = sharded.TorchNoise(torch.Generator().manual_seed(3))
+        torch.randn(rank, generator=optimizer.noise.generator)  # at another place of the same stream
+        return trainings.train(model, optimizer, loader, 1)
     sharded.fsdp_modules = lambda module: []  # weights that were gathered stay, and are used again
     return predictions(rank)
 
@@ -318,7 +347,11 @@ def with_bug(rank: int, bug: str) -> Any:
 def test_bugs_of_sharding_are_seen() -> None:
     _, alone = training(0, None, None, "sgd")
     assert trainings.apart(run(2, with_bug, "averaged over ranks")[0], alone) > 1000 * ROUNDING
-    (first, _), (second, _) = run(2, with_bug, "one noise for all parts")
+    (first, _), (second, _) = run(2, with_bug, "one noise for all parts, unnoticed")
     assert correlation(first, second) > 50
+    for bug in ("one noise for all parts", "one seed on all ranks"):
+        for word, text in launch(2, with_bug, bug):
+            assert word == "PrivacyError"
+            assert "Two ranks would draw the same noise" in text
     stale = run(2, with_bug, "stale weights")[0]
     assert not all(torch.allclose(outputs, expected, atol=1e-6) for outputs, expected in stale)

@@ -15,6 +15,7 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import IGNORED, Tree, has_ignored, tensors_in
 from dpivon.privacy.losses import LossWatch
+from dpivon.shards import local
 
 _OWN = set(vars(nn.Module())) | {"forward"}  # of torch's, and what a book-keeper puts there
 IGNORED_LABELS = (
@@ -68,7 +69,7 @@ class ForwardWatch:
         if torch.is_grad_enabled():
             self.batch = tensors_in((args, kwargs))
         self._held = self._tensors()
-        self._versions = [t._version for t in self._held.values()]
+        self._versions = [local(t)._version for t in self._held.values()]
         self._values = _values(self._held)
         self._marks = marks(self._keeper.tree) if self._recheck is not None else ([], [])
 
@@ -89,7 +90,7 @@ class ForwardWatch:
         held, self._held = self._held, {}
         now = self._tensors()
         for (name, tensor), version in zip(held.items(), self._versions, strict=True):
-            if now.get(name) is not tensor or tensor._version != version:
+            if now.get(name) is not tensor or local(tensor)._version != version:
                 self._changed.append(name)
         before, after = self._values, _values(held)
         if isinstance(
@@ -104,13 +105,13 @@ class ForwardWatch:
             self._changed += [name for name, a, b in zip(held, before, after, strict=True) if a != b]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a forward must leave as it is; a sharded one replaces the parameters that are trained by whole ones."""
-        sharded = self._keeper.sharded
+        """What a forward must leave as it is; of a sharded model this rank's parts, of which a forward has whole copies."""
         seen: dict[Tensor, str] = {}
         for name, layer in self._keeper.tree.layers():
+            owners = self._keeper.owners.get(layer, {})
             for key, p in layer._parameters.items():
-                if p is not None and not (sharded and p.requires_grad):
-                    seen.setdefault(p, f"{name}.{key}" if name else key)
+                if p is not None:
+                    seen.setdefault(owners.get(key, p), f"{name}.{key}" if name else key)
             for key, buffer in layer._buffers.items():
                 if buffer is not None:
                     seen.setdefault(buffer, f"{name}.{key}" if name else key)
@@ -144,11 +145,12 @@ class ForwardWatch:
 
 def _values(tensors: dict[str, Tensor]) -> list[int] | Tensor:
     """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
-    if any(t.is_cuda for t in tensors.values()):
+    here = [local(t) for t in tensors.values()]
+    if any(t.is_cuda for t in here):
         with torch.no_grad():
-            held = [t if t.is_floating_point() else t.double() for t in tensors.values()]
+            held = [t if t.is_floating_point() else t.double() for t in here]
             return torch.stack(torch._foreach_norm(held)).double()
-    return [_checksum(t) for t in tensors.values()]
+    return [_checksum(t) for t in here]
 
 
 def _checksum(t: Tensor) -> int:

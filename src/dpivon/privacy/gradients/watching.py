@@ -67,7 +67,7 @@ class LayerWatch(RowsOfBatch):
         self._watched: dict[nn.Module, Callable[..., Any]] = {}  # what runs instead of a forward, while recorded
         self._detached: list[list[Tensor]] = []
         self._names = {layer: name for name, layer in module.named_modules()}
-        self._owners = {layer: dict(layer.named_parameters()) for layer in module.modules()} if scatter else {}
+        self.owners = {layer: dict(layer.named_parameters()) for layer in module.modules()} if scatter else {}
 
     @property
     def sharded(self) -> bool:
@@ -315,7 +315,7 @@ class LayerWatch(RowsOfBatch):
         """The uses of a sharded layer under the parameters that the optimizer holds, not the whole ones of this pass."""
         if self._scatter is None:
             return uses
-        owners = self._owners[layer]
+        owners = self.owners[layer]
 
         def renamed(g: Tensor) -> Mapping[Tensor, Use]:
             names: dict[Tensor, str] = {p: name for name, p in layer.named_parameters()}

@@ -24,9 +24,9 @@ from dpivon.optim.ivon import IVON
 from dpivon.optim.parameters import full_dtype
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy import mechanism
-from dpivon.privacy.layers.registry import plain_type
+from dpivon.privacy.layers.registry import by_name, plain_type
 from dpivon.privacy.mechanism import DROP, Decision, NoiseSpec, OneProcess, charge_for, decide
-from dpivon.privacy.noise import TorchNoise, expanded
+from dpivon.privacy.noise import KNOWN_SEED, TorchNoise, expanded
 from dpivon.privacy.ranks.group import Group, failure
 from dpivon.release import LearnsFromReleases, Release
 from dpivon.shards import is_sharded, part_of
@@ -85,7 +85,13 @@ class Team(OneProcess):
     def _agree(self, optimizer: DPOptimizer, spec: NoiseSpec) -> None:
         """One spec and one draw for all ranks, or no release."""
         gathered = self.group.gather_numbers(
-            [int(spec.digest[:15], 16), optimizer.batch_number, self.releases, self.asked_to_stop]
+            [
+                int(spec.digest[:15], 16),
+                optimizer.batch_number,
+                self.releases,
+                self.asked_to_stop,
+                *self._streams(optimizer),
+            ]
         )
         self._stop = max(numbers[3] for numbers in gathered)
         names = ("noise_multiplier or max_grad_norm", "batch number", "number of releases")
@@ -96,6 +102,17 @@ class Team(OneProcess):
                         f"The {name} of rank {rank} is not that of rank 0, so nothing was released: their sums do not belong "
                         "to one release. Let every rank take the same steps, and change σ and C on all of them between two."
                     )
+        for known in zip(*(numbers[4:] for numbers in gathered), strict=True):
+            apart = [number for number in known if number]
+            if len(set(apart)) < len(apart):
+                raise PrivacyError(
+                    "Two ranks would draw the same noise for their parts, so nothing was released: parts under one noise "
+                    "subtract to the data. Leave optimizer.noise as make_private made it, or give every rank another seed."
+                )
+
+    def _streams(self, optimizer: DPOptimizer) -> list[int]:
+        """What must differ between ranks; 0 where nothing is known of it."""
+        return []
 
     def stepped(self, optimizer: DPOptimizer) -> None:
         if self._stop and self.on_stop is not None:
@@ -194,6 +211,7 @@ def state_digest(optimizer: DPOptimizer) -> int:
 #: Layers whose rules read nothing of their weights but the shape.
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 LAYERS = (nn.Linear, nn.Embedding, *_NORMS)
+NAMED_LAYERS = ("transformers.Conv1D",)  # of packages that need not be installed
 
 
 def fsdp_modules(module: nn.Module) -> list[nn.Module]:
@@ -227,6 +245,18 @@ class Sharded(Team):
             device = optimizer.params[0].device
             inner.generator = expanded(torch.Generator(device), f"{root} posterior {self.rank}".encode())
 
+    def _streams(self, optimizer: DPOptimizer) -> list[int]:
+        """The seed and the state that this rank's noise is drawn from; none of the operating system's generator."""
+        generator = getattr(optimizer.noise, "generator", None)
+        if generator is None:
+            return [0, 0]
+        seed = generator.initial_seed()
+        found = [
+            b"" if seed == KNOWN_SEED else str(seed).encode(),
+            bytes_of(generator.get_state()),
+        ]  # set states share one
+        return [1 + int.from_bytes(hashlib.sha256(known).digest()[:7], "little") if known else 0 for known in found]
+
     def scatter(self, p: Tensor, total: Tensor) -> Tensor:
         """This rank's part of Σ over ranks of ``total``, the clipped sum of the whole parameter p."""
         rows = -(-total.shape[0] // self.world)  # of every rank but the last ones
@@ -253,8 +283,8 @@ def check_sharded(module: nn.Module, optimizer: Any, group: Group | None) -> Non
         raise bad("module", type(module).__name__, "is sharded by fully_shard but trains alone", fix)
     for name, layer in module.named_modules():
         own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
-        if own and plain_type(layer) not in LAYERS:
-            known = ", ".join(kind.__name__ for kind in LAYERS)
+        if own and plain_type(layer) not in LAYERS and by_name(layer) not in NAMED_LAYERS:
+            known = ", ".join([*(kind.__name__ for kind in LAYERS), *NAMED_LAYERS])
             fix = f"Shard models of {known}, freeze the layer, or train it unsharded"
             raise bad(f"module.{name}", type(layer).__name__, "has no rule for sharded weights", fix)
     for name, p in module.named_parameters():
