@@ -40,11 +40,17 @@ def pages() -> list[Path]:
 
 
 def file(path: str, keys: str, form: str, factor: str = "1") -> str:
-    """One number of a JSON file: ``keys`` lead to it, separated by slashes."""
+    """One number of a JSON file: ``keys`` lead to it, separated by slashes, with underscores for spaces."""
     found = json.loads((ROOT / path).read_text())
     for key in keys.split("/"):
-        found = found[int(key) if isinstance(found, list) else key]
+        found = found[int(key) if isinstance(found, list) else key if key in found else key.replace("_", " ")]
     return format(float(factor) * found, form)
+
+
+def cell(page: str, row: str, column: str) -> str:
+    """A cell of a page that another command writes from its table: of the first row that begins so."""
+    found = (line.strip("| \n").split(" | ") for line in (ROOT / page).read_text().splitlines())
+    return next(cells for cells in found if cells[0] == row.replace("_", " "))[int(column)]
 
 
 def step(name: str, row: str, key: str, form: str) -> str:
@@ -310,7 +316,7 @@ def unsigned(value: float, digits: int) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-_ALL = (file, step, better, behind, ivon, width, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
+_ALL = (file, cell, step, better, behind, ivon, width, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
 _CHOOSING = (door, choice, price, repeated, choosing_table)
 _DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
 NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_CHOOSING, *_DIGITS)}
