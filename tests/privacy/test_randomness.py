@@ -357,7 +357,7 @@ def test_noise_that_sums_are_added_to_in_place_gives_the_same_release(monkeypatc
     for in_place in (True, False):
         monkeypatch.setattr(mechanism, "joins", lambda given, in_place=in_place: in_place)
         source = TorchNoise(torch.Generator().manual_seed(3))
-        found.append(mechanism.release(sums, spec, source, lambda spec: None).gradients)
+        found.append(mechanism.release(dict(sums), spec, source, lambda spec: None).gradients)
     for p in params:
         assert torch.equal(found[0][p], found[1][p])
         assert found[0][p].dtype == torch.float32
@@ -366,8 +366,8 @@ def test_noise_that_sums_are_added_to_in_place_gives_the_same_release(monkeypatc
     free = mechanism.NoiseSpec(0.0, 0.7, 17.0, 0.1)
     for size in (14, 100):  # in two parts, and in one
         monkeypatch.setattr(mechanism, "_AT_ONCE", size)
-        exact = mechanism.release(sums, free, TorchNoise(), lambda spec: None).gradients
+        exact = mechanism.release(dict(sums), free, TorchNoise(), lambda spec: None).gradients
         assert all(torch.equal(exact[p], (sums[p] / 17.0).float()) for p in params)
-        noisy = mechanism.release(sums, spec, TorchNoise(), lambda spec: None).gradients
+        noisy = mechanism.release(dict(sums), spec, TorchNoise(), lambda spec: None).gradients
         off = torch.cat([(noisy[p] - exact[p]).flatten() for p in params])
         assert len(off.unique()) == len(off)

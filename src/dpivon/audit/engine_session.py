@@ -102,7 +102,7 @@ class EngineSession(Session):
         next(iter(self.loader))  # one draw is spent; the batch is the auditor's
         before = self.optimizer.last_release
         seen = self._step(*self._batch(rows))
-        if self.optimizer.last_release is before:
+        if self.optimizer.last_release is before or self.optimizer.last_release is None:
             raise PrivacyError(f"A step on a batch of {len(rows)} released nothing.")
         return seen
 

@@ -205,11 +205,12 @@ def hand_over(release: Release, params: Sequence[Any], inner: Optimizer, *, by_p
             p.summed_grad = None
     if by_program:
         return
-    pairs = [(release.gradients[p], local(p)) for p in params]
-    released = TensorList([g if g.shape == own.shape else g.view_as(own) for g, own in pairs])
-    for p, g in zip(params, released.copied([p.dtype for p in params]), strict=True):
+    for p in params:
         _mark_as_processed(p.summed_grad)
-        p.grad = like_parameter(g, p)
+        g, own = release.gradients[p], local(p)
+        p.grad = like_parameter(
+            (g if g.shape == own.shape else g.view_as(own)).to(p.dtype), p
+        )  # itself, where it can be
 
 
 def _all_parameters(inner: Optimizer) -> Iterator[Any]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
+from opacus.optimizers.optimizer import _mark_as_processed
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_choice, check_number, check_whole
@@ -224,7 +226,7 @@ class NoiseSpec:
 
 @torch.no_grad()
 def release(
-    clipped_sums: Mapping[Tensor, Tensor],
+    clipped_sums: dict[Tensor, Tensor],
     spec: NoiseSpec,
     noise: NoiseSource,
     charge: Callable[[NoiseSpec], None],
@@ -233,38 +235,50 @@ def release(
 
     If the process dies between the charge and the release, budget is wasted; the other order could hide a release.
 
+    On a GPU ``clipped_sums`` is emptied, so that a sum takes no memory beside what is released of it.
+
     Noise is drawn and added in double and the result is rounded to the parameter's precision (never below fp32) here, before
     anybody sees it: attacks on noise in floating point read its low bits.
     """
     charge(spec)
-    sums = TensorList([on_grid(total.double(), spec) for total in clipped_sums.values()])
-    dtypes = [full_dtype(p) for p in clipped_sums]
-    if (
-        type(spec.mechanism) is Mechanism
-        and type(noise) is TorchNoise
-        and len(set(dtypes)) == 1
-        and joins(sums.tensors)
-    ):
-        released = _in_place(sums, spec, noise, dtypes[0])
+    sums = [on_grid(total.double(), spec) for total in clipped_sums.values()]
+    params, dtypes = list(clipped_sums), [full_dtype(p) for p in clipped_sums]
+    if type(spec.mechanism) is Mechanism and type(noise) is TorchNoise and len(set(dtypes)) == 1 and joins(sums):
+        clipped_sums.clear()  # each is let go when its noise is in it
+        released: Iterable[Tensor] = _in_place(params, sums, spec, noise, dtypes[0])
     else:
-        released = ((_noise(sums, spec, noise) + sums) / spec.divisor).copied(dtypes)
-    return as_release(dict(zip(clipped_sums, released, strict=True)), spec)
+        every = TensorList(sums)
+        released = ((_noise(every, spec, noise) + every) / spec.divisor).copied(dtypes)
+    return as_release(dict(zip(params, released, strict=True)), spec)
 
 
-def _in_place(sums: TensorList, spec: NoiseSpec, noise: TorchNoise, dtype: torch.dtype) -> TensorList:
-    """The same with nothing copied: noise for some parameters at a time, to which their sums are added where it lies."""
-    shapes = [total.shape for total in sums]
-    released = sums[0].new_empty(sum(shape.numel() for shape in shapes), dtype=dtype)
-    first = begin = 0
-    for last in range(len(shapes)):
-        size = sum(shape.numel() for shape in shapes[first : last + 1])
-        if size < _AT_ONCE and last < len(shapes) - 1:
-            continue
-        drawn = noise.normal(sums[0].new_empty(1).expand(size), spec.noise_std)
-        torch._foreach_add_(TensorList.of(drawn, shapes[first : last + 1]).tensors, sums.tensors[first : last + 1])
-        torch.div(drawn, spec.divisor, out=released[begin : begin + size])
-        first, begin = last + 1, begin + size
-    return TensorList.of(released, shapes)
+def _in_place(
+    params: list[Tensor], sums: list[Tensor], spec: NoiseSpec, noise: TorchNoise, dtype: torch.dtype
+) -> list[Tensor]:
+    """The same with nothing kept twice: noise for some parameters at a time, to which their sums are added where it lies. The
+    release takes each sum's place, also where Opacus keeps it."""
+    like, released = sums[0].new_empty(1), list[Tensor]()
+    while sums:
+        count = _first_few([total.numel() for total in sums])
+        some, sums[:count] = sums[:count], []
+        shapes = [total.shape for total in some]
+        drawn = noise.normal(like.expand(sum(shape.numel() for shape in shapes)), spec.noise_std)
+        torch._foreach_add_(TensorList.of(drawn, shapes).tensors, some)
+        some.clear()
+        part = TensorList.of(
+            torch.div(drawn, spec.divisor, out=drawn.new_empty(len(drawn), dtype=dtype)), shapes
+        ).tensors
+        for p, g in zip(params[len(released) :], part, strict=False):
+            if getattr(p, "summed_grad", None) is not None:
+                p.summed_grad = g.detach()  # type: ignore[attr-defined]
+                _mark_as_processed(p.summed_grad)  # type: ignore[attr-defined]
+        released += part
+    return released
+
+
+def _first_few(sizes: list[int]) -> int:
+    """How many make up enough numbers to draw at once, or all."""
+    return next((i + 1 for i, total in enumerate(accumulate(sizes)) if total >= _AT_ONCE), len(sizes))
 
 
 class ReleaseProgram(Protocol):
@@ -334,7 +348,7 @@ class OneProcess:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def release(self, optimizer: DPOptimizer, sums: Mapping[Tensor, Tensor], spec: NoiseSpec) -> Release | None:
+    def release(self, optimizer: DPOptimizer, sums: dict[Tensor, Tensor], spec: NoiseSpec) -> Release | None:
         """Charged, noised once, the same for all; None if it was dropped unreleased."""
         charge = charge_for(optimizer, decide(optimizer, sums, spec))
         return None if charge is None else release(sums, spec, optimizer.noise, charge)

@@ -178,6 +178,8 @@ class DPOptimizer(OpacusNames):
             self._batch.is_summed = True
             self.source.forget_passes()
             return self._release(spec, self._program)
+        if not self._check_skip_next_step(pop_next=False):
+            self.last_release = None  # its memory is that of the next
         self.clip_and_accumulate()
         self._batch.is_summed = True
         self.source.forget_passes()
@@ -252,6 +254,10 @@ class DPOptimizer(OpacusNames):
         if not self._batch.goes_on:
             self._batch.spec = None
             drop_sums(self.original_optimizer)
+        for p in () if set_to_none else self.params:
+            p.grad = (
+                None if p.grad is None else torch.zeros_like(p.grad)
+            )  # not in the release, which has the same memory
         self.original_optimizer.zero_grad(set_to_none)
 
     # ---- logical batches made of micro-batches

@@ -344,7 +344,8 @@ class BookKeeper(LayerWatch):
             factors = factors.masked_fill(self.doubt, 0.0)
         dropped, recording = dropped_examples(factors), capturing()
         weights = (factors * share).to(dtype_of_sums(blocks))
-        for (members, use), c in zip(blocks, weights.unbind(), strict=True):
+        for c in weights.unbind():
+            members, use = blocks.pop(0)  # and its operands' memory is free for the next sum
             if use is None:
                 (i,) = members
                 yield members, torch.zeros(params[i].shape, dtype=torch.float64, device=params[i].device)

@@ -12,7 +12,7 @@ The order is the guarantee's:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ from dpivon.shards import is_sharded, part_of
 if TYPE_CHECKING:
     from dpivon.privacy.optimizer import DPOptimizer
 
-Sums = Mapping[Tensor, Tensor]
+Sums = dict[Tensor, Tensor]
 Charge = Callable[[NoiseSpec], None]
 
 
