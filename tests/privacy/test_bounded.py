@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import weighted_sum
 from dpivon.privacy.gradients.means import Widened
-from dpivon.privacy.gradients.side_by_side import in_blocks
+from dpivon.privacy.gradients.side_by_side import in_blocks, split
 from dpivon.privacy.layers import bounded
 from dpivon.privacy.layers.bounded import Bounded, BoundedTied, Unmade
 from dpivon.privacy.layers.uses import Outer, Rows, merge, settled, squared_norms
+from dpivon.privacy.precision import padded, padded_empty
 
 B = 6
 
@@ -161,8 +162,8 @@ def test_zeros_that_lie_behind_every_row_change_nothing(form, bad):
     """As the gradient of a head's outputs comes, whose width is not a multiple of eight."""
     a, g = operands(8, 16, 21, "ordinary")
     g[2, 1, 3] = torch.nan if bad else g[2, 1, 3]
-    apart = torch.zeros(B, 8, 24, dtype=torch.bfloat16)[..., :21].copy_(g)
-    assert bounded._padded(apart).data_ptr() == apart.data_ptr()
+    apart = padded_empty(g.shape, g).copy_(g)
+    assert padded(apart).data_ptr() == apart.data_ptr()
     uses = [Bounded(a, t, torch.Size((21, 16))).without(torch.arange(B) == 2) for t in (g, apart)]
     dense, strided = (use.weighted_sum(torch.ones(B)) for use in uses)
     torch.testing.assert_close(strided, dense, rtol=1e-6, atol=1e-6)
@@ -197,3 +198,21 @@ def test_a_widened_output_hands_back_its_gradient_in_bf16():
     assert torch.equal(seen[0], g.bfloat16())
     twice = torch.autograd.grad(Widened.apply(z * z).sum(), z, create_graph=True)[0]
     assert twice.requires_grad
+
+
+def test_small_ones_that_are_alike_are_measured_and_summed_together(form, monkeypatch):
+    monkeypatch.setattr(bounded, "launches_cost", lambda t: True)
+    for transposed in (False, True):
+        shape = torch.Size((9, 21) if transposed else (21, 9))
+        uses = [Bounded(*(torch.randn(B, 5, n).bfloat16() for n in (9, 21)), shape, transposed) for _ in range(3)]
+        other = Bounded(*(torch.randn(B, 5, n).bfloat16() for n in (9, 8)), torch.Size((8, 9)))
+        params = [torch.zeros(use.shape) for use in (uses[0], other, *uses[1:])]
+        ((members, found), (alone, _)) = in_blocks(params, [uses[0], other, *uses[1:]], joint=True)
+        assert (members, alone) == ([0, 2, 3], [1])
+        torch.testing.assert_close(found.squared_norm(), sum(use.squared_norm() for use in uses), rtol=1e-12, atol=0.0)
+        dropped, c = torch.arange(B) == 2, torch.rand(B, dtype=torch.float64)
+        found.whole.a[[2, B + 2]] = torch.nan
+        sums = split(found.without(dropped).weighted_sum(c), [shape] * 3)
+        for total, use in zip(sums, uses, strict=True):
+            torch.testing.assert_close(total, use.without(dropped).weighted_sum(c), rtol=1e-6, atol=1e-6)
+        assert len(in_blocks(params, [uses[0], other, *uses[1:]], joint=False)) == 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+ALIGNED = 8  # bf16 numbers that tensor cores read at once
 _F = TypeVar("_F", bound=Callable[..., object])
 _Options = dict[str, str | int | bool | Callable[..., object]]
 _OPTIONS: _Options = {
@@ -77,6 +78,25 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return product(a.unsqueeze(0), b.unsqueeze(0))[0]
     result: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
     return result
+
+
+def padded_empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """bf16 of this shape, not filled; in memory every row has zeros behind it up to a multiple of eight columns."""
+    n = shape[-1]
+    rows = like.new_empty((*shape[:-1], n + -n % ALIGNED), dtype=torch.bfloat16)
+    rows[..., n:].zero_()
+    rows.untyped_storage().zeros_behind = n  # type: ignore[attr-defined]
+    return rows[..., :n]
+
+
+def padded(t: Tensor) -> Tensor:
+    """t with columns of zeros up to a multiple of eight: as it lies, if it is all that :func:`padded_empty` made."""
+    n, memory = t.shape[-1], t.untyped_storage()
+    shape = (*t.shape[:-1], n + -n % ALIGNED)
+    whole = torch.Size(shape).numel() * t.element_size() == memory.nbytes()
+    if whole and getattr(memory, "zeros_behind", None) == n and t.stride(-1) == 1:
+        return t.as_strided(shape, t.stride())
+    return torch.nn.functional.pad(t, (0, shape[-1] - n))
 
 
 def weighted_product(a: Tensor, g: Tensor, *, parts: int = 3) -> Tensor:

@@ -24,9 +24,16 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping, clip_factors, dropped_examples
 from dpivon.privacy.gradients.means import Seed, intercept_backward, loss_of_each
-from dpivon.privacy.gradients.model_io import Unattributed, map_tensors, structure, tensors_in
+from dpivon.privacy.gradients.model_io import (
+    Unattributed,
+    check_unchanged,
+    map_tensors,
+    structure,
+    tensors_in,
+    version_of,
+)
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
-from dpivon.privacy.gradients.watching import LayerWatch, Uses, check_unchanged, has_rules, stored, version_of
+from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules, stored
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, squared_norms, views_of_examples
@@ -328,12 +335,11 @@ class BookKeeper(LayerWatch):
         self, batch: Batch, params: Sequence[Tensor], clipping: Clipping
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Which parameters are summed as one, by their place, and their sum: of several, one after the other."""
-        recorded = [batch.get(p) for p in params]
-        uses = [None if found is None else merge(found) for found in recorded]
+        uses = [merge(batch.pop(p)) if p in batch else None for p in params]
         batch.clear()
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = in_blocks(params, uses, joint=clipping.joint and self._scatter is None)
-        del uses, recorded  # what was put side by side need not be kept twice
+        del uses  # what was put side by side need not be kept twice
         found = iter(squared_norms([use for _, use in blocks if use is not None]))
         norms = [None if use is None else next(found) for _, use in blocks]
         known = next(n for n in norms if n is not None)

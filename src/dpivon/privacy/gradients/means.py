@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpivon.errors import PrivacyWarning
-from dpivon.privacy.precision import capturing, wide, without_autocast
+from dpivon.privacy.precision import ALIGNED, capturing, padded_empty, wide, without_autocast
 
 Node = Any
 #: From the gradient of a node's output to that of its input, times the rows of the batch.
@@ -36,7 +36,6 @@ _ELEMENTWISE = (
     *("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss"),
     *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
 )
-_ALIGNED = 8  # bf16 numbers that tensor cores read at once
 _OF_CLASSES = ("NllLoss", "NllLoss2D", "MultiMarginLoss")
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()  # outputs of private models that a backward may reach
@@ -92,10 +91,7 @@ class Widened(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # with create_graph=True
             return g.to(torch.bfloat16)
-        n = g.shape[-1]
-        rows = g.new_empty((*g.shape[:-1], n + -n % _ALIGNED), dtype=torch.bfloat16)
-        rows[..., n:].zero_()
-        return rows[..., :n].copy_(g)
+        return padded_empty(g.shape, g).copy_(g)
 
 
 def loss_of_each(z: Tensor, rows: int | None) -> Tensor:
@@ -105,7 +101,7 @@ def loss_of_each(z: Tensor, rows: int | None) -> Tensor:
     """
     if not z.requires_grad or not z.is_floating_point():
         return z
-    if z.dtype == torch.bfloat16 and z.is_cuda and z.dim() > 1 and z.shape[-1] % _ALIGNED and not capturing():
+    if z.dtype == torch.bfloat16 and z.is_cuda and z.dim() > 1 and z.shape[-1] % ALIGNED and not capturing():
         z = Widened.apply(z)  # type: ignore[no-untyped-call]
     return wide(z) if rows is None else undo_mean(wide(z), rows)
 

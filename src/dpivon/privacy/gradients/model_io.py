@@ -7,7 +7,7 @@ exactly zero, and the release with its noise still happens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +129,23 @@ def _parts(value: Any) -> Mapping[Any, Any]:
 def has_ignored(value: Any) -> bool:
     """Whether any integer is one that torch's losses leave out of their mean."""
     return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
+
+
+def version_of(t: Tensor) -> int | None:
+    try:
+        return t._version
+    except RuntimeError:  # of an inference tensor
+        return None
+
+
+def check_unchanged(kept: Sequence[tuple[Tensor, int | None]]) -> None:
+    """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
+    for t, version in kept:
+        if version_of(t) != version:
+            raise PrivacyError(
+                f"A layer's input of shape {tuple(t.shape)} was changed in place before its gradient was used: its per-example "
+                "gradients would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
+            )
 
 
 class Unattributed(PrivacyError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.privacy.layers.bounded import Unmade
+from dpivon.privacy.layers.bounded import Bounded, Together, Unmade, together
 from dpivon.privacy.layers.convolved import Summed, one_matrix
 from dpivon.privacy.layers.made import Tied
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
@@ -22,14 +22,24 @@ _TRAY = (
 _PIECE = 16 * 2**20  # of up to so many bytes
 
 
-def in_blocks(
-    params: Sequence[Tensor], uses: Sequence[Use | None], *, joint: bool
-) -> list[tuple[list[int], Use | None]]:
-    """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side."""
-    uses = _made_together(uses)
+#: Parameters that are measured and summed as one, by their place, and what does it; None if they were not used.
+Block = tuple[list[int], Use | None]
+
+
+def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) -> list[Block]:
+    """Which parameters, by their place, and their use. Where one factor clips all, the many small ones are put side by side.
+
+    ``uses`` is changed: what was copied is let go.
+    """
+    _make_together(uses)
     if not joint:
         return [([i], use) for i, use in enumerate(uses)]
-    blocks: list[tuple[list[int], Use | None]] = []
+    blocks: list[Block] = []
+    for members in together(uses) if any(isinstance(use, Bounded) for use in uses) else ():
+        some: Any = Together.of([uses[i] for i in members])  # type: ignore[misc]
+        blocks.append((members, some))
+        for i in members:
+            uses[i] = None
     if waiting := {i: use for i, use in enumerate(uses) if isinstance(use, Summed)}:
         blocks.append((list(waiting), one_matrix(list(waiting.values()))))
     small = _beside(params, uses)
@@ -39,13 +49,12 @@ def in_blocks(
     return [*blocks, *(([i], use) for i, use in enumerate(uses) if i not in taken)]
 
 
-def _made_together(uses: Sequence[Use | None]) -> list[Use | None]:
+def _make_together(uses: list[Use | None]) -> None:
     """Small gradients that a rule left unmade on a GPU, those of one size by one product: adapters have hundreds of layers."""
     alike: dict[Any, list[int]] = {}
     for i, use in enumerate(uses):
         if isinstance(use, Unmade):
             alike.setdefault((use.a.shape, use.g.shape, use.shape, use.transposed), []).append(i)
-    result = list(uses)
     for members in alike.values():
         some: list[Outer] = [uses[i] for i in members]  # type: ignore[misc]
         first = some[0]
@@ -55,8 +64,7 @@ def _made_together(uses: Sequence[Use | None]) -> list[Use | None]:
             whole = replace(first, a=torch.cat([u.a for u in some]), g=torch.cat([u.g for u in some]))
             made = whole.made().unflatten(0, (len(some), -1))
         for i, g in zip(members, made.unbind(), strict=True):
-            result[i] = Dense(g.reshape(len(g), *first.shape))
-    return result
+            uses[i] = Dense(g.reshape(len(g), *first.shape))
 
 
 def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
@@ -80,7 +88,7 @@ def _rows(use: Any) -> Tensor:
     return made if made.dim() == 2 else made.flatten(1)
 
 
-def dtype_of_sums(blocks: Sequence[tuple[list[int], Use | None]]) -> torch.dtype:
+def dtype_of_sums(blocks: Sequence[Block]) -> torch.dtype:
     """What the clip factors are cast to, once for all blocks: that of every sum, or else double, and each casts its own."""
     kinds = {
         wide_dtype(use.g) if isinstance(use, Dense | Outer | Rows) else torch.float64

@@ -21,6 +21,7 @@ from dpivon.errors import PrivacyError
 from dpivon.privacy.gradients.functional import Functions
 from dpivon.privacy.gradients.model_io import RowsOfBatch, Tree, Unattributed, map_tensors, tensors_in
 from dpivon.privacy.layers.fallback import Alone
+from dpivon.privacy.layers.linear import head, is_head
 from dpivon.privacy.layers.registry import Rule, by_name, forward_for, plain_type, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import as_multiplied, wide
@@ -84,6 +85,8 @@ class LayerWatch(RowsOfBatch):
         self.module.autograd_grad_sample_hooks = self._handles  # type: ignore[assignment]  # Opacus's mark of a private model
         try:
             self._watch(self.module)
+            for layer in () if self.sharded else filter(is_head, self.module.modules()):
+                self._patch(layer, head)
         except BaseException:
             self.detach_from_model()
             raise
@@ -168,8 +171,9 @@ class LayerWatch(RowsOfBatch):
         name = self.named(layer)
 
         def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._detached.append(self._detach(layer) if self._recording(layer) else [])
-            if not self._detached[-1]:
+            weights = self._detach(layer) if self._recording(layer) else []
+            self._detached.append(weights)
+            if not weights:
                 return None
             if self.one_for_all(*args, *kwargs.values()):
                 self._one_row.add(layer)
@@ -188,10 +192,10 @@ class LayerWatch(RowsOfBatch):
                     f"{name} returned a {type(output).__name__} where a rule needs one tensor, so its gradients cannot be "
                     "formed. Return one tensor from the layer."
                 )
-            given = (*args, *kwargs.values())
+            given = (*args, *kwargs.values()) if kwargs else args
             if any(output is t for t in given):
                 output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
-            inputs = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
+            inputs = tuple([t.detach() if isinstance(t, Tensor) else t for t in given])
             uses = in_precision(lambda g: rule(layer, self._batch_major(inputs), g))
             return self._observe(output, self._of_owner(layer, uses), inputs, layer=name)
 
@@ -381,20 +385,3 @@ def stored(t: Tensor) -> Tensor:
 @stored.register_fake
 def _(t: Tensor) -> Tensor:
     return torch.empty_like(t)
-
-
-def version_of(t: Tensor) -> int | None:
-    try:
-        return t._version
-    except RuntimeError:  # of an inference tensor
-        return None
-
-
-def check_unchanged(kept: Sequence[tuple[Tensor, int | None]]) -> None:
-    """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
-    for t, version in kept:
-        if version_of(t) != version:
-            raise PrivacyError(
-                f"A layer's input of shape {tuple(t.shape)} was changed in place before its gradient was used: its per-example "
-                "gradients would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
-            )

@@ -25,16 +25,16 @@ from torch import Tensor
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms
 from dpivon.privacy.layers.made import Tied, _added_up
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
-from dpivon.privacy.precision import launches_cost, product, wide
+from dpivon.privacy.precision import ALIGNED, launches_cost, padded, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
+_COPIED = 64 * 2**20  # bytes of operands that are copied, to be measured and summed with others
 _UNIT = 2.0**-23  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
 _CHUNK = 1536  # columns of A or G over which a Gram matrix is added up at a time,
 _CHUNKS = 16  # or more, where there would be more of them than this
 _LEAST = 2.0**-126  # what fp32 may lose of a product of two small numbers
-_ALIGNED = 8  # bf16 numbers that tensor cores read at once
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,35 @@ class Bounded(Outer):
         return _measured(uses)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
+        total = self.weighted_sums(c, 1)
+        return total.reshape(self.shape) if self.order is None else self.order.restore(total.flatten())
+
+    def weighted_sums(self, c: Tensor, uses: int) -> Tensor:
+        """Of the examples of so many uses, one after the other: the sum of each, [uses, rows, columns]."""
         a, g = self._aligned
         if self.dropped is not None:
             c, a, g = c.masked_fill(self.dropped, 0.0), _finite(a), _finite(g)
         scaled, other = (a, g) if a.shape[2] <= g.shape[2] else (g, a)
         by_row = (scaled is a) == self.transposed  # whether the rows of the result are those of what is weighted
-        halves, other = _halves(scaled, c).flatten(0, 1), other.flatten(0, 1)
-        at_once, across = EXAMPLES_AT_ONCE * self.a.shape[1], 0 if by_row else 1
+        (_, t, n), across = other.shape, 1 if by_row else 2
+        halves, other = _halves(scaled, c).view(uses, -1, 2 * scaled.shape[2]), other.reshape(uses, -1, n)
         total: Tensor | None = None
-        for start in range(0, len(halves), at_once):
-            left, right = halves[start : start + at_once], other[start : start + at_once]
+        for start in range(0, halves.shape[1], at_once := EXAMPLES_AT_ONCE * t):
+            left, right = (x[:, start : start + at_once] for x in (halves, other))
             both = product(left.mT, right) if by_row else product(right.mT, left)
             part = both.unflatten(across, (2, -1)).sum(across, dtype=torch.float64)
             total = part if total is None else total.add_(part)
         assert total is not None
-        if a is not self.a or g is not self.g:
+        if a.shape != self.a.shape or g.shape != self.g.shape:
             size = self.g.shape[2], self.a.shape[2]
             rows, columns = reversed(size) if self.transposed else size
-            total = total[:rows, :columns].contiguous()
-        return total.reshape(self.shape) if self.order is None else self.order.restore(total.flatten())
+            total = total[:, :rows, :columns].contiguous()
+        return total
 
     @cached_property
     def _aligned(self) -> tuple[Tensor, Tensor]:
         """A and G with as many columns as tensor cores like."""
-        a, g = (_padded(t) if t.shape[2] % _ALIGNED else t for t in (self.a, self.g))
+        a, g = (padded(t) if t.shape[2] % ALIGNED else t for t in (self.a, self.g))
         return a, g
 
     @property
@@ -113,6 +118,46 @@ class Bounded(Outer):
     def grouped(self, rows: int) -> Bounded:
         a, g = (t.unflatten(0, (-1, rows)).flatten(1, 2) for t in (self.a, self.g))
         return replace(self, a=a, g=g)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several :class:`Bounded` of one size, the examples of one after those of the other. They are clipped by one factor."""
+
+    whole: Bounded
+    uses: int
+
+    @classmethod
+    def of(cls, uses: Sequence[Bounded]) -> Together:
+        a, g = torch.cat([use.a for use in uses]), torch.cat([use.g for use in uses])
+        return cls(replace(uses[0], a=a, g=g), len(uses))
+
+    def squared_norm(self) -> Tensor:
+        return self.whole.squared_norm().view(self.uses, -1).sum(0)
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return self.whole.weighted_sums(c.repeat(self.uses), self.uses).flatten()
+
+    def without(self, dropped: Tensor) -> Together:
+        return replace(self, whole=self.whole.without(dropped.repeat(self.uses)))
+
+
+def together(uses: Sequence[object]) -> list[list[int]]:
+    """Which are small and alike, so that a copy of their operands takes less than launching for each, in groups that fit."""
+    alike: dict[object, list[int]] = {}
+    for i, use in enumerate(uses):
+        if type(use) is not Bounded or use.order is not None or not launches_cost(use.g):
+            continue
+        if len(use.a) <= EXAMPLES_AT_ONCE and 2 * (use.a.numel() + use.g.numel()) <= _COPIED:
+            alike.setdefault((use.a.shape, use.g.shape, use.transposed), []).append(i)
+    found = []
+    for members in alike.values():
+        first: Bounded = uses[members[0]]  # type: ignore[assignment]
+        b, t, _ = first.a.shape
+        parts = -(-len(members) * (16 * first.shape.numel() + 8 * b * t * t) // memory_cap(first.a))
+        size = -(-len(members) // parts)
+        found += [members[start : start + size] for start in range(0, len(members), size)]
+    return [members for members in found if len(members) > 1]
 
 
 class Unmade(Outer):
@@ -191,15 +236,6 @@ def _finite(t: Tensor) -> Tensor:
     return torch.nan_to_num(t, 0.0, 0.0, 0.0)
 
 
-def _padded(t: Tensor) -> Tensor:
-    """With columns of zeros up to a multiple of eight; where they are in memory already (``means.Widened``), as they lie."""
-    b, rows, n = t.shape
-    width, memory = n + -n % _ALIGNED, t.untyped_storage().nbytes() // t.element_size()
-    if t.stride() == (rows * width, width, 1) and t.storage_offset() == 0 and memory == b * rows * width:
-        return t.as_strided((b, rows, width), t.stride())
-    return F.pad(t, (0, width - n))
-
-
 def _without(t: Tensor, dropped: Tensor) -> Tensor:
     return t.masked_fill(dropped.view(-1, 1, 1), 0.0)
 
@@ -210,7 +246,7 @@ def _loss(columns: int) -> float:
 
 
 def _chunk(columns: int) -> int:
-    return max(_CHUNK, -(-columns // (_CHUNKS * _ALIGNED)) * _ALIGNED)
+    return max(_CHUNK, -(-columns // (_CHUNKS * ALIGNED)) * ALIGNED)
 
 
 def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
