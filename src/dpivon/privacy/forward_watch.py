@@ -69,8 +69,9 @@ class ForwardWatch:
         if torch.is_grad_enabled():
             self.batch = tensors_in((args, kwargs))
         self._held = self._tensors()
-        self._versions = [local(t)._version for t in self._held.values()]
-        self._values = _values(self._held)
+        parts = self._parts(self._held)
+        self._versions = [t._version for t in parts]
+        self._values = _values(parts)
         self._marks = marks(self._keeper.tree) if self._recheck is not None else ([], [])
 
     def _after(self, args: Any, kwargs: Any, output: Any) -> None:
@@ -88,11 +89,11 @@ class ForwardWatch:
 
     def _compare(self) -> None:
         held, self._held = self._held, {}
-        now = self._tensors()
-        for (name, tensor), version in zip(held.items(), self._versions, strict=True):
-            if now.get(name) is not tensor or local(tensor)._version != version:
+        now, parts = self._tensors(), self._parts(held)
+        for (name, tensor), part, version in zip(held.items(), parts, self._versions, strict=True):
+            if now.get(name) is not tensor or part._version != version:
                 self._changed.append(name)
-        before, after = self._values, _values(held)
+        before, after = self._values, _values(parts)
         if isinstance(
             after, Tensor
         ):  # a GPU is not waited for: such a release is noise alone, and the error comes later
@@ -105,7 +106,7 @@ class ForwardWatch:
             self._changed += [name for name, a, b in zip(held, before, after, strict=True) if a != b]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a forward must leave as it is; of a sharded model this rank's parts, of which a forward has whole copies."""
+        """What a forward must leave as it is."""
         seen: dict[Tensor, str] = {}
         for name, layer in self._keeper.tree.layers():
             owners = self._keeper.owners.get(layer, {})
@@ -116,6 +117,10 @@ class ForwardWatch:
                 if buffer is not None:
                     seen.setdefault(buffer, f"{name}.{key}" if name else key)
         return {name: tensor for tensor, name in seen.items()}
+
+    def _parts(self, held: dict[str, Tensor]) -> list[Tensor]:
+        """What this rank keeps of them; a forward of a sharded model has whole copies."""
+        return [local(t) for t in held.values()] if self._keeper.sharded else list(held.values())
 
     def _check_attributes(self, args: Any, kwargs: Any) -> None:
         if self._recheck is None:
@@ -143,14 +148,13 @@ class ForwardWatch:
         )
 
 
-def _values(tensors: dict[str, Tensor]) -> list[int] | Tensor:
+def _values(tensors: list[Tensor]) -> list[int] | Tensor:
     """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
-    here = [local(t) for t in tensors.values()]
-    if any(t.is_cuda for t in here):
+    if any(t.is_cuda for t in tensors):
         with torch.no_grad():
-            held = [t if t.is_floating_point() else t.double() for t in here]
+            held = [t if t.is_floating_point() else t.double() for t in tensors]
             return torch.stack(torch._foreach_norm(held)).double()
-    return [_checksum(t) for t in here]
+    return [_checksum(t) for t in tensors]
 
 
 def _checksum(t: Tensor) -> int:
