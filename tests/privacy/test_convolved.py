@@ -180,7 +180,21 @@ class Viewing(nn.Module):
         return self.head(torch.relu(self.conv(x)).view(len(x), -1))
 
 
+class Tokens(nn.Module):
+    """Normalised over positions twice, whose sums wait for each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.first, self.last = nn.Conv2d(3, 16, 1), nn.LayerNorm(16), nn.LayerNorm(32)
+        self.inner, self.head = nn.Linear(16, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.first(self.patches(x).flatten(2).mT)
+        return self.head(self.last(self.inner(x)).square().mean(1))
+
+
 NETWORKS = {
+    "tokens": (Tokens, 1),
     "wide": (lambda: WideResNet(depth=10, width=1, groups=4), 5),
     "flat": (
         lambda: nn.Sequential(
@@ -220,6 +234,9 @@ def test_the_traced_program_with_kernels_gives_the_sums_of_the_loop(monkeypatch,
     assert len(inputs) == len(traced.params) + 3  # none is cut out of the row, at a place that its kernels would know
     called = [node.target for node in graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.dpivon.conv_sums.default) >= least
+    if name == "tokens":  # of the sums of the two normalisations, [rows, 64 positions / 8, 2 · 16 + 2 · 32]
+        partly = [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.cat.default]
+        assert [tuple(n.meta["val"].shape) for n in partly].count((11, 8, 96)) == 1
     if name == "wide":  # nothing is unfolded, and after the images no activation is copied into another order
         assert torch.ops.aten.native_group_norm.default not in called
         made = [

@@ -55,7 +55,7 @@ def conv_binary(kernel, x, g, geometry, rows, standardised) -> dict:
     if kernel is convs.combine_statistics:
         types = dict.fromkeys(("PARTIAL", "UNIT_SUMS", "OUT"), "*fp32")
         types |= dict.fromkeys(("PARTS", "D", "EACH", "COUT"), "i32")
-        constants = {"BO": tile.bo, "STANDARDISED": standardised}
+        constants = {"BO": tile.bo}
         return _arguments(kernel, types, constants, {"COUT": g.shape[1]}, 1, 3)
     constants = conv_ops._constants(x, g, geometry, rows, tile) | {"STANDARDISED": standardised}
     constants |= {"FLATTEN": tile.flatten} if kernel is convs.gradient_sums else {"SPAN": tile.span}

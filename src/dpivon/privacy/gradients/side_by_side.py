@@ -40,8 +40,10 @@ def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) 
         blocks.append((members, some))
         for i in members:
             uses[i] = None
-    if waiting := {i: use for i, use in enumerate(uses) if isinstance(use, Summed)}:
-        blocks.append((list(waiting), one_matrix(list(waiting.values()))))
+    for partly in (False, True):
+        waiting = {i: use for i, use in enumerate(uses) if isinstance(use, Summed) and use.partly == partly}
+        if waiting:
+            blocks.append((list(waiting), one_matrix(list(waiting.values()))))
     small = _beside(params, uses)
     if len(small) > 1:
         blocks.append((small, Dense(torch.cat([_rows(uses[i]) for i in small], 1))))

@@ -1,7 +1,7 @@
 """The kernels of :mod:`dpivon.privacy.kernels.convs` as torch operators, which a tracer records, a compiler leaves alone and a
 CUDA graph captures.
 
-    torch.ops.dpivon.conv_statistics   what the examples' norms are made of, [examples, 1 or 3, out]
+    torch.ops.dpivon.conv_statistics   what the examples' norms are made of, [examples, parts or 3, out]
     torch.ops.dpivon.conv_sums         the weighted sum, in chunks to be added up in double, [chunks, taps · in, out]
     torch.ops.dpivon.position_sums     Σ_t of several [rows, positions, out], side by side in fp32 or double, [rows, Σ out]
 
@@ -134,32 +134,25 @@ def chunk_size(examples: int, tiles: int) -> int:
 def statistics(
     x: Tensor, g: Tensor, unit: Tensor | None, shape: Geometry, rows: int, tile: Tile | None = None
 ) -> Tensor:
-    """Σ g² of every example and output channel, or with u in ``unit`` mean, S and q; an example is ``rows`` rows of x."""
+    """Σ g² of every example, part and output channel, or with u in ``unit`` mean, S and q; an example is ``rows`` rows of x."""
     from dpivon.privacy.kernels import convs
 
     tile, kinds = tile or _tile(x, g, shape), 1 if unit is None else 4
     n, d, out = len(g) // rows, _fan_in(x, shape), g.shape[1]
-    parts, across = -(-d // (tile.span * tile.bd)), -(-out // tile.bo)
+    parts, across = _parts(d, tile), -(-out // tile.bo)
     partial = x.new_empty((n, parts, kinds, out), dtype=torch.float32)
     unit_sums = x.new_empty((parts, out), dtype=torch.float32)
-    found = x.new_empty((n, min(kinds, 3), out), dtype=torch.float32)
     here = partial if unit is None else unit.contiguous()
     with torch.cuda.device_of(x):
         convs.gradient_statistics[(n * parts * across,)](
             x, g, here, partial, unit_sums, *_strides(x), *_strides(g), **_constants(x, g, shape, rows, tile),
             STANDARDISED=unit is not None, SPAN=tile.span, **_options(x, tile),
         )  # fmt: skip
+        if unit is None:
+            return partial.squeeze(2)
+        found = x.new_empty((n, 3, out), dtype=torch.float32)
         convs.combine_statistics[(n * across,)](
-            partial,
-            unit_sums,
-            found,
-            parts,
-            d,
-            tile.span * tile.bd,
-            out,
-            tile.bo,
-            STANDARDISED=unit is not None,
-            num_warps=1,
+            partial, unit_sums, found, parts, d, tile.span * tile.bd, out, tile.bo, num_warps=1
         )
     return found
 
@@ -183,6 +176,11 @@ def sums(
             **_constants(x, g, shape, rows, tile), STANDARDISED=found is not None, FLATTEN=tile.flatten, **_options(x, tile),
         )  # fmt: skip
     return partial
+
+
+def _parts(d: int, tile: Tile) -> int:
+    """In how many parts an example's rows are measured."""
+    return -(-d // (tile.span * tile.bd))
 
 
 def _tile(x: Tensor, g: Tensor, shape: Geometry) -> Tile:
@@ -232,7 +230,9 @@ def conv_statistics(x: Tensor, g: Tensor, unit: Tensor | None, shape: list[int],
 
 @conv_statistics.register_fake
 def _(x: Tensor, g: Tensor, unit: Tensor | None, shape: list[int], rows: int) -> Tensor:
-    return x.new_empty((len(g) // rows, 1 if unit is None else 3, g.shape[1]), dtype=torch.float32)
+    geometry = Geometry.of(shape)
+    kinds = _parts(_fan_in(x, geometry), _tile(x, g, geometry)) if unit is None else 3
+    return x.new_empty((len(g) // rows, kinds, g.shape[1]), dtype=torch.float32)
 
 
 @torch.library.custom_op(

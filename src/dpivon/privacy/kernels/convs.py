@@ -137,40 +137,32 @@ def gradient_statistics(
 
 
 @triton.jit(do_not_specialize=["PARTS", "D", "EACH"])
-def combine_statistics(
-    PARTIAL, UNIT_SUMS, OUT, PARTS, D, EACH, COUT, BO: tl.constexpr, STANDARDISED: tl.constexpr
-):  # fmt: skip
-    """All parts of an example, of EACH rows, in double. OUT is [example, 1 or 3, COUT]: Σ g², or mean, S and q."""
+def combine_statistics(PARTIAL, UNIT_SUMS, OUT, PARTS, D, EACH, COUT, BO: tl.constexpr):
+    """All parts of an example, of EACH rows, in double, for standardised weights. OUT is [example, 3, COUT]: mean, S and q."""
     ACROSS = (COUT + BO - 1) // BO
     n = (tl.program_id(0) // ACROSS).to(tl.int64)
     o = tl.program_id(0) % ACROSS * BO + tl.arange(0, BO)
     here = o < COUT
-    if STANDARDISED:
-        PARTIAL += n * (PARTS * 4 * COUT)
-        mean = tl.zeros((BO,), tl.float64)
-        for part in range(PARTS):
-            rows = tl.minimum(EACH, D - part * EACH)
-            m = tl.load(PARTIAL + part * (4 * COUT) + o, mask=here, other=0.0).to(tl.float64)
-            mean += m * rows + tl.load(PARTIAL + part * (4 * COUT) + COUT + o, mask=here, other=0.0).to(tl.float64)
-        mean /= D
-        spread = tl.zeros((BO,), tl.float64)
-        along = tl.zeros((BO,), tl.float64)
-        for part in range(PARTS):
-            rows = tl.minimum(EACH, D - part * EACH)
-            at = PARTIAL + part * (4 * COUT) + o
-            off = tl.load(at, mask=here, other=0.0).to(tl.float64) - mean
-            rest = tl.load(at + COUT, mask=here, other=0.0).to(tl.float64)
-            spread += tl.load(at + 2 * COUT, mask=here, other=0.0).to(tl.float64) + off * (2 * rest + off * rows)
-            along += tl.load(at + 3 * COUT, mask=here, other=0.0).to(tl.float64)
-            along += off * tl.load(UNIT_SUMS + part * COUT + o, mask=here, other=0.0).to(tl.float64)
-        tl.store(OUT + n * (3 * COUT) + o, mean.to(tl.float32), mask=here)
-        tl.store(OUT + n * (3 * COUT) + COUT + o, spread.to(tl.float32), mask=here)
-        tl.store(OUT + n * (3 * COUT) + 2 * COUT + o, along.to(tl.float32), mask=here)
-    else:
-        total = tl.zeros((BO,), tl.float64)
-        for part in range(PARTS):
-            total += tl.load(PARTIAL + (n * PARTS + part) * COUT + o, mask=here, other=0.0).to(tl.float64)
-        tl.store(OUT + n * COUT + o, total.to(tl.float32), mask=here)
+    PARTIAL += n * (PARTS * 4 * COUT)
+    mean = tl.zeros((BO,), tl.float64)
+    for part in range(PARTS):
+        rows = tl.minimum(EACH, D - part * EACH)
+        m = tl.load(PARTIAL + part * (4 * COUT) + o, mask=here, other=0.0).to(tl.float64)
+        mean += m * rows + tl.load(PARTIAL + part * (4 * COUT) + COUT + o, mask=here, other=0.0).to(tl.float64)
+    mean /= D
+    spread = tl.zeros((BO,), tl.float64)
+    along = tl.zeros((BO,), tl.float64)
+    for part in range(PARTS):
+        rows = tl.minimum(EACH, D - part * EACH)
+        at = PARTIAL + part * (4 * COUT) + o
+        off = tl.load(at, mask=here, other=0.0).to(tl.float64) - mean
+        rest = tl.load(at + COUT, mask=here, other=0.0).to(tl.float64)
+        spread += tl.load(at + 2 * COUT, mask=here, other=0.0).to(tl.float64) + off * (2 * rest + off * rows)
+        along += tl.load(at + 3 * COUT, mask=here, other=0.0).to(tl.float64)
+        along += off * tl.load(UNIT_SUMS + part * COUT + o, mask=here, other=0.0).to(tl.float64)
+    tl.store(OUT + n * (3 * COUT) + o, mean.to(tl.float32), mask=here)
+    tl.store(OUT + n * (3 * COUT) + COUT + o, spread.to(tl.float32), mask=here)
+    tl.store(OUT + n * (3 * COUT) + 2 * COUT + o, along.to(tl.float32), mask=here)
 
 
 @triton.jit(do_not_specialize=["N", "EACH"])

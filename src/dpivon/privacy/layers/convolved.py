@@ -165,15 +165,20 @@ def summed(g: Tensor, weight: Use | None) -> Use:
     Where kernels take the norms and sums of the layer's ``weight``, G is kept until backward is over. There the biases wait
     too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.conv_ops`).
     """
-    waits = capturing() and isinstance(weight, Convolved)
-    return Summed(g) if waits else Dense(g.sum(1, dtype=wide_dtype(g)))
+    return Summed(g) if isinstance(weight, Convolved) and waits(g) else Dense(g.sum(1, dtype=wide_dtype(g)))
+
+
+def waits(g: Tensor) -> bool:
+    """Whether sums over positions are taken when backward is over, by an operator of a recorded program."""
+    return capturing() and conv_ops.enabled and conv_ops.device_takes(g.device)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """Gradients that are not added up yet. ``g`` is [B, T, p]."""
+    """Gradients that are not added up yet, or only ``partly``. ``g`` is [B, T, p]."""
 
     g: Tensor
+    partly: bool = False
 
     @cached_property
     def _made(self) -> Dense:
@@ -195,9 +200,11 @@ class Summed:
         return self._made.without(dropped)
 
     def grouped(self, rows: int) -> Summed:
-        return Summed(self.g.unflatten(0, (-1, rows)).flatten(1, 2))
+        return replace(self, g=self.g.unflatten(0, (-1, rows)).flatten(1, 2))
 
 
 def one_matrix(biases: Sequence[Summed]) -> Dense:
-    """All of them side by side."""
-    return Dense(position_sums([bias.g for bias in biases], False))
+    """All of them side by side; what was added up partly, in one launch."""
+    gs = [bias.g for bias in biases]
+    alike = biases[0].partly and len({(g.shape[1], g.dtype) for g in gs}) == 1
+    return Dense(position_sums([torch.cat(gs, 2)] if alike else gs, False))

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpivon.privacy.layers.convolved import Summed, waits
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import capturing
+
+_POSITIONS = 256  # more than these a compiler adds up in a loop
 
 
 @register_forward(nn.GroupNorm)
@@ -116,8 +119,18 @@ def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Ten
 def _sums(layer: Any, z: Tensor, g: Tensor, over: int) -> Mapping[Tensor, Use]:
     uses: dict[Tensor, Use] = {}
     if layer.weight is not None and layer.weight.requires_grad:
-        uses[layer.weight] = Dense(z.mul_(g).sum(over))  # z was made for this
+        uses[layer.weight] = _over_positions(z.mul_(g), over)  # z was made for this
     bias = getattr(layer, "bias", None)
     if bias is not None and bias.requires_grad:
-        uses[bias] = Dense(g.sum(over))
+        uses[bias] = _over_positions(g, over)
     return uses
+
+
+def _over_positions(t: Tensor, over: int) -> Use:
+    """Σ over one dimension. Recorded for a GPU, the positions of a short text or an image are added up a few at a time, and
+    these sums wait for those of other layers: a compiler that adds up all of a layer's positions for several layers at once
+    holds so much in registers that one block of threads fills a processor."""
+    few = next((n for n in (8, 7, 6, 5, 9, 10, 4) if t.shape[over] % n == 0), 0)
+    if few and over == 1 and t.dim() == 3 and 2 * few < t.shape[1] <= _POSITIONS and waits(t):
+        return Summed(t.unflatten(1, (-1, few)).sum(2), partly=True)
+    return Dense(t.sum(over))
