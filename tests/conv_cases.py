@@ -62,13 +62,20 @@ def use_of(layer, x, g):
     return rule(layer, (x,), g)[layer.weight]
 
 
+def slack(kind, dtype):
+    """How much too large norms of random gradients may be: directions in bf16 leave out a little of what is taken away."""
+    return 5e-4 if kind == "standardised" and dtype == torch.bfloat16 else 0.0
+
+
 def check_against_the_loop(case, kind, tolerance, **options):
     """Norms, and a weighted sum in which one example is dropped that holds NaN."""
     layer, x, g = make(case, kind, **options)
     exact = gradients(layer, x, g)
     use = use_of(layer, x, g)
     norms = exact.flatten(1).norm(dim=1)
-    torch.testing.assert_close(use.squared_norm().double().sqrt(), norms, rtol=tolerance, atol=0.0)
+    got = use.squared_norm().double().sqrt()
+    torch.testing.assert_close(got.clamp(max=norms), norms, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(got.clamp(min=norms), norms, rtol=tolerance + slack(kind, g.dtype), atol=0.0)
     x, g = x.clone(), g.clone()
     x[2, 0, 3, 3], g[2, 1] = float("nan"), float("inf")
     c = torch.rand(len(x), dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(x.device)

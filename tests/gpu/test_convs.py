@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
+from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, slack, use_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: run `pytest tests/gpu` on a machine with one", allow_module_level=True)
@@ -91,7 +91,7 @@ def test_what_is_summed_is_what_was_measured(case, kind, dtype):
         c = torch.zeros(5, device=DEVICE)
         c[i] = 0.7
         ratio = float(use.weighted_sum(c).norm() / (0.7 * squared.sqrt()))
-        assert 1 - 2e-5 < ratio <= 1 + 2e-6
+        assert 1 - 2e-5 - slack(kind, dtype) < ratio <= 1 + 2e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +99,9 @@ def test_rows_of_one_example_add_up_before_they_are_measured(kind):
     layer, x, g = make("3x3 stride 2", kind, examples=6, dtype=torch.bfloat16, device=DEVICE)
     exact = gradients(layer, x, g).unflatten(0, (3, 2)).sum(1)
     use = use_of(layer, x, g).grouped(2)
-    torch.testing.assert_close(use.squared_norm().sqrt(), exact.flatten(1).norm(dim=1), rtol=2e-5, atol=0.0)
+    norms, rtol = exact.flatten(1).norm(dim=1), 2e-5 + slack(kind, torch.bfloat16)
+    assert (use.squared_norm().sqrt() > (1 - 2e-5) * norms).all()
+    torch.testing.assert_close(use.squared_norm().sqrt(), norms, rtol=rtol, atol=0.0)
     torch.testing.assert_close(use.weighted_sum(torch.ones(3, device=DEVICE)), exact.sum(0), rtol=1e-3, atol=1e-4)
 
 

@@ -45,7 +45,19 @@ def on_this_device(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 def test_norms_and_sums_are_those_of_the_loop(case, kind):
-    assert isinstance(check_against_the_loop(case, kind, 2e-5), Convolved)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(check_against_the_loop(case, kind, 2e-5, dtype=dtype), Convolved)
+
+
+def test_directions_in_bf16_never_make_a_norm_too_small():
+    """Of gradients that lie along the weights by ever larger parts: what is taken away is at most what lies along them."""
+    layer, x, g = make("1x1 shortcut", "standardised", examples=64)
+    unit = layer.standardised().detach()[0].view(1, -1, 1, 1)
+    x = (unit * torch.linspace(0, 3, 64).view(-1, 1, 1, 1) + 0.3 * x).bfloat16()
+    g = g.masked_fill(torch.arange(16).view(1, -1, 1, 1) > 0, 0.0).bfloat16()
+    exact, found = gradients(layer, x, g).flatten(1).norm(dim=1), use_of(layer, x, g).squared_norm().sqrt()
+    assert (found >= exact).all()
+    assert (found[:16] <= 1.002 * exact[:16]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

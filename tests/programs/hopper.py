@@ -61,7 +61,9 @@ def conv_binary(kernel, x, g, geometry, rows, standardised) -> dict:
     constants |= {"FLATTEN": tile.flatten} if kernel is convs.gradient_sums else {"SPAN": tile.span}
     strides = dict(zip(STRIDES, conv_ops._strides(x) + conv_ops._strides(g), strict=True))
     types = {name: "i32" if name in (*STRIDES, "N", "EACH") else "*fp32" for name in kernel.arg_names}
-    types |= dict.fromkeys(("X", "G"), f"*{SHORT[x.dtype]}")
+    types |= {
+        name: f"*{SHORT[x.dtype]}" for name in ("X", "G", "UNIT") if name in types and (name != "UNIT" or standardised)
+    }
     return _arguments(kernel, types, constants, strides, tile.warps, tile.stages)
 
 

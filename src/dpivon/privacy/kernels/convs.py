@@ -33,34 +33,49 @@ import triton.language as tl
 
 
 @triton.jit
-def _gradient(
-    X, G, n, positions, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
-    H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, T: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
-    D: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _patches(XN, t, positions, d, xh, xw, xc,
+    H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, CIN: tl.constexpr, D: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
 ):  # fmt: skip
-    """Rows d and columns o of the gradient of example n, which is ROWS rows of the batch: [BD, BO]. Of every row ``positions``
-    are read: all T, or none of an example that was dropped and may hold NaN."""
+    """What rows d of the weights meet at positions t of the example at XN: [BT, BD]."""
     tap = d // CIN
     kh = (tap // KW) * DH - PH
     kw = (tap % KW) * DW - PW
     x_at = kh * xh + kw * xw + (d % CIN) * xc
-    g_at = o * gc
+    oh = t // OW
+    ow = t % OW
+    h = (oh * SH)[:, None] + kh[None, :]
+    w = (ow * SW)[:, None] + kw[None, :]
+    inside = (h >= 0) & (h < H) & (w >= 0) & (w < W) & (d < D)[None, :] & (t < positions)[:, None]
+    return tl.load(XN + (oh * SH * xh + ow * SW * xw)[:, None] + x_at[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _outputs(GN, t, positions, o, gh, gw, gc, OW: tl.constexpr, COUT: tl.constexpr):
+    """The output gradients of the example at GN at positions t: [BT, BO]."""
+    there = (t < positions)[:, None] & (o < COUT)[None, :]
+    return tl.load(GN + (t // OW * gh + t % OW * gw)[:, None] + (o * gc)[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _gradient(
+    X, G, held, n, positions, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+    H: tl.constexpr, W: tl.constexpr, OW: tl.constexpr, T: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr,
+    D: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Rows d and columns o of the gradient of example n, which is ROWS rows of the batch: [BD, BO]. Of every row ``positions``
+    are read: all T, or none of an example that was dropped and may hold NaN. With HELD, ``held`` is all of its output gradients
+    in columns o: one tile of positions."""
     acc = tl.zeros((BD, BO), tl.float32)
     for row in range(ROWS):
         XN = X + (n * ROWS + row) * xn  # n is 64 bits wide: the tensors may be larger than 2³¹
         GN = G + (n * ROWS + row) * gn
         for start in range(0, T, BT):
             t = start + tl.arange(0, BT)
-            oh = t // OW
-            ow = t % OW
-            h = (oh * SH)[:, None] + kh[None, :]
-            w = (ow * SW)[:, None] + kw[None, :]
-            inside = (h >= 0) & (h < H) & (w >= 0) & (w < W) & (d < D)[None, :] & (t < positions)[:, None]
-            a = tl.load(XN + (oh * SH * xh + ow * SW * xw)[:, None] + x_at[None, :], mask=inside, other=0.0)
-            there = (t < positions)[:, None] & (o < COUT)[None, :]
-            g = tl.load(GN + (oh * gh + ow * gw)[:, None] + g_at[None, :], mask=there, other=0.0)
+            a = _patches(XN, t, positions, d, xh, xw, xc, H, W, OW, CIN, D, KW, SH, SW, PH, PW, DH, DW)
+            g = held if HELD else _outputs(GN, t, positions, o, gh, gw, gc, OW, COUT)
             acc = tl.dot(tl.trans(a), g, acc, input_precision=PRECISION)
     return acc
 
@@ -76,7 +91,8 @@ def _less(g, shift, d, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _tile_of(UNIT, d, o, D: tl.constexpr, COUT: tl.constexpr):
-    return tl.load(UNIT + d[:, None] * COUT + o[None, :], mask=(d < D)[:, None] & (o < COUT)[None, :], other=0.0)
+    there = (d < D)[:, None] & (o < COUT)[None, :]
+    return tl.load(UNIT + d[:, None] * COUT + o[None, :], mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -89,7 +105,9 @@ def gradient_statistics(
 ):  # fmt: skip
     """A part of one example: SPAN tiles, one below the other, added up element by element and reduced at the end, because a
     reduction costs more than a product. PARTIAL is [example, part, 1 or 4, COUT]: Σ g², or m, ρ, S_m and q_m. UNIT is u,
-    [D, COUT]; its sums over every part's rows are left in UNIT_SUMS, [part, COUT]."""
+    [D, COUT]; its sums over every part's rows are left in UNIT_SUMS, [part, COUT]. What is read again for every tile, output
+    gradients of few positions and directions, is held or as short as it may be: these programs wait for the cache."""
+    HELD: tl.constexpr = ROWS == 1 and T <= BT
     ACROSS: tl.constexpr = (COUT + BO - 1) // BO
     DOWN: tl.constexpr = (D + BD - 1) // BD
     PARTS: tl.constexpr = (DOWN + SPAN - 1) // SPAN
@@ -99,9 +117,10 @@ def gradient_statistics(
     first = part * SPAN
     last = tl.minimum(first + SPAN, DOWN)
     d = first * BD + tl.arange(0, BD)
+    held = _outputs(G + n * gn, tl.arange(0, BT), T, o, gh, gw, gc, OW, COUT) if HELD else 0.0
     g = _gradient(
-        X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
-        H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+        X, G, held, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+        H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION, HELD,
     )  # fmt: skip
     if STANDARDISED:
         m = tl.sum(g, axis=0) / tl.minimum(BD, D - first * BD)
@@ -113,8 +132,8 @@ def gradient_statistics(
         for down in range(first + 1, last):
             d = down * BD + tl.arange(0, BD)
             g = _gradient(
-                X, G, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
-                H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+                X, G, held, n, T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+                H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION, HELD,
             )  # fmt: skip
             if STANDARDISED:
                 g = _less(g, m, d, D, BD)
@@ -186,8 +205,8 @@ def gradient_sums(
         c = tl.load(FACTOR + n)
         kept = tl.where(c > 0.0, 1, 0)
         g = _gradient(
-            X, G, n, kept * T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
-            H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION,
+            X, G, 0.0, n, kept * T, d, o, xn, xh, xw, xc, gn, gh, gw, gc,
+            H, W, OW, T, CIN, COUT, D, KW, SH, SW, PH, PW, DH, DW, ROWS, BT, BD, BO, PRECISION, False,
         )  # fmt: skip
         if STANDARDISED:
             g -= tl.load(STATISTICS + n * (3 * COUT) + o, mask=o < kept * COUT, other=0.0)[None, :]

@@ -22,6 +22,7 @@ from dpivon.privacy.layers.uses import Dense, Use, materialises, outer_or_dense
 from dpivon.privacy.precision import capturing, wide_dtype
 
 _ROUNDING = 1e-5  # of S: more than its own rounding and that of q² can be, so that a norm is never too small
+_SHORT = 1.01 * 2.0**-9  # of a direction's length: what rounding it to bf16 changes, at most
 _LEAST = 1 / 16  # of S: a smaller rest is rounded off in the sum, so such an example is clipped as if it had this much
 _ONE_TAP = Geometry((1, 1), (1, 1), (0, 0), (1, 1))
 _FEW = 256  # positions up to which making a gradient a second time is faster than to write it and read it twice
@@ -100,7 +101,7 @@ class Convolved:
     def _statistics(self) -> Tensor:
         unit = None
         if self.weight is not None:
-            by_row = directions(self.weight.double())[0].float().view(self.shape)
+            by_row = directions(self.weight.double())[0].to(self.g.dtype).view(self.shape)
             unit = by_row.permute(2, 3, 1, 0).reshape(-1, self.shape[0])
         found: Tensor = torch.ops.dpivon.conv_statistics(self.x, self.g, unit, self.geometry.flat(), self.rows)
         return found
@@ -110,6 +111,8 @@ class Convolved:
         if self.weight is None:
             return found.sum((1, 2))
         spread, along = found[:, 1], found[:, 2]
+        if self.g.dtype == torch.bfloat16:  # so are the directions: along the exact ones there is at least the rest
+            along = (along.abs() - _SHORT * spread.sqrt()).clamp(min=0.0)
         rest = torch.maximum(spread * (1 + _ROUNDING) - along.square(), spread * _LEAST)  # NaN stays NaN
         return (rest * directions(self.weight.double())[1].square().T).sum(1)
 
