@@ -31,6 +31,9 @@ WITHOUT_LEDGERS = {
 }
 
 
+WITHOUT_COMMIT = {"quick", "beyond-quick", "beyond-quick-tuning"}  # made before rows had one, and no page says it
+
+
 def rows_of(study: str) -> tuple[float, dict[str, Any]]:
     plan = read_plan(RESULTS[study] / "study.json")
     return plan.delta, {row["id"]: row for row in table.read(RESULTS[study] / plan.table)}
@@ -89,10 +92,17 @@ def test_the_rows_without_a_ledger_are_these_and_cost_what_they_say() -> None:
             assert row["epsilon"] == pytest.approx(cost((releases,), delta, "rdp"), rel=1e-9), row["id"]
 
 
+def test_every_row_names_its_commit_but_where_it_is_not_known() -> None:
+    without = {s for s in STUDIES if not all(row.get("commit") for row in rows_of(s)[1].values())}
+    assert without == WITHOUT_COMMIT
+
+
 @pytest.mark.parametrize("path", [p for s in STUDIES for p in ledgers_of(s)], ids=lambda p: p.parent.name)
 def test_the_ids_beside_a_ledger_are_in_its_order(path: Path) -> None:
-    """Those of 87 runs were not, and whoever paired the two by place read another run's σ."""
-    assert json.loads((path.parent / "runs.json").read_text()) == run_names(path, read(path))
+    """Those of 87 runs were not: paired by place they gave another run's σ. A newer ledger names its runs itself."""
+    names = run_names(path, read(path))
+    beside = path.with_name("runs.json")
+    assert json.loads(beside.read_text()) == names if beside.exists() else read(path).names == tuple(names)
 
 
 def test_a_ledger_without_names_pairs_by_what_an_id_says_and_not_by_place(tmp_path: Path) -> None:
