@@ -57,22 +57,24 @@ def test_learning_goes_on_for_longer_and_features_have_their_unit(prior: Path, t
     assert not torch.equal(other.model.projection[0].weight, learning.model.projection[0].weight)
 
 
-def test_balancing_the_head_leaves_the_function_and_gives_it_its_size() -> None:
+@pytest.mark.parametrize("places", [1, 4])
+def test_balancing_the_head_leaves_the_function_and_gives_it_its_size(places: int) -> None:
     torch.manual_seed(0)
-    network, x = wide(toy=True), torch.randn(4, 3, 32, 32)
+    network, x = wide(True, places), torch.randn(4, 3, 32, 32)
+    torch.testing.assert_close(network.features(x).unflatten(1, (64, -1)).mean(2), network.maps(x).mean((2, 3)))
     with torch.no_grad():
         network.head.weight.mul_(30.0)
         before = network(x)
         after = balanced(network)(x)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
-    assert float(network.head.weight.detach().square().mean().sqrt()) == pytest.approx(HEAD, rel=1e-5)
+    assert float(network.head.weight.detach().square().mean().sqrt()) == pytest.approx(HEAD / places, rel=1e-5)
     torch.nn.init.zeros_(network.head.weight)
     assert torch.equal(balanced(network)(x), network.head.bias.expand(4, 10))
 
 
 @pytest.mark.slow
 def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None:
-    cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 0.4, 2, "dp-sgd", 1.0)
+    cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 2, 0.4, 2, "dp-sgd", 1.0)
     a = argparse.Namespace(head_steps=2, work=tmp_path, prior=prior, toy=True, until=float("inf"))
     group = private.Group([cell, replace(cell, seed=1)], split(), a)
     stack = group.train()
@@ -91,8 +93,9 @@ def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None
 def test_arms_are_chosen_by_validation_rows_alone() -> None:
     keys = ("prior", "split", "epsilon", "method", "lr", "steps", "accuracy")
     head = {"share": "0.2", "head_method": "dp-sgd", "head_lr": "3.0"}
-    table = [
-        dict(zip(keys, row, strict=True)) | head
+    other = dict(zip(keys, ("w", "validation", "1.0", "dp-adam", "0.1", "40", "0.9"), strict=True))
+    table = [other | head | {"places": "4"}] + [
+        dict(zip(keys, row, strict=True)) | head | {"places": "2"}
         for row in (
             ("w", "validation", "1.0", "dp-sgd", "0.1", "40", "0.5"),
             ("w", "validation", "1.0", "dp-sgd", "0.3", "40", "0.6"),
@@ -102,17 +105,17 @@ def test_arms_are_chosen_by_validation_rows_alone() -> None:
         )
     ]
     given, theirs = "0.35:dp-sgd:1", (0.2, "dp-sgd", 3.0)
-    assert private.arms(["best"], table, 1.0, "w", given) == [("dp-sgd", 0.3, *theirs), ("dp-steady", 1.25, *theirs)]
-    assert private.arms(["chosen", "dp-sgd:1", "dp-sgd:2@0.1:dp-adam:3", "dp-sgd:4@0"], table, 1.0, "w", given) == [
+    assert private.arms(["best"], table, 1.0, "w", 2, given) == [("dp-sgd", 0.3, *theirs), ("dp-steady", 1.25, *theirs)]
+    assert private.arms(["chosen", "dp-sgd:1", "dp-sgd:2@0.1:dp-adam:3", "dp-sgd:4@0"], table, 1.0, "w", 2, given) == [
         ("dp-steady", 1.25, *theirs),
         ("dp-sgd", 1.0, 0.35, "dp-sgd", 1.0),
         ("dp-sgd", 2.0, 0.1, "dp-adam", 3.0),
         ("dp-sgd", 4.0, 0.0, "", 0.0),
     ]
-    assert best_arm(table, "w", 1.0) == Arm(1.0, "dp-steady", 1.25, 40)
-    assert best_arm(table, "other", 1.0) == Arm(1.0)
+    assert best_arm(table, "w", 2, 1.0) == Arm(1.0, "dp-steady", 1.25, 40)
+    assert best_arm(table, "other", 2, 1.0) == Arm(1.0)
     with pytest.raises(SystemExit, match="no validation rows at ε=8"):
-        private.arms(["best"], table, 8.0, "w", given)
+        private.arms(["best"], table, 8.0, "w", 2, given)
 
 
 def test_the_page_is_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,15 @@
 #!/bin/sh
 # WRN-16-4 from a prior on one GPU, in calls of less than ten minutes, each of which may be repeated. First, from ../priors:
 # `sh gpu.sh site` and `sh gpu.sh data PART`.
-#   sh gpu.sh learn SECONDS PROCESS   learn the prior PRIOR, in the background; with more seconds it goes on later. Under another
-#                                     name than wide.safetensors it begins with the network of that one, if that is there
+#   sh gpu.sh learn SECONDS PROCESS   learn the prior PRIOR, in the background; with more seconds it goes on later. START is a prior
+#                                     whose network it begins with; LIMIT are the seconds of this call
 #   sh gpu.sh warm ARGUMENTS…         compile what `full ARGUMENTS…` will run and time six steps, in the background
 #   sh gpu.sh log                     the last lines of all logs; results to OUT
 #   sh gpu.sh wait SECONDS            until learning has ended, or so long; then as log
 #   sh gpu.sh heads [--judge]         the logits alone: all arms on validation images, or the best per ε on the test set
 #   sh gpu.sh full SECONDS ARGUMENTS… private.py with these arguments; kept after so many seconds, to go on with the same call
-# PYTHON=python3 by default. KEEP (/tmp/priors) is kept between calls; results are copied to OUT. COMMIT is written in rows.
+# With SCRATCH=" " `full` takes no prior. PYTHON=python3 by default. KEEP (/tmp/priors) is kept between calls; results are copied to
+# OUT. COMMIT is written in rows.
 set -u
 KEEP=${KEEP:-/tmp/priors}
 DATA=${DATA:-$KEEP/cifar10}
@@ -19,13 +20,15 @@ python=${PYTHON:-python3}
 here=experiments.leaderboard.wide
 folder=$KEEP/wide
 mkdir -p "$folder/log" "$folder/work" "$OUT"
-[ -e carry/wide.safetensors ] && [ ! -e "$folder/wide.safetensors" ] && cp carry/wide.safetensors "$folder/"
+for file in carry/wide*.safetensors; do # priors of earlier calls, and what learning goes on from
+    [ -e "$file" ] && [ ! -e "$folder/${file#carry/}" ] && cp "$file" "$folder/"
+done
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
 export PYTHONPATH PYTHONUNBUFFERED=1 DPIVON_CONV_KERNELS=1
 export TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
 
-results() { # tables, logs and the prior, which learning goes on from
-    cp "$folder"/*.csv "$PRIOR" "$OUT" 2>/dev/null
+results() { # tables, logs, the prior, and what learning goes on from
+    cp "$folder"/*.csv "$PRIOR" "${PRIOR%.safetensors}.state.safetensors" "$OUT" 2>/dev/null
     for file in "$folder"/log/*.log; do echo "== $file" && cat "$file"; done >"$OUT/wide-log.txt" 2>/dev/null
 }
 code() { # a copy: the next call's transfer must not change what runs in the background
@@ -37,11 +40,10 @@ tails() { for file in "$folder"/log/*.log; do echo "== $file" && tail -n 4 "$fil
 
 case ${1:-} in
 learn)
-    start=
-    [ -e "$folder/wide.safetensors" ] && [ "$PRIOR" != "$folder/wide.safetensors" ] && start="--start $folder/wide.safetensors"
+    start=${START:+--start $START}
     code learn
     # shellcheck disable=SC2086  # flags or none
-    setsid "$python" -m "$here.learn" "$3" --out "$PRIOR" --seconds "$2" --data "$DATA" $start $TOY \
+    setsid "$python" -m "$here.learn" "$3" --out "$PRIOR" --seconds "$2" --data "$DATA" $start ${LIMIT:+--limit $LIMIT} $TOY \
         >>"$folder/log/learn.log" 2>&1 </dev/null &
     echo $! >"$folder/learn.pid"
     sleep "${SETTLE:-5}"
@@ -76,11 +78,11 @@ full)
     until=$(($(date +%s) + $2))
     shift 2
     # shellcheck disable=SC2086
-    "$python" -m "$here.private" --data "$DATA" --prior "$PRIOR" --table "$folder/wide-runs.csv" --work "$folder/work" --until "$until" $TOY "$@" 2>&1 | tee -a "$folder/log/full.log"
+    "$python" -m "$here.private" --data "$DATA" ${SCRATCH:---prior "$PRIOR"} --table "$folder/wide-runs.csv" --work "$folder/work" --until "$until" $TOY "$@" 2>&1 | tee -a "$folder/log/full.log"
     results
     ;;
 *)
-    sed -n '2,12p' "$0"
+    sed -n '2,13p' "$0"
     exit 2
     ;;
 esac

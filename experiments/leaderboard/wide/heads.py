@@ -61,7 +61,7 @@ class Arm:
 
 NAMES = tuple(field.name for field in fields(Arm))
 COLUMNS = (
-    *("prior", "split", *NAMES, "delta", "max_grad_norm", "noise_multiplier", "epsilon_spent", "train_size"),
+    *("prior", "places", "split", *NAMES, "delta", "max_grad_norm", "noise_multiplier", "epsilon_spent", "train_size"),
     *("accuracy", "nll", "ece", "temperature", "tempered_nll", "tempered_ece", "device", "torch", "commit"),
     "accountant",
 )
@@ -77,10 +77,10 @@ def trained_heads(runs: Sequence[Run], steps: int, x: Tensor, y: Tensor) -> list
     return [head for head in found if isinstance(head, nn.Linear)]
 
 
-def best_arm(rows: Sequence[Row], prior: str, target: float) -> Arm:
+def best_arm(rows: Sequence[Row], prior: str, places: int, target: float) -> Arm:
     """The arm with the best validation accuracy from this prior at this ε; the default where none was tried."""
-    wanted = prior, "validation", target
-    found = [r for r in rows if (r["prior"], r["split"], float(r["epsilon"])) == wanted]
+    wanted = prior, places, "validation", target
+    found = [r for r in rows if (r["prior"], int(r["places"]), r["split"], float(r["epsilon"])) == wanted]
     if not found:
         return Arm(target)
     row = max(found, key=lambda r: float(r["accuracy"]))
@@ -92,21 +92,26 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--prior", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--places", type=int, default=1, help="of the features, in each direction: 1, 2, 4 or 8")
     parser.add_argument("--judge", action="store_true")
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     split = load_split(a.data, device, judge=a.judge, toy=a.toy)
-    began, network = time.monotonic(), load_wide(a.prior, a.toy).to(device)
+    began, network = time.monotonic(), load_wide(a.prior, a.toy, a.places).to(device)
     x, fit, held = (features(network, i, views=True) for i in (split.images, split.fit_images, split.score_images))
     print(f"features {tuple(x.shape)}, rms {float(x.square().mean().sqrt()):.3f}, {time.monotonic() - began:.1f} s")
     known = tables.read(a.table)
     if a.judge:
-        arms = [replace(best_arm(known, a.prior.stem, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
+        arms = [replace(best_arm(known, a.prior.stem, a.places, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
     else:
         arms = [Arm(e, m, lr, t) for t in STEPS for e in EPSILONS for m, each in RATES.items() for lr in each]
-    done = {(r["prior"], r["split"], *(r[n] for n in NAMES)) for r in known}
-    arms = [arm for arm in arms if (a.prior.stem, split.name, *(str(v) for v in asdict(arm).values())) not in done]
+    done = {(r["prior"], r["places"], r["split"], *(r[n] for n in NAMES)) for r in known}
+    arms = [
+        arm
+        for arm in arms
+        if (a.prior.stem, str(a.places), split.name, *(str(v) for v in asdict(arm).values())) not in done
+    ]
     for steps in sorted({arm.steps for arm in arms}):
         mine = [replace(arm, steps=4) if a.toy else arm for arm in arms if arm.steps == steps]
         steps = mine[0].steps
@@ -122,7 +127,14 @@ def main() -> None:
             t, y, sigma = best_temperature(fitted, split.fit_labels), split.score_labels, sigmas[arm.epsilon]
             scored = {"accuracy": accuracy(probs, y), "nll": nll(probs, y), "ece": ece(probs, y), "temperature": t}
             scored |= {"tempered_nll": nll(temper(probs, t), y), "tempered_ece": ece(temper(probs, t), y)}
-            own = {"prior": a.prior.stem, "split": split.name, "delta": DELTA, "max_grad_norm": C, "train_size": len(x)}
+            own = {
+                "prior": a.prior.stem,
+                "places": a.places,
+                "split": split.name,
+                "delta": DELTA,
+                "max_grad_norm": C,
+                "train_size": len(x),
+            }
             own |= {"noise_multiplier": round(sigma, 4)} | asdict(arm) | tables.facts(device)
             own |= {
                 "epsilon_spent": round(epsilon([arm.cost(sigma), RESERVE], DELTA, ACCOUNTANT), 4),

@@ -5,10 +5,11 @@
 The loss is taken of a projection of the last maps at 4×4 places, before they are averaged: what a view must not show, such as
 where things are, is then forgotten in the projection and not in the network (as by Tang et al., 2023, with 8×8 places).
 
-A file of 11 MB holds what private training starts from; beside it is one with the projection, which learning goes on from.
-(Momentum is in neither: it is that of ten steps.) With more ``--seconds`` the same command goes on later, at the rate that the
-longer cosine then has. ``--start`` takes the network of another prior, with a new projection and a schedule from its beginning.
-With ``--data`` a linear probe on CIFAR-10 follows the progress: it is not private, and nothing is learned or chosen from it.
+A file of 11 MB holds what private training starts from; beside it is one of 29 MB with the projection, in bfloat16, which
+learning goes on from. (Momentum is in neither: it is that of ten steps.) With more ``--seconds`` the same command goes on
+later, at the rate that the longer cosine then has. ``--start`` takes the network of another prior, with a new projection and a
+schedule from its beginning. With ``--data`` a linear probe on CIFAR-10 follows the progress: it is not private, and nothing is
+learned or chosen from it.
 """
 
 from __future__ import annotations
@@ -42,16 +43,13 @@ class WideFeatures(Features):
 
     def __init__(self, toy: bool) -> None:
         nn.Module.__init__(self)
-        self.network = wide(toy)  # type: ignore[assignment]
-        channels, hidden = self.network.head.in_features, 64 if toy else 2048  # type: ignore[attr-defined]
-        layers: list[nn.Module] = []
-        for into in (channels * PLACES**2, hidden):
-            layers += [nn.Linear(into, hidden, bias=False), nn.GroupNorm(16, hidden), nn.ReLU()]
-        self.projection = nn.Sequential(*layers, nn.Linear(hidden, 128))
+        self.network = wide(toy, PLACES)  # type: ignore[assignment]
+        into, hidden = self.network.head.in_features, 64 if toy else 2048  # type: ignore[attr-defined]
+        first = nn.Linear(into, hidden, bias=False)
+        self.projection = nn.Sequential(first, nn.GroupNorm(16, hidden), nn.ReLU(), nn.Linear(hidden, 128))
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = self.network.maps(x.contiguous(memory_format=torch.channels_last))
-        seen = F.avg_pool2d(maps, maps.shape[-1] // PLACES).flatten(1)
+        seen = self.network.features(x.contiguous(memory_format=torch.channels_last))
         return F.normalize(self.projection(seen).float(), dim=1)
 
     def trained(self) -> list[nn.Parameter]:
@@ -70,8 +68,10 @@ class WideLearning(Learning):
     @torch.no_grad()
     def save(self, out: Path) -> None:
         seen = features(self.model.network, self.shown())  # type: ignore[arg-type]
-        kept = {name: p.detach().contiguous() for name, p in self.model.named_parameters()}
-        write_tensors(state_of(out), kept, self.metadata())
+        seen = seen.unflatten(1, (-1, PLACES**2)).mean(2)  # the means over all places, channel by channel
+        kept = {n: p.detach().contiguous() for n, p in self.model.named_parameters() if "network.head." not in n}
+        state = {n: p if n.startswith("network.") else p.bfloat16() for n, p in kept.items()}
+        write_tensors(state_of(out), state, self.metadata())
         kept = {name: p for name, p in kept.items() if name.startswith("network.")}
         write_tensors(out, kept | {"feature_mean": seen.mean(0), "feature_std": seen.std(0)}, self.metadata())
         if self.probed is not None and (self.ended or time.monotonic() - self.last_probe > PROBE_EVERY):
@@ -96,7 +96,8 @@ class WideLearning(Learning):
         self.step, self.seconds = int(metadata["steps"]), float(metadata["seconds"])
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                p.copy_(tensors[name])
+                if name in tensors:
+                    p.copy_(tensors[name])
         self.generator.manual_seed(self.settings.seed + self.step)  # other images than the first time
         print(f"{self.settings.process}: goes on at {self.step:,} steps, {self.seconds:.0f} s", flush=True)
 
@@ -105,7 +106,8 @@ class WideLearning(Learning):
         """Take the network of another prior, but nothing of its schedule."""
         tensors, _ = read_tensors(path, key=FORMAT, version=VERSION, what="prior", fix="Give what learn.py wrote")
         for name, p in self.model.network.named_parameters():
-            p.copy_(tensors[f"network.{name}"])
+            if not name.startswith("head."):
+                p.copy_(tensors[f"network.{name}"])
 
     def metadata(self) -> dict[str, str]:
         return {FORMAT: VERSION} | super().metadata()

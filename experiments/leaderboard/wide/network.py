@@ -17,15 +17,35 @@ from dpivon.models import WideResNet
 from experiments.leaderboard.priors.scores import SHIFTS
 
 FORMAT, VERSION = "dpivon_wide_prior", "1"
-#: Of a feature: 256 of them have norm 4, which leaves the other layers' gradients their part of a clipped one.
+#: Of a feature: 256 of them have norm 4, which leaves the other layers' gradients their part of a clipped one. With p × p
+#: places there are p² times as many, and their unit is 1/p of it; so is :data:`HEAD`.
 UNIT = 0.25
 #: Root mean square of the logits' weights after their phase. A clipped gradient is shared out by the scales of its tensors: at
 #: this one the logits have a part of it, and they hardly count in the w of dp-steady.
 HEAD = 0.25
 
 
-def wide(toy: bool = False) -> WideResNet:
-    return WideResNet(depth=10, width=1, groups=4, relu_first=True) if toy else WideResNet(relu_first=True)
+class WideNetwork(WideResNet):
+    """WRN-16-4 whose last layer sees means over the parts of a grid of places × places, in place of one mean over all."""
+
+    def __init__(self, places: int = 1, toy: bool = False) -> None:
+        sizes = {"depth": 10, "width": 1, "groups": 4} if toy else {}
+        super().__init__(**sizes, relu_first=True)
+        self.places = places
+        if places > 1:
+            self.head = nn.Linear(self.head.in_features * places**2, self.head.out_features)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) if self.places == 1 else averaged(self.maps(x), self.places)
+
+
+def averaged(maps: Tensor, places: int) -> Tensor:
+    """Means over the parts of a grid, [n, channels · places²]."""
+    return F.avg_pool2d(maps, maps.shape[-1] // places).flatten(1)
+
+
+def wide(toy: bool = False, places: int = 1) -> WideNetwork:
+    return WideNetwork(places, toy)
 
 
 class Wrapped(nn.Module):
@@ -58,9 +78,9 @@ def features(network: WideResNet, images: Tensor, views: bool = False) -> Tensor
 
 
 @torch.no_grad()
-def balanced(network: WideResNet) -> WideResNet:
+def balanced(network: WideNetwork) -> WideNetwork:
     """The same function with logits' weights of size :data:`HEAD`; features take the rest, in the last normalisation."""
-    factor = float(network.head.weight.square().mean().sqrt()) / HEAD
+    factor = float(network.head.weight.square().mean().sqrt()) * network.places / HEAD
     if factor > 0.0:
         network.norm.weight *= factor
         network.norm.bias *= factor
@@ -68,13 +88,15 @@ def balanced(network: WideResNet) -> WideResNet:
     return network
 
 
-def load_wide(path: Path, toy: bool = False) -> WideResNet:
+def load_wide(path: Path, toy: bool = False, places: int = 1) -> WideNetwork:
     """The network of a prior's file, its features in their unit and its logits at zero."""
     tensors, _ = read_tensors(path, key=FORMAT, version=VERSION, what="prior", fix="Give what learn.py wrote")
-    network = wide(toy)
-    network.load_state_dict({n.removeprefix("network."): t for n, t in tensors.items() if n.startswith("network.")})
-    factor = UNIT / tensors["feature_std"].clamp_min(1e-3)
+    network = wide(toy, places)
+    factor = UNIT / places / tensors["feature_std"].clamp_min(1e-3)
     with torch.no_grad():
+        for name, p in network.named_parameters():
+            if not name.startswith("head."):
+                p.copy_(tensors[f"network.{name}"])
         network.norm.weight *= factor
         network.norm.bias.copy_((network.norm.bias - tensors["feature_mean"]) * factor)
         nn.init.zeros_(network.head.weight)

@@ -30,7 +30,6 @@ from torch import nn
 
 from dpivon import Augmentation
 from dpivon.durable.tensors import read_tensors, write_tensors
-from dpivon.models import WideResNet
 from dpivon.optim.average import window_decay
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, Run, Stack
@@ -41,7 +40,7 @@ from experiments.leaderboard.priors.predictions import RESERVE
 from experiments.leaderboard.priors.private import DELTA, C
 from experiments.leaderboard.priors.scores import scores
 from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, Row, trained_heads
-from experiments.leaderboard.wide.network import Wrapped, balanced, features, load_wide, wide
+from experiments.leaderboard.wide.network import WideNetwork, Wrapped, balanced, features, load_wide, wide
 
 HEADS = "dpivon_wide_heads"
 
@@ -58,6 +57,7 @@ class Cell:
     batch: int
     steps: int
     views: int
+    places: int
     share: float
     head_steps: int
     head_method: str
@@ -94,7 +94,7 @@ class Group:
         name = hashlib.sha256(repr([split.name, self.cells]).encode()).hexdigest()[:16]
         self.folder = a.work / name
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.network = AnyNetwork(lambda: wide(a.toy))
+        self.network = AnyNetwork(lambda: wide(a.toy, first.places))
         self.seconds = 0.0
 
     def _head_sigma(self, c: Cell) -> float:
@@ -103,18 +103,21 @@ class Group:
     def _head_cost(self, i: int) -> list[tuple[float, float, int]]:
         return [self.heads[i].cost(self.head_sigmas[i])] if self.cells[i].head_steps else []
 
-    def networks(self) -> list[WideResNet]:
+    def _prior(self) -> WideNetwork:
+        return load_wide(self.a.prior, self.a.toy, self.cells[0].places)
+
+    def networks(self) -> list[WideNetwork]:
         """First weights, with their trained heads: made once and kept, so that nothing is released twice."""
         made = []
         for cell in self.cells:
             torch.manual_seed(cell.seed)
-            made.append(wide(self.a.toy) if cell.prior == "scratch" else load_wide(self.a.prior, self.a.toy))
+            made.append(wide(self.a.toy, cell.places) if cell.prior == "scratch" else self._prior())
         places = [i for i, c in enumerate(self.cells) if c.head_steps]
         if not places:
             return made
         path = self.folder / "heads.safetensors"
         if not path.is_file():
-            x = features(load_wide(self.a.prior, self.a.toy).to(self.device), self.split.images, views=True)
+            x = features(self._prior().to(self.device), self.split.images, views=True)
             runs = []
             for i in places:  # a cell's own stream: rates of one ε do not share the noise of their heads
                 run = self.heads[i].run(f"{self.split.name} {self.cells[i]}", self.head_sigmas[i], self.size)
@@ -128,7 +131,7 @@ class Group:
             balanced(made[i])
         return made
 
-    def stack(self, networks: Sequence[WideResNet]) -> Stack:
+    def stack(self, networks: Sequence[WideNetwork]) -> Stack:
         augment = Augmentation(self.cells[0].views, flip=True, crop=4)
         runs = []
         for cell, sigma in zip(self.cells, self.sigmas, strict=True):
@@ -172,7 +175,7 @@ class Group:
 
     def warm(self) -> None:
         torch.manual_seed(0)
-        stack, began = self.stack([wide(self.a.toy) for _ in self.cells]), time.monotonic()
+        stack, began = self.stack([wide(self.a.toy, self.a.places) for _ in self.cells]), time.monotonic()
         stack.block = 3
         for _ in range(2):
             list(stack.train(3))
@@ -186,7 +189,7 @@ class Group:
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def _accuracy(self, network: WideResNet) -> float:
+    def _accuracy(self, network: WideNetwork) -> float:
         shown = Wrapped(network.to(self.device))
         right = [shown(x).argmax(1) for x in self.split.score_images.split(2500)]
         network.cpu()
@@ -209,7 +212,7 @@ class Group:
                 "head_accuracy": round(self.head_accuracy[i], 5),
             }
             model = stack.model(i, averaged=True)
-            assert isinstance(model, WideResNet)
+            assert isinstance(model, WideNetwork)
             found.append(shared | own | asdict(cell) | scores(Wrapped(model), self.split))
         return found
 
@@ -225,7 +228,7 @@ class Group:
 Choice = tuple[str, float, float, str, float]
 
 
-def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, head: str) -> list[Choice]:
+def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, places: int, head: str) -> list[Choice]:
     """Method, rate, and the head's share, method and rate: as written, or chosen by validation rows."""
     found: list[Choice] = []
     for word in words:
@@ -236,7 +239,8 @@ def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, h
             first, speed = trained if trained else ("", "0")
             found.append((method, float(rate), float(share), first, float(speed)))
             continue
-        mine = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target and r["prior"] == prior]
+        wanted = "validation", target, prior, places
+        mine = [r for r in rows if (r["split"], float(r["epsilon"]), r["prior"], int(r["places"])) == wanted]
         if not mine:
             raise SystemExit(f"--arms {word}: no validation rows at ε={target:g} from {prior}. Give METHOD:RATE.")
         mine.sort(key=lambda r: -float(r["accuracy"]))
@@ -258,6 +262,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--views", type=int, default=4)
+    parser.add_argument("--places", type=int, default=1, help="of the features, in each direction: 1, 2, 4 or 8")
     parser.add_argument("--head-steps", type=int, default=160)
     parser.add_argument("--work", type=Path, default=Path("/tmp/wide-work"))
     parser.add_argument("--until", type=float, default=math.inf, help="the time, of date +%%s, to stop and keep at")
@@ -271,9 +276,11 @@ def main() -> None:
     split, table = load_split(a.data, device, judge=a.judge, toy=a.toy), tables.read(a.table)
     prior = "scratch" if a.prior is None else a.prior.stem
     cells = [
-        Cell(prior, e, method, lr, seed, a.batch, a.steps, a.views, share, a.head_steps if share else 0, *head)
+        Cell(
+            prior, e, method, lr, seed, a.batch, a.steps, a.views, a.places, share, a.head_steps if share else 0, *head
+        )
         for e in a.epsilons
-        for method, lr, share, *head in arms(a.arms, table, e, prior, "0" if a.prior is None else a.head)
+        for method, lr, share, *head in arms(a.arms, table, e, prior, a.places, "0" if a.prior is None else a.head)
         for seed in a.seeds
     ]
     known = {tuple(r[n] for n in NAMES) for r in table if r["split"] == split.name}
@@ -294,7 +301,9 @@ def main() -> None:
     if a.judge:
         group.keep(stack, a.table.parent / "wide-means")
     for row in made:
-        named = " ".join(str(row[n]) for n in ("split", "epsilon", "method", "lr", "seed", "batch", "steps", "views"))
+        named = " ".join(
+            str(row[n]) for n in ("split", "epsilon", "method", "lr", "seed", "batch", "steps", "views", "places")
+        )
         found = " ".join(
             f"{n}={row[n]}" for n in ("head_accuracy", "accuracy", "tempered_nll", "tempered_ece", "tta_accuracy")
         )

@@ -48,20 +48,22 @@ def heads(heads_: Sequence[Row], runs: Sequence[Row]) -> str:
     """The best arm of every method on validation images, and the chosen ones on the test set."""
     lines = []
     for split in ("validation", "test"):
-        for (prior, e, method), rows in _grouped(_of(heads_, split), ("prior", "epsilon", "method")).items():
+        names = "prior", "places", "epsilon", "method"
+        for (prior, places, e, method), rows in _grouped(_of(heads_, split), names).items():
             best = max(rows, key=lambda r: float(r["accuracy"]))
             shown = [best] if split == "validation" else rows
             own = [_score(shown, c, f, d) for _, c, f, d in SCORES if c != "tta_accuracy"]
-            lines.append([split, prior, f"{float(e):g}", method, best["lr"], best["steps"], *own])
-    lines.sort(key=lambda line: (line[0], line[1], float(line[2]), line[3]))
+            lines.append([split, prior, places, f"{float(e):g}", method, best["lr"], best["steps"], *own])
+    lines.sort(key=lambda line: (*line[:3], float(line[3]), line[4]))
     return table(
-        ["split", "prior", "ε", "method", "rate", "T", *(t for t, c, *_ in SCORES if c != "tta_accuracy")], lines
+        ["split", "prior", "places", "ε", "method", "rate", "T", *(t for t, c, *_ in SCORES if c != "tta_accuracy")],
+        lines,
     )
 
 
 def runs(heads_: Sequence[Row], runs_: Sequence[Row]) -> str:
     """All weights: every setting, on validation images and on the test set."""
-    names = ("split", "prior", "epsilon", "method", "lr", "batch", "steps", "views")
+    names = ("split", "prior", "epsilon", "method", "lr", "batch", "steps", "views", "places")
     names += ("share", "head_method", "head_lr")
     lines = []
     for key, rows in _grouped(runs_, names).items():
@@ -80,6 +82,7 @@ def runs(heads_: Sequence[Row], runs_: Sequence[Row]) -> str:
         "b",
         "T",
         "views",
+        "places",
         "head",
         "runs",
         "head, %",
