@@ -14,6 +14,8 @@ from experiments.strong_privacy import __main__ as strong_privacy
 from experiments.strong_privacy import few_steps, recipe_page, simulation, spread
 from experiments.strong_privacy.compare.command import compare
 
+from dpivon.errors import ArgumentError
+
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 RESULTS = {p.parent.name: p.parent for p in EXPERIMENTS.glob("*/results/*/runs.csv")}
 STUDIES = sorted(RESULTS, key=lambda name: (name != "quick", name))  # `make test` rebuilds the first
@@ -39,6 +41,16 @@ def test_pages_follow_from_their_tables(name, tmp_path):
     assert set((tmp_path / name / "figures").glob("*.png")) == {p for p in written if p.suffix == ".png"}
     for path, before in made.items():
         assert path.read_bytes() == before, f"{path.name} is not what its report makes"
+
+
+def test_rows_of_different_code_are_compared_only_where_that_is_allowed(tmp_path):
+    with pytest.raises(ArgumentError, match="different code"):
+        compare([RESULTS["strong-epsilon"]], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    assert (
+        "**Rows of different code are compared here**"
+        in (strong_privacy.RESULTS / "comparison/comparison.md").read_text()
+    )
 
 
 @pytest.mark.slow

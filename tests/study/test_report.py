@@ -71,6 +71,16 @@ def test_report_rebuilds_everything(results, tmp_path):
     assert again == {p.name: p.read_bytes() for p in (results / "figures").iterdir()}
 
 
+def test_rows_of_different_code_are_reported_only_where_that_is_allowed(results):
+    before = [row | {"epsilon_pld": 1.0, "commit": "abc", "code": "1"} for row in table.read(results / "runs.csv")]
+    table.write(results / "runs.csv", [*before[:-1], before[-1] | {"code": "2"}])
+    done = invoke("study", "report", results)
+    assert done.exit_code == 2
+    assert "different code" in done.output
+    assert not (results / "summary.csv").exists()
+    assert invoke("study", "report", results, "--mixed-code").exit_code == 0
+
+
 def test_a_rate_for_each_cell_is_no_choice_for_all(results, tmp_path):
     (tmp_path / "tuning").mkdir()
     table.write(tmp_path / "tuning" / "tuning.csv", tuned(lambda m, lr, s: lr / 10))
