@@ -1,13 +1,12 @@
 """The user's own loop on a GPU, fed by a CPU loader with pinned memory: milliseconds per step, and ratios within one run.
 
-    python -m benchmarks.own_loop --batch 512
-    python -m benchmarks.own_loop --batch 128 --json own-loop-128.json
+    python -m benchmarks.own_loop --batch 512 128 --json own-loop-h200.json
     python -m benchmarks.own_loop --batch 512 --profile ours    # no figures: where the time of one contender goes
 
-There are three processes: ours, plain, and those that are not compiled. They get ready side by side, each its contenders one
-after the other, since these share programs. Then one contender at a time makes blocks of steps while the clock runs, and the
-device is waited for once per block, as in a loop that does not print. Every figure is printed and in the file as soon as it
-is known. Images are bytes, normalised on the GPU; the network is the paper's CNN.
+There are three processes per batch size: ours, plain, and those that are not compiled. They get ready side by side, each its
+contenders one after the other, since these share programs. Then one contender at a time makes blocks of steps while the clock
+runs, and the device is waited for once per block, as in a loop that does not print. Every figure is printed and in the file as
+soon as it is known. Images are bytes, normalised on the GPU; the network is the paper's CNN.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ def worker(args):
     for name in args.worker:
         try:
             begun = time.perf_counter()
-            runs[name] = run = make(name, args.batch, args.workers)
+            runs[name] = run = make(name, args.batch[0], args.workers)
             for _ in range(2):
                 run()
             torch.cuda.synchronize()
@@ -231,25 +230,34 @@ def figures(times):
 
 def write(args, times):
     if args.json:
-        facts = {"batch": args.batch, "hardware": torch.cuda.get_device_name(), "torch": torch.__version__}
+        facts = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "workers": args.workers}
+        facts |= {"commit": os.environ.get("DPIVON_COMMIT", ""), "network": "the paper's CNN"}
         facts["command"] = " ".join(["python -m benchmarks.own_loop", *sys.argv[1:]])
         with open(args.json, "w") as file:
-            json.dump(facts | {"rows": figures(times)}, file, indent=1)
+            json.dump(facts | {"batches": {batch: figures(mine) for batch, mine in times.items()}}, file, indent=1)
 
 
 def table(args, times):
-    print(
-        f"paper's CNN, b = {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}, {args.workers} workers"
-    )
-    print(f"{'':62s} {'ms':>7s} {'/ captured':>10s} {'/ resident':>10s} {'Opacus /':>9s}")
-    for name, row in figures(times).items():
-        a, b, c, d = (row[key] for key in ("ms", "over_captured", "over_resident", "opacus_over"))
-        print(f"{CONTENDERS[name]:62s} {a:7.3f} {b:10.2f} {c:10.2f} {d:9.2f}", flush=True)
+    for batch, mine in times.items():
+        where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.workers} workers"
+        print(f"paper's CNN, b = {batch}, {where}")
+        print(f"{'':62s} {'ms':>7s} {'/ captured':>10s} {'/ resident':>10s} {'Opacus /':>9s}")
+        for name, row in figures(mine).items():
+            a, b, c, d = (row[key] for key in ("ms", "over_captured", "over_resident", "opacus_over"))
+            print(f"{CONTENDERS[name]:62s} {a:7.3f} {b:10.2f} {c:10.2f} {d:9.2f}", flush=True)
+
+
+def started(args, batch, names):
+    """A process that gets these contenders ready."""
+    command = [sys.executable, "-m", "benchmarks.own_loop", "--batch", str(batch), "--worker", *names]
+    command += ["--workers", str(args.workers), "--blocks", str(args.blocks)]
+    own = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 2) // 2)), **os.environ}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, nargs="+", default=[512])
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=4)
@@ -263,26 +271,22 @@ def main():
     args.worker = [args.profile] if args.profile else args.worker
     if args.worker:
         return worker(args)
-    pipe, processes, times = subprocess.PIPE, [], {}
-    for group in (("ours", "ours-sgd"), ("plain-resident", "plain-captured"), ("opacus", "plain", "ours-eager")):
-        names = [name for name in group if name in args.only]
-        if names:
-            command = [sys.executable, "-m", "benchmarks.own_loop", "--batch", str(args.batch), "--worker", *names]
-            command += ["--workers", str(args.workers), "--blocks", str(args.blocks)]
-            own = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 2) // 2)), **os.environ}
-            processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=own))
-    ready = [(process, json.loads(process.stdout.readline() or "[]")) for process in processes]
+    groups = (("ours", "ours-sgd"), ("plain-resident", "plain-captured"), ("opacus", "plain", "ours-eager"))
+    kept = [names for group in groups if (names := [name for name in group if name in args.only])]
+    processes = [(batch, started(args, batch, names)) for batch in args.batch for names in kept]
+    ready = [(batch, process, json.loads(process.stdout.readline() or "[]")) for batch, process in processes]
+    times = {batch: {} for batch in args.batch}
     for _ in range(args.rounds):
-        for process, names in ready:
+        for batch, process, names in ready:
             for name in names:
                 process.stdin.write(f"{name}\n")
                 process.stdin.flush()
-                times.setdefault(name, []).extend(json.loads(process.stdout.readline()))
-                print(f"{name}: {figures(times)[name]['ms']:.3f} ms", file=sys.stderr, flush=True)
+                times[batch].setdefault(name, []).extend(json.loads(process.stdout.readline()))
+                print(f"b = {batch}, {name}: {figures(times[batch])[name]['ms']:.3f} ms", file=sys.stderr, flush=True)
                 write(args, times)
-    for process in processes:
+    for _, process in processes:
         process.stdin.close()
-    for process in processes:
+    for _, process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
         process.kill()

@@ -35,7 +35,7 @@ def test_predictions_hold_no_formula(tmp_path: Path, monkeypatch: pytest.MonkeyP
         entropy=torch.tensor([-1e-9, 0.5]),
         mutual_information=torch.zeros(2),
     )
-    description = SimpleNamespace(inputs=source, classes=("-1", "=1+1"), noise=None)
+    description = SimpleNamespace(inputs=source, classes=("-1", "=1+1"), noise=None, labels=())
     monkeypatch.setattr(publishing, "kind_of", lambda where: "image")
     published = SimpleNamespace(description=description, predict=lambda *a: found, decision=Decision())
     publishing.predict_file(published, "photos", tmp_path / "p.csv")  # type: ignore[arg-type]

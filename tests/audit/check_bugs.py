@@ -73,7 +73,7 @@ def values_only() -> Patch:
     def compare(original: Any) -> Any:
         def values(self: Any) -> None:
             held, self._held = self._held, {}
-            pairs = zip(held, self._values, watching._values(held), strict=True)
+            pairs = zip(held, self._values, watching._values(list(held.values())), strict=True)
             self._changed += [name for name, before, after in pairs if before != after]
 
         return values

@@ -195,7 +195,7 @@ def test_plans_that_cannot_be_evaluated(changes, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((("snow",), (1,)), "corruptions='snow'"),
+        ((("rain",), (1,)), "corruptions='rain'"),
         ((("fog",), (6,)), "severities=6"),
         ((("fog",), ()), "Give both or neither"),
         ((("fog", "fog"), (1,)), "names something twice"),

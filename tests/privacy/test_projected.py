@@ -189,8 +189,8 @@ def vision():
 
 
 @pytest.mark.campaign(keep=1)
-@pytest.mark.parametrize(("build", "weights"), [(text, 8), (vision, 5)])
-def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypatch, build, weights):
+@pytest.mark.parametrize(("build", "weights", "others"), [(text, 8, 2), (vision, 5, 1)])
+def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypatch, build, weights, others):
     """With spare rows and, where inputs can be, a non-finite example; no example's weight gradient is made."""
     generator = torch.Generator().manual_seed(0)
     if build is text:
@@ -214,7 +214,9 @@ def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypa
     called = [node.target for node in nodes]
     assert called.count(torch.ops.dpivon.conv_statistics.default) == weights
     assert called.count(torch.ops.dpivon.conv_sums.default) == weights
-    assert called.count(torch.ops.dpivon.position_sums.default) == weights + 1  # their chunks, and the biases at once
+    assert (
+        called.count(torch.ops.dpivon.position_sums.default) == weights + others
+    )  # their chunks, the biases at once, and long normalisations at once
     made = {tuple(p.shape) for p in network.template().parameters() if p.numel() >= 256 and p.dim() == 2}
     values = [(n.target, n.meta.get("val")) for n in nodes if n.target is not torch.ops.dpivon.conv_sums.default]
     shapes = [(target, tuple(v.shape)) for target, v in values if isinstance(v, torch.Tensor)]
