@@ -20,6 +20,7 @@ from dpivon.models import CompactCNN
 
 DEVICE = torch.device("cuda")
 N, B = 600, 64
+PEOPLE = {"user_ids": [i % 250 for i in range(N)], "rows_per_user": 2}  # of two rows or three
 
 
 def data():
@@ -80,8 +81,8 @@ def in_full_precision():
 
 @pytest.mark.parametrize(
     "case",
-    [{}, {"kind": "adam"}, {"samples": 2}, {"capacity": 48}, {"most": 24}],
-    ids=["ivon", "adam", "θ-samples", "overflow", "micro-batches"],
+    [{}, {"kind": "adam"}, {"samples": 2}, {"capacity": 48}, {"most": 24}, PEOPLE, PEOPLE | {"most": 50}],
+    ids=["ivon", "adam", "θ-samples", "overflow", "micro-batches", "people", "people in parts"],
 )
 def test_a_captured_step_is_the_eager_loop(case):
     """With a scheduler, the same noise, batches and θ-samples; the first steps are eager, the others replayed."""

@@ -201,7 +201,7 @@ def test_an_unmasked_spare_row_would_be_seen(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = sums("eager", batches, **options)
-        monkeypatch.setattr(PaddedStep, "_pass", lambda self, model, batch, spare: _unmasked(self, batch))
+        monkeypatch.setattr(PaddedStep, "_pass", lambda self, model, batch, *spare: _unmasked(self, batch))
         got = sums("padded", batches, **options)
     assert float((got[1] - expected[1]).norm()) > 0.1
 

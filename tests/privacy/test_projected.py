@@ -214,9 +214,8 @@ def test_the_traced_program_of_a_transformer_gives_the_sums_of_the_loop(monkeypa
     called = [node.target for node in nodes]
     assert called.count(torch.ops.dpivon.conv_statistics.default) == weights
     assert called.count(torch.ops.dpivon.conv_sums.default) == weights
-    assert (
-        called.count(torch.ops.dpivon.position_sums.default) == weights + others
-    )  # their chunks, the biases at once, and long normalisations at once
+    # Their chunks, all biases at once, and all long normalisations at once.
+    assert called.count(torch.ops.dpivon.position_sums.default) == weights + others
     made = {tuple(p.shape) for p in network.template().parameters() if p.numel() >= 256 and p.dim() == 2}
     values = [(n.target, n.meta.get("val")) for n in nodes if n.target is not torch.ops.dpivon.conv_sums.default]
     shapes = [(target, tuple(v.shape)) for target, v in values if isinstance(v, torch.Tensor)]

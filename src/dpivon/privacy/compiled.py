@@ -31,7 +31,7 @@ from dpivon.privacy.kernels.padded_step import NotCaptured, PaddedStep
 from dpivon.privacy.kernels.whole_step import WholeStep, whole_step
 from dpivon.privacy.noise import os_generator
 from dpivon.privacy.optimizer import DPOptimizer
-from dpivon.privacy.people import end_of_part
+from dpivon.privacy.people import People, ends_of_parts, rows_of_people
 from dpivon.privacy.precision import without_autocast
 from dpivon.privacy.stack import room
 
@@ -57,6 +57,7 @@ class CompiledStep:
         capacity: int,
         most: int | None,
         capture: bool | None,
+        people: People | None = None,
     ) -> None:
         self.optimizer, self.model, self.loss_fn = optimizer, model, loss_fn
         self.keeper: BookKeeper = optimizer.source
@@ -64,9 +65,10 @@ class CompiledStep:
         self.samples = self.keeper.samples
         fix = "Use what fits in memory, such as 64"
         self._most = None if most is None else check_whole("max_physical_batch_size", most, fix, at_least=1)
-        self.capacity = capacity if self._most is None else min(capacity, self._most)
         self._check = check
-        self.each = self.keeper.augmentations  # rows of a batch that are one example
+        self._people = people
+        self._several = 1 if people is None else people.rows or 1  # rows of a person at most, where that is fixed
+        self.capacity = capacity if self._most is None else min(capacity, max(1, self._most // self._several))
         self._begun = False  # whether a batch was run eagerly, under all checks
         self._images: bool | None = None  # whether batches are images for convolutions on a CPU; None before the first
         self._programs: dict[Any, PaddedStep] = {}
@@ -91,9 +93,9 @@ class CompiledStep:
         if self._images is None:
             self._images = self.device.type == "cpu" and convolves(self.model, tensors_in(batch))
         program = self._program(batch) if self._begun and self._reason is None else None
-        whole = None if program is None or rows > self.capacity * self.each else self._whole(program)
+        whole = None if program is None or self._examples(rows) > self.capacity else self._whole(program)
         if whole is not None:
-            whole.program.load(tensors_in(batch), self._places)
+            self._load(whole.program, batch)
             optimizer.step_by(whole)
             return whole.loss / max(1, rows)
         total: Tensor | None = None
@@ -155,38 +157,38 @@ class CompiledStep:
 
     def _parts(self, batch: Any, rows: int, program: PaddedStep | None) -> Iterator[tuple[bool, bool, Any]]:
         """(first, last, part): the batch itself if it fits. A person is in one part, whole."""
-        each, draws = self.each, self.optimizer.draws
+        views, draws, examples = self.keeper.augmentations, self.optimizer.draws, self._examples(rows)
         size = self._most if program is None else self.capacity
         if size is None and self._images and not self.optimizer.together.sharded:
-            size = max(1, _IMAGES // each)
-        if size is None or rows <= size * each:
+            size = max(1, _IMAGES // views)
+        if size is None or (examples if program is not None else rows // views) <= size:
             yield True, True, batch
             return
         if self.optimizer.together.sharded:
             raise bad("max_physical_batch_size", size, "but the model is sharded", "Use dpivon.BatchMemoryManager")
-        order, ends = torch.arange(rows // each), list(range(size, rows // each, size))
-        people = None if draws is None or self.keeper.people is None else draws.sizes
+        order, ends = torch.arange(examples), list(range(size, examples, size))
+        people = None if draws is None or self._people is None else draws.sizes
         if program is not None:
-            order = order[torch.randperm(len(order), generator=self._places)]
+            order = order[torch.randperm(examples, generator=self._places)]
         elif people is not None:
-            ends = _ends(people, size)
+            ends = ends_of_parts(people, size)
         try:
-            at = 0
             for i, part in enumerate(order.tensor_split(ends)):
                 if draws is not None and people is not None:
-                    draws.sizes, at = people[at : (till := _until(people, at, len(part)))], till
-                yield i == 0, i == len(ends), _some(batch, part, each)
+                    draws.sizes = tuple(people[k] for k in part.tolist())
+                    part = rows_of_people(people, part)
+                yield i == 0, i == len(ends), _some(batch, part, views)
         finally:
             if draws is not None and draws.redeemable:
                 draws.sizes = people
 
     def halve(self) -> None:
         """From here on run half as many examples at once: after an error for want of memory the same batch may come again."""
-        size = self.capacity if self._most is None else self._most
+        size = self.capacity * self._several if self._most is None else self._most
         if size == 1:
             fix = "Use a smaller model or another device"
             raise bad("max_physical_batch_size", 1, "not even one example fits", fix)
-        self._most = self.capacity = size // 2
+        self._most, self.capacity = size // 2, max(1, size // 2 // self._several)
         self._programs.clear()
 
     # ---- the captured step
@@ -196,8 +198,8 @@ class CompiledStep:
         keeper, together = self.keeper, self.optimizer.together
         if together.world > 1 or together.sharded:
             return "several ranks train together"
-        if keeper.people is not None:
-            return "user_ids give every batch other groups of rows"
+        if self._people is not None and self._people.rows is None:
+            return "rows_per_user=None gives every person another number of rows"
         if keeper.keeps_gradients:
             return "grad_sample_mode leaves per-example gradients"
         if not keeper.batch_first:
@@ -224,7 +226,8 @@ class CompiledStep:
                 if len(self._programs) == _MOST_PROGRAMS:
                     raise NotCaptured(f"batches, model or settings have had {_MOST_PROGRAMS} different forms")
                 parts = self.optimizer.params, self.optimizer._clipping, batch, self.capacity
-                self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts)
+                each = self.keeper.augmentations * self._several
+                self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts, each)
         except NotCaptured as error:
             self._give_up(str(error))
             return None
@@ -274,10 +277,20 @@ class CompiledStep:
             return None
         return whole
 
+    def _examples(self, rows: int) -> int:
+        """How many examples a batch of so many rows holds: people, where they are drawn."""
+        draws = self.optimizer.draws
+        people = None if self._people is None or draws is None else draws.sizes
+        return rows // self.keeper.augmentations if people is None else len(people)
+
+    def _load(self, program: PaddedStep, part: Any) -> None:
+        rows, of_people = _rows(part), self.keeper.people
+        program.load(tensors_in(part), self._places, of_people(rows, part) if of_people is not None and rows else None)
+
     def _padded(self, program: PaddedStep, part: Any) -> Tensor:
         """The clipped sum of a part, for the optimizer to take; by an eager pass if that fails before it was captured."""
+        self._load(program, part)
         try:
-            program.load(tensors_in(part), self._places)
             for k in range(self.samples):
                 with self._sample():
                     program.note_theta(k)
@@ -327,7 +340,9 @@ class Compiles:
         if not callable(loss_fn):
             raise bad("loss_fn", loss_fn, "is not a function", "Give loss_fn(model, batch) -> one loss per row")
         model, optimizer = self._last
-        spec, n = optimizer.spec, len(self._dataset)
+        spec, draws = optimizer.spec, optimizer.draws
+        people = getattr(None if draws is None else draws.sampler(), "people", None)
+        n = len(self._dataset if people is None else people)
         return CompiledStep(
             optimizer,
             model,
@@ -336,6 +351,7 @@ class Compiles:
             capacity=min(n, room(spec.sample_rate * n)) if spec.poisson else math.ceil(spec.expected_batch_size),
             most=max_physical_batch_size,
             capture=capture,
+            people=people,
         )
 
 
@@ -353,21 +369,6 @@ def _some(batch: Any, examples: Tensor, each: int) -> Any:
     """These examples of a batch, each of so many rows."""
     index = examples if each == 1 else (examples.unsqueeze(1) * each + torch.arange(each)).flatten()
     return map_tensors(lambda t: t[index.to(t.device)], batch)
-
-
-def _ends(people: Sequence[int], most: int) -> list[int]:
-    """Where parts of at most so many rows end that cut no person, but for the last."""
-    ends, at = [], 0
-    while (at := end_of_part(people, at, most)) < len(people):
-        ends.append(sum(people[:at]))
-    return ends
-
-
-def _until(people: Sequence[int], begin: int, rows: int) -> int:
-    """The person after those that have so many rows, from ``begin`` on."""
-    while rows > 0:
-        rows, begin = rows - people[begin], begin + 1
-    return begin
 
 
 def _rows(batch: Any) -> int:

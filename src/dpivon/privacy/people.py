@@ -109,7 +109,7 @@ class People:
         change the order is refused. In the loop that is looked for in the first batches, of inputs that were not changed.
         """
         draws, mean, dim = loader.draws, self.gradient == "mean", 0 if layout["batch_first"] else 1
-        _check_collate(loader, dim)
+        _check_collate(loader, dim, layout["augmentations"])
         looks = iter(range(_LOOKS))
 
         def of_batch(rows: int, inputs: Any) -> Groups:
@@ -135,13 +135,15 @@ class People:
         return [part.tolist() for part in rows.split(counts.tolist())] if len(drawn) else []
 
 
-def _check_collate(loader: Any, dim: int) -> None:
-    """Refuse a collate_fn that orders rows in a way of its own, such as by their length."""
+def _check_collate(loader: Any, dim: int, views: int) -> None:
+    """Refuse a collate_fn that orders rows, of so many ``views`` each, in a way of its own, such as by their length."""
     last = len(loader.dataset) - 1
     rows = [loader.dataset[i] for i in sorted({last * i // _FEW for i in range(_FEW + 1)})]
     forth, back = (tensors_in(loader.collate_fn(list(given))) for given in (rows, rows[::-1]))
     for one, other in zip(forth, back, strict=False):
-        if other.dim() > dim and _reordered(one, other.flip(dim), dim):
+        if other.dim() <= dim or other.shape[dim] % views:
+            continue
+        if _reordered(one, other.unflatten(dim, (-1, views)).flip(dim).flatten(dim, dim + 1), dim):
             fix = "Leave the rows of a batch in the order in which they are given"
             raise bad("data_loader", "collate_fn", "puts rows in another order, so that it is lost whose they are", fix)
 
@@ -186,6 +188,22 @@ def _numbered(ids: Iterable[Any]) -> list[int]:
             fix = "Give every row the id of its person, and leave out rows whose person is not known"
             raise bad("user_ids", one, f"row {row} has no id", fix) from None
     return numbers
+
+
+def ends_of_parts(sizes: Sequence[int], most: int) -> list[int]:
+    """After which people parts of at most so many rows end, but for the last."""
+    ends, at = [], 0
+    while (at := end_of_part(sizes, at, most)) < len(sizes):
+        ends.append(at)
+    return ends
+
+
+def rows_of_people(sizes: Sequence[int], some: Tensor) -> Tensor:
+    """The rows of some of the people of a batch, who have ``sizes`` rows each, one person's after another's."""
+    counts = torch.tensor(sizes)
+    first, own = (counts.cumsum(0) - counts)[some], counts[some]
+    owner = torch.arange(len(some)).repeat_interleave(own)
+    return first[owner] + torch.arange(len(owner)) - (own.cumsum(0) - own)[owner]
 
 
 def end_of_part(sizes: Sequence[int], begin: int, most: int) -> int:

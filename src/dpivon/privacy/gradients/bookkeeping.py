@@ -96,7 +96,7 @@ class BookKeeper(LayerWatch):
         self.loss_reduction = loss_reduction
         self.samples, self.augmentations = samples, augmentations
         self.people = people
-        self._groups = self._alike = Groups(augmentations)  # the former of the batch at hand
+        self._groups = self.alike = Groups(augmentations)  # the former of the batch at hand
         self.accumulates, self.keeps_gradients = accumulates, keeps_gradients
         self.on_first = on_first
         self._known: set[Any] = set()  # structures of inputs that were seen
@@ -139,7 +139,7 @@ class BookKeeper(LayerWatch):
             self.rows = self._rows_of(args, kwargs)
             self.positions = self.positions_of(args, kwargs)
             people = None if self.rehearses else self.people
-            self._groups = self._alike if people is None else people(self.rows, (args, kwargs))
+            self._groups = self.alike if people is None else people(self.rows, (args, kwargs))
             self._announce(args, kwargs)
             if self._passes.arrived and not self.accumulates:
                 self._passes.second = True

@@ -23,6 +23,7 @@ from dpivon.privacy.gradients.model_io import map_tensors, tensors_in
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.padded import by_channels_last, laid_out, leaves, record
 from dpivon.privacy.kernels.replay import Replay
+from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool
 from dpivon.privacy.precision import compiled, full_precision, without_autocast
 
@@ -53,6 +54,7 @@ class PaddedStep:
         clipping: the rule that bounds every example.
         batch: a batch, for its structure and shapes.
         capacity: how many examples a padded batch holds.
+        each: how many rows an example has, or of a person at most.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class PaddedStep:
         clipping: Clipping,
         batch: Any,
         capacity: int,
+        each: int,
     ) -> None:
         self.keeper, self.losses, self.clipping = keeper, losses, clipping
-        self.each, self.capacity, self.like = keeper.augmentations, capacity, batch
+        self.each, self.capacity, self.like = each, capacity, batch
         self.device = device = params[0].device
-        self.buffers = [t.new_zeros(capacity * self.each, *t.shape[1:], device=device) for t in tensors_in(batch)]
+        self.buffers = [t.new_zeros(capacity * each, *t.shape[1:], device=device) for t in tensors_in(batch)]
+        self.counts = torch.zeros(capacity * each, device=device)  # what each row of a person counts for
         self.places = torch.full((capacity,), capacity, device=device)
         self._filled = 0  # examples in the buffers
         self._holder = _Holder(model)
@@ -98,9 +102,14 @@ class PaddedStep:
         return self.captured if self.device.type == "cuda" else self._recorded is not None
 
     @torch.no_grad()
-    def load(self, tensors: Sequence[Tensor], generator: torch.Generator) -> None:
-        """Put the rows of a batch into the buffers, and its examples at places that are drawn."""
+    def load(self, tensors: Sequence[Tensor], generator: torch.Generator, people: Groups | None = None) -> None:
+        """Put the rows of a batch into the buffers, those of each of its ``people`` together, and its examples at places that
+        are drawn."""
         r, capacity = self.each, self.capacity
+        if people is not None:
+            index, counts = (self._moved(t) for t in people.padded(r))
+            tensors = [t.to(self.device, non_blocking=True)[index] for t in tensors]
+            self.counts[: len(counts)] = counts
         examples = len(tensors[0]) // r
         for buffer, t in zip(self.buffers, tensors, strict=True):
             buffer[: len(t)].copy_(t, non_blocking=True)
@@ -109,7 +118,10 @@ class PaddedStep:
         self._filled = examples
         places = torch.randperm(capacity, generator=generator)
         places.masked_fill_(places >= examples, capacity)
-        self.places.copy_(places.pin_memory() if self.places.is_cuda else places, non_blocking=True)
+        self.places.copy_(self._moved(places))
+
+    def _moved(self, t: Tensor) -> Tensor:
+        return (t.pin_memory() if self.device.type == "cuda" else t).to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def note_theta(self, k: int) -> None:
@@ -130,7 +142,8 @@ class PaddedStep:
             return self._recorded(*self._values(thetas))
 
     def _values(self, thetas: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        return [*(t for theta in thetas for t in theta), *self._fixed.values(), self.places, *self.buffers]
+        given = (t for theta in thetas for t in theta)
+        return [*given, *self._fixed.values(), self.places, self.counts, *self.buffers]
 
     @torch.no_grad()
     def _run(self) -> tuple[Tensor, Tensor]:
@@ -163,23 +176,29 @@ class PaddedStep:
 
     def _trace(self) -> torch.fx.GraphModule:
         keeper = self.keeper
-        with keeper.aside(), _summed(keeper):
+        with keeper.aside(), _summed(keeper, self.each):
             known = [*self._trained, *self._fixed.values()]
             return record(self._sums, self._values(self.thetas), known, channels_last=self._channels_last)
 
     def _sums(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         count, keeper = len(self._names), self.keeper
         given, rest = list(tensors[: count * keeper.samples]), tensors[count * keeper.samples :]
-        fixed, (places, *buffers) = dict(zip(self._fixed, rest, strict=False)), rest[len(self._fixed) :]
-        spare = places >= len(places)
-        batch = self._batch(buffers, places.clamp(max=len(places) - 1))
+        fixed, (places, counts, *buffers) = dict(zip(self._fixed, rest, strict=False)), rest[len(self._fixed) :]
+        spare, seats = places >= len(places), places.clamp(max=len(places) - 1)
+        spare = spare if self.each == 1 else spare.repeat_interleave(self.each)
+        batch = self._batch(buffers, seats)
+        if keeper.people is None:
+            counted = None
+        else:
+            counted = self._seated(counts, seats).masked_fill(spare, 0.0)
+            spare = counted == 0
         thetas = [leaves(self._names, given[k : k + count]) for k in range(0, len(given), count)]
         keeper.clear()
         losses = []
         with torch.enable_grad():
             for theta in thetas:
                 last = theta is thetas[-1]
-                losses.append(functional_call(self._holder, fixed | theta, (self._pass, batch, spare)))
+                losses.append(functional_call(self._holder, fixed | theta, (self._pass, batch, spare, counted)))
                 for name, p in theta.items():
                     keeper.rename(p, thetas[0][name])
                 if not last:
@@ -190,29 +209,32 @@ class PaddedStep:
 
     def _batch(self, buffers: Sequence[Tensor], places: Tensor) -> Any:
         """The batch as the loss function takes it: every place's rows, in its order."""
-        r = self.each
-        rows = [t[places] if r == 1 else t.unflatten(0, (-1, r))[places].flatten(0, 1) for t in buffers]
-        parts = iter([laid_out(t, self._channels_last) for t in rows])
+        parts = iter([laid_out(self._seated(t, places), self._channels_last) for t in buffers])
         return map_tensors(lambda _: next(parts), self.like)
 
-    def _pass(self, model: nn.Module, batch: Any, spare: Tensor) -> Tensor:
+    def _seated(self, t: Tensor, places: Tensor) -> Tensor:
+        r = self.each
+        return t[places] if r == 1 else t.unflatten(0, (-1, r))[places].flatten(0, 1)
+
+    def _pass(self, model: nn.Module, batch: Any, spare: Tensor, counted: Tensor | None) -> Tensor:
         enabled, dtype = self._autocast
         with torch.autocast(self.device.type, dtype, enabled=enabled):
             losses = self.losses(batch)
-        losses = losses.masked_fill(spare if self.each == 1 else spare.repeat_interleave(self.each), 0.0)
-        losses.sum().backward()
+        losses = losses.masked_fill(spare, 0.0)
+        (losses if counted is None else losses * counted).sum().backward()
         return losses.detach().float().sum()
 
 
 @contextmanager
-def _summed(keeper: BookKeeper) -> Iterator[None]:
-    """Inside, the loss is the sum over rows, memory is new, and no write to the model is looked for: the record shows it."""
-    before = keeper.loss_reduction, keeper.doubt, keeper.pool
-    keeper.loss_reduction, keeper.doubt, keeper.pool = "sum", None, Pool()
+def _summed(keeper: BookKeeper, each: int) -> Iterator[None]:
+    """Inside, the loss is the sum over rows, of which so many are an example; memory is new, and no write to the model is
+    looked for: the record shows it."""
+    before = keeper.loss_reduction, keeper.doubt, keeper.pool, keeper.alike
+    keeper.loss_reduction, keeper.doubt, keeper.pool, keeper.alike = "sum", None, Pool(), Groups(each)
     try:
         yield
     finally:
-        keeper.loss_reduction, keeper.doubt, keeper.pool = before
+        keeper.loss_reduction, keeper.doubt, keeper.pool, keeper.alike = before
 
 
 def _states(device: torch.device) -> tuple[Any, ...]:

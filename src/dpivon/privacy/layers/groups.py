@@ -63,6 +63,17 @@ class Groups:
         ragged = Ragged(tuple(parts), tuple(places))
         return Dense(ragged.materialise()) if all(isinstance(part, Dense) for part in parts) else ragged
 
+    def padded(self, places: int) -> tuple[Tensor, Tensor]:
+        """The row of the batch at each of so many places of every example, and what it counts for.
+
+        Rows beyond an example's own repeat them, so that a model computes what it would anyway, and count for nothing.
+        """
+        sizes, place = torch.tensor(self.sizes).unsqueeze(1), torch.arange(places)
+        counts = (place < sizes).float()
+        if self.divisors:
+            counts /= torch.tensor(self.divisors).unsqueeze(1)
+        return (sizes.cumsum(0) - sizes + place % sizes).flatten(), counts.flatten()
+
     @cached_property
     def _parts(self) -> list[tuple[int, Tensor, Tensor]]:
         """Every number of rows that occurs, the examples that have so many, and their rows."""
