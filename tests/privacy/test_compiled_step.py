@@ -47,8 +47,8 @@ def made(kind: str = "ivon", views: int = 1, module: nn.Module | None = None, n:
     return private_run(module, loader, kind, augmentations=views, **options)
 
 
-def trained(way: str, capacity: int | None = None, most: int | None = None, epochs: int = 2, **options: Any):
-    """Parameters and ε after two epochs, with a scheduler of the step size and one of the noise."""
+def trained(way: str, capacity: int | None = None, most: int | None = None, epochs: int = 4, **options: Any):
+    """Parameters and ε after four epochs, with a scheduler of the step size and one of the noise."""
     engine, model, optimizer, loader = made(**options)
     engine.check(losses)
     step = engine.compile(losses, capture=way == "padded" or None, max_physical_batch_size=most)

@@ -115,7 +115,7 @@ def noise_is_finer_than_what_is_released(subject: Subject) -> Verdict:
         session.step([0, 1])
         noise = session.stack.mechanism._noise
     else:
-        noise = session.optimizer.noise.own.normal(torch.zeros(1000, dtype=torch.float64), 1.0)
+        noise = session.standard_normal(torch.zeros(1000, dtype=torch.float64))
     rounded = int((noise == noise.float()).sum())
     return rounded <= noise.numel() // 100, f"{rounded} of {noise.numel()} numbers have no bits that rounding drops"
 

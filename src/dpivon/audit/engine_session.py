@@ -93,8 +93,17 @@ class EngineSession(Session):
             expected_batch_size=setting.batch,
             augmentations=subject.views,
             user_ids=self._owners if subject.rows_per_user > 1 else None,
+            rows_per_user=subject.rows_per_user if subject.rows_per_user > 1 else None,  # all rows that a person has
         )
+        self.watch_noise()
+
+    def watch_noise(self) -> None:
         self.optimizer.noise = _WatchedNoise(self, self.optimizer.noise)
+
+    def standard_normal(self, like: Tensor) -> Tensor:
+        """As the path draws it, beside the auditor."""
+        drawn: Tensor = self.optimizer.noise.own.normal(like, 1.0)
+        return drawn
 
     # ---- steps
 
@@ -164,6 +173,9 @@ class EngineSession(Session):
                     theta = [p.detach().clone() for p in self.module.parameters() if p.requires_grad]
                     self.criterion(self.model(x), y).backward()
             self.optimizer.step()
+        return self._observed(theta, draws)
+
+    def _observed(self, theta: list[Tensor], draws: int) -> Observed:
         release = self.optimizer.last_release
         if release is None:  # of a part of a batch
             return Observed(torch.zeros(0), 0.0, theta, draws)

@@ -26,14 +26,14 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 Verdict = tuple[bool | None, str]
 
 #: Ways from a batch to a release: book-keeping by the layers' rules, the same with layers that have none and run example by
-#: example, on two processes, and two of a stack of runs ("captured" is the traced, padded program).
-ENGINE_PATHS = ("bookkeeping", "alone", "distributed")
+#: example, on two processes, two of a stack of runs ("captured" is the traced, padded program), and the recorded program of
+#: ``engine.compile``, noise and update included.
 STACK_PATHS = ("stacked", "captured")
-PATHS = (*ENGINE_PATHS, *STACK_PATHS)
+PATHS = ("bookkeeping", "alone", "distributed", *STACK_PATHS, "compiled")
 #: Those that can average over views.
-VARIED_PATHS = ("bookkeeping", "alone", *STACK_PATHS)
+VARIED_PATHS = ("bookkeeping", "alone", *STACK_PATHS, "compiled")
 #: Those that can have people as the unit of privacy, and an audit of it.
-PEOPLE_PATHS = ("bookkeeping", "alone")
+PEOPLE_PATHS = ("bookkeeping", "alone", "compiled")
 #: Opacus's names for ways to compute gradients.
 MODES = ("hooks", "functorch", "ew", "ghost")
 
@@ -252,6 +252,7 @@ class Session:
 
 def start(subject: Subject, setting: Setting, answer: Answer | None = None) -> Any:
     """A fresh :class:`Session` of the subject. Equal settings give equal random streams."""
+    from dpivon.audit.compiled_session import CompiledSession
     from dpivon.audit.distributed_session import DistributedSession
     from dpivon.audit.engine_session import EngineSession
     from dpivon.audit.stack_session import StackSession
@@ -260,6 +261,7 @@ def start(subject: Subject, setting: Setting, answer: Answer | None = None) -> A
         "stacked": StackSession,
         "captured": StackSession,
         "distributed": DistributedSession,
+        "compiled": CompiledSession,
     }
     return kinds.get(subject.path, EngineSession)(subject, setting.but(seed=setting.seed + subject.seed), answer)
 

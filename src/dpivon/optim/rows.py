@@ -25,6 +25,7 @@ from dpivon.optim.steady import CalmOptimizer
 from dpivon.optim.tensors import TensorList
 
 State = dict[str, Tensor]
+_IVONS = ("_update", "_evidence", "_draw", "_perturb")  # which a subclass would have computed otherwise
 _MADE = ("batch_size", "noise_variance")  # numbers of the release, not of a group
 
 
@@ -48,8 +49,8 @@ class Numbers:
 class _Group:
     """The parameters of one group of an optimizer, one after the other."""
 
-    def __init__(self, inner: Any, group: dict[str, Any], params: list[Tensor], rule: UpdateRule) -> None:
-        self.group, self.params, self.rule, self.inner = group, params, rule, inner
+    def __init__(self, inner: Any, index: int, params: list[Tensor], rule: UpdateRule) -> None:
+        self.index, self.params, self.rule, self.inner = index, params, rule, inner
         self.shapes = [p.shape for p in params]
         self.variational = isinstance(inner, IVON)
         first = self._states()[0]
@@ -67,6 +68,12 @@ class _Group:
         self.t = torch.zeros((), dtype=torch.int64, device=device)
         self.normals = torch.zeros(1, size, dtype=params[0].dtype, device=device)  # of the θ of this step, added up
         self._done = 0
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """As the optimizer has it now: loading a state puts another in its place."""
+        own: dict[str, Any] = self.inner.param_groups[self.index]
+        return own
 
     def _states(self) -> list[dict[str, Any]]:
         return [self.inner._state(p, self.group) for p in self.params]
@@ -128,8 +135,8 @@ class StateRows:
     """
 
     def __init__(self, inner: ReleaseOptimizer, rule: UpdateRule, compiled: Callable[[Any], Any]) -> None:
-        trained = [(group, [p for p in group["params"] if p.requires_grad]) for group in inner.param_groups]
-        self.groups = [_Group(inner, group, own, _on(rule, own)) for group, own in trained if own]
+        trained = [[p for p in group["params"] if p.requires_grad] for group in inner.param_groups]
+        self.groups = [_Group(inner, i, own, _on(rule, own)) for i, own in enumerate(trained) if own]
         self.samples = inner.mc_samples if isinstance(inner, IVON) else 0
         self.params = [p for group in self.groups for p in group.params]
         self._perturbed, self._stepped = compiled(self._theta), compiled(self._next)
@@ -203,7 +210,7 @@ def rows_of(inner: Optimizer, compiled: Callable[[Any], Any]) -> StateRows | Non
 
 
 def _rule(inner: Optimizer) -> UpdateRule | None:
-    if isinstance(inner, IVON):
+    if isinstance(inner, IVON) and all(getattr(type(inner), name) is getattr(IVON, name) for name in _IVONS):
         return IVONRule(inner.curvature) if all(map(_plain, inner.param_groups)) else None
     if isinstance(inner, RuleOptimizer) and type(inner)._update in (RuleOptimizer._update, CalmOptimizer._update):
         return inner.rule

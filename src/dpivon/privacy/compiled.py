@@ -3,7 +3,7 @@
 On a CPU it is the eager step; images go through convolutions with their channels last, 32 at a time, which is faster and takes
 half the memory. On a GPU a Poisson batch is padded to a fixed capacity, and forward, backward, norms and the
 clipped sum of a padded batch are one program: recorded from the eager book-keeping, compiled, and replayed as a CUDA graph.
-Charge, noise and update are the optimizer's own, outside the graph, so that no replay repeats noise.
+So are the noise and the update where they can be; every replay draws on from where the optimizer's generator stands.
 
 A batch larger than the capacity runs in parts of the same release. Every example gets a place in the padded batch that is drawn
 uniformly, since a GPU may round a row otherwise at another place: where an example is missing no other one moves. A spare row
@@ -27,11 +27,11 @@ from dpivon.optim.ivon import IVON
 from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
 from dpivon.privacy.gradients.model_io import map_tensors, others_in, structure, tensors_in
 from dpivon.privacy.kernels.padded import laid_out
-from dpivon.privacy.kernels.padded_step import NotCaptured, PaddedStep
+from dpivon.privacy.kernels.padded_step import PaddedStep
 from dpivon.privacy.kernels.whole_step import WholeStep, whole_step
 from dpivon.privacy.noise import os_generator
 from dpivon.privacy.optimizer import DPOptimizer
-from dpivon.privacy.people import People, ends_of_parts, rows_of_people
+from dpivon.privacy.people import People, ends_of_parts, rows_of_people, shows_order
 from dpivon.privacy.precision import without_autocast
 from dpivon.privacy.stack import room
 
@@ -69,7 +69,9 @@ class CompiledStep:
         self._people = people
         self._several = 1 if people is None else people.rows or 1  # rows of a person at most, where that is fixed
         self.capacity = capacity if self._most is None else min(capacity, max(1, self._most // self._several))
-        self._begun = False  # whether a batch was run eagerly, under all checks
+        self._tried: set[Any] = (
+            set()
+        )  # kinds of batches and states of the model that were run eagerly, under all checks
         self._images: bool | None = None  # whether batches are images for convolutions on a CPU; None before the first
         self._programs: dict[Any, PaddedStep] = {}
         self._places = os_generator()  # who sits where in a padded batch, and in which part of a large one
@@ -92,13 +94,15 @@ class CompiledStep:
             self._check = None
         if self._images is None:
             self._images = self.device.type == "cpu" and convolves(self.model, tensors_in(batch))
-        program = self._program(batch) if self._begun and self._reason is None else None
+        key = self._key(batch) if self._reason is None else None
+        program = self._program(key, batch) if key in self._tried else None
         whole = None if program is None or self._examples(rows) > self.capacity else self._whole(program)
         if whole is not None:
             self._load(whole.program, batch)
             optimizer.step_by(whole)
             return whole.loss / max(1, rows)
         total: Tensor | None = None
+        looked = self._people is None or shows_order(rows, self._examples(rows))
         redeemable = draws is not None and draws.redeemable
         for first, last, part in self._parts(batch, rows, program):
             optimizer.begin_micro_batch(first=first, last=last)
@@ -110,8 +114,17 @@ class CompiledStep:
             optimizer.step()
             total = loss if total is None else total + loss
         assert total is not None
-        self._begun = self._begun or rows > 0
+        if program is None and key is not None and rows > 0 and looked:
+            self._note_tried(key, batch)
         return total / max(1, rows)
+
+    def _note_tried(self, key: Any, batch: Any) -> None:
+        """A batch was run eagerly, under all checks: those like it may be captured."""
+        self._tried.add(key)
+        if self._key(batch) != key:
+            self._give_up("its forward changes attributes of the model")
+        elif len(self._tried) > _MOST_PROGRAMS:
+            self._give_up(f"batches, model or settings have had more than {_MOST_PROGRAMS} different forms")
 
     # ---- the eager step
 
@@ -218,28 +231,24 @@ class CompiledStep:
         message = f"engine.compile: the step is not captured, since {reason}. It runs eagerly, with the same result."
         warnings.warn(message, stacklevel=4)
 
-    def _program(self, batch: Any) -> PaddedStep | None:
-        """The program for batches like this one; None if there can be none."""
-        try:
-            key = self._key(batch)
-            if key not in self._programs:
-                if len(self._programs) == _MOST_PROGRAMS:
-                    raise NotCaptured(f"batches, model or settings have had {_MOST_PROGRAMS} different forms")
-                parts = self.optimizer.params, self.optimizer._clipping, batch, self.capacity
-                each = self.keeper.augmentations * self._several
-                self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts, each)
-        except NotCaptured as error:
-            self._give_up(str(error))
-            return None
+    def _program(self, key: Any, batch: Any) -> PaddedStep:
+        """The program for batches like this one."""
+        if key not in self._programs:
+            parts = self.optimizer.params, self.optimizer._clipping, batch, self.capacity
+            each = self.keeper.augmentations * self._several
+            self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts, each)
         return self._programs[key]
 
     def _key(self, batch: Any) -> Any:
-        """All that is fixed in a program."""
-        tensors = tensors_in(batch)
+        """All that is fixed in a program; None if batches like this one have none."""
+        tensors, reason = tensors_in(batch), ""
         if other := next((type(o).__name__ for o in others_in(batch) if o is not None), None):
-            raise NotCaptured(f"a batch holds a {other}, which is no tensor")
-        if len({len(t) if t.dim() else -1 for t in tensors}) != 1:
-            raise NotCaptured("the tensors of a batch do not have one row per example each")
+            reason = f"a batch holds a {other}, which is no tensor"
+        elif len({len(t) if t.dim() else -1 for t in tensors}) != 1:
+            reason = "the tensors of a batch do not have one row per example each"
+        if reason:
+            self._give_up(reason)
+            return None
         kind = self.device.type
         numbers, held = self._looked_at
         return (
@@ -263,12 +272,12 @@ class CompiledStep:
 
     def _whole(self, program: PaddedStep) -> WholeStep | None:
         """The program of the whole release on a batch of this kind, if there is one and it can make the next release."""
-        if program.whole is None and program.settled:
-            program.whole = whole_step(program, self.optimizer) or False
-        whole: WholeStep | None = program.whole or None
-        if whole is None or not whole.ready(self.optimizer.spec_of_release()):
-            return None
         try:
+            if program.whole is None and program.settled:
+                program.whole = whole_step(program, self.optimizer) or False
+            whole: WholeStep | None = program.whole or None
+            if whole is None or not whole.ready(self.optimizer.spec_of_release()):
+                return None
             whole.prepare()
         except Exception as error:
             program.whole = False
@@ -284,8 +293,12 @@ class CompiledStep:
         return rows // self.keeper.augmentations if people is None else len(people)
 
     def _load(self, program: PaddedStep, part: Any) -> None:
-        rows, of_people = _rows(part), self.keeper.people
-        program.load(tensors_in(part), self._places, of_people(rows, part) if of_people is not None and rows else None)
+        rows, of_people, draws = _rows(part), self.keeper.people, self.optimizer.draws
+        people = None
+        if of_people is not None and draws is not None and rows:
+            itself = all(a is b for a, b in zip(tensors_in(part), tensors_in(draws.batch), strict=False))
+            people = of_people(rows, None if itself else part)  # whose order needs no look if it is the loader's
+        program.load(tensors_in(part), self._places, people)
 
     def _padded(self, program: PaddedStep, part: Any) -> Tensor:
         """The clipped sum of a part, for the optimizer to take; by an eager pass if that fails before it was captured."""

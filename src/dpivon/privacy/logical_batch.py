@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from dpivon.privacy.forward_watch import ForwardWatch
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.people import end_of_part
-from dpivon.release import Release
+from dpivon.release import LearnsFromReleases, Release
 from dpivon.shards import like_parameter, local
 
 if TYPE_CHECKING:
@@ -194,23 +195,20 @@ def unreleased_sums(params: Sequence[Any]) -> dict[Tensor, Any]:
 def hand_over(release: Release, params: Sequence[Any], inner: Optimizer, *, by_program: bool = False) -> None:
     """The sum is spent, and ``p.grad`` is g_dp: raw gradients and sums are gone, also of a parameter that was frozen since.
 
-    ``by_program``: there was no sum, and ``p.grad`` is where the program writes its releases.
+    ``by_program``: there was no sum. An optimizer that reads ``p.grad`` may write to it too, and gets a copy.
     """
     for p in _all_parameters(inner):
-        if by_program:
-            p.grad = release.gradients.get(p)
-            continue
         p.grad = None
-        if p not in release.gradients:
+        if p not in release.gradients and not by_program:
             p.summed_grad = None
-    if by_program:
-        return
-    for p in params:
-        _mark_as_processed(p.summed_grad)
-        g, own = release.gradients[p], local(p)
-        p.grad = like_parameter(
-            (g if g.shape == own.shape else g.view_as(own)).to(p.dtype), p
-        )  # itself, where it can be
+    given = [release.gradients[p] for p in params]
+    if not isinstance(inner, LearnsFromReleases):
+        given = list(torch._foreach_mul(given, 1.0))
+    for p, g in zip(params, given, strict=True):
+        if not by_program:
+            _mark_as_processed(p.summed_grad)
+        own = local(p)
+        p.grad = like_parameter((g if g.shape == own.shape else g.view_as(own)).to(p.dtype), p)
 
 
 def _all_parameters(inner: Optimizer) -> Iterator[Any]:

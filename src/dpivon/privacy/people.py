@@ -114,7 +114,7 @@ class People:
 
         def of_batch(rows: int, inputs: Any) -> Groups:
             groups = Groups.of_people(draws.sizes, rows, layout["augmentations"], mean=mean)
-            if rows > _FEW and len(groups.sizes) > 1 and next(looks, None) is not None:
+            if inputs is not None and shows_order(rows, len(groups.sizes)) and next(looks, None) is not None:
                 _check_loop(tensors_in(inputs), tensors_in(draws.batch), dim)
             return groups
 
@@ -133,6 +133,11 @@ class People:
             shuffled = torch.argsort(owner + uniform(len(owner)))  # within each person
             rows, counts = rows[shuffled][place < self.rows], counts.clamp(max=self.rows)
         return [part.tolist() for part in rows.split(counts.tolist())] if len(drawn) else []
+
+
+def shows_order(rows: int, people: int) -> bool:
+    """Whether it is seen of a batch if its rows are in another order."""
+    return rows > _FEW and people > 1
 
 
 def _check_collate(loader: Any, dim: int, views: int) -> None:

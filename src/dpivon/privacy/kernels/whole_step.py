@@ -48,7 +48,7 @@ class WholeStep:
         self.gradients = TensorList.of(self.released, [p.shape for p in self.params]).tensors
         self.loss = torch.zeros((), device=device)
         self.prepared = False
-        self._made: tuple[NoiseSpec, Release] | None = None
+        self._made: Release | None = None  # the last one
         drawing = [generator, *([g] if (g := getattr(inner, "generator", None)) is not None else [])]
         self._release = Replay(self._run, device, program.replay, drawing)
         self._update = Replay(self._learn, device, None, drawing[1:])
@@ -95,16 +95,16 @@ class WholeStep:
             or (journal is not None and journal.reads_sums)
         ):
             return False
-        return self.rows is None or self.rows.ready(spec.divisor, spec.variance)
+        # Of a sum no batch size is stated, and rules go by their own.
+        return self.rows is None or (spec.loss_reduction == "mean" and self.rows.ready(spec.divisor, spec.variance))
 
     def __call__(self, spec: NoiseSpec) -> Release:
         self._numbers.write((spec.noise_std, spec.divisor))
         self._release()
         if self.rows is not None:
             self.optimizer.original_optimizer.replayed = self._replayed  # type: ignore[attr-defined]
-        if self._made is None or self._made[0] is not spec:
-            self._made = spec, as_release(dict(zip(self.params, self.gradients, strict=True)), spec)
-        return self._made[1]
+        self._made = as_release(dict(zip(self.params, self.gradients, strict=True)), spec)
+        return self._made
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -129,7 +129,7 @@ class WholeStep:
             self.rows.step(self.released)
 
     def _replayed(self, release: Release) -> bool:
-        if self._made is None or release is not self._made[1]:
+        if release is not self._made:
             return False
         assert self.rows is not None
         self._update()
