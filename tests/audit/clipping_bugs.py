@@ -15,6 +15,7 @@ import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
 from dpivon.audit.session import PATHS
 from dpivon.privacy.clipping import FlatClipping
+from dpivon.privacy.kernels.padded_step import PaddedStep
 from dpivon.privacy.layers import fallback, uses
 from dpivon.privacy.layers.uses import Dense, Outer, Rows
 from dpivon.privacy.logical_batch import LogicalBatch
@@ -59,9 +60,25 @@ def not_finite() -> dict[str, Patch | str]:
     return everywhere(keep, keep)
 
 
-def sums(change: Callable[[Any, tuple[Any, ...]], Any]) -> dict[str, Patch | str]:
-    """``change(original bound to its object, arguments)`` in place of a path's clipped sums."""
-    return {
+def sums(change: Callable[[Any, tuple[Any, ...]], Any], recorded: str = "_sums") -> dict[str, Patch | str]:
+    """``change(original bound to its object, arguments)`` in place of a path's clipped sums; in a compiled step where they are
+    ``recorded``, or ``at`` every replay."""
+
+    def program(original: Any) -> Any:
+        def changed(self: Any, *given: Any) -> Any:
+            losses: list[Any] = []
+
+            def call() -> list[Tensor]:
+                row, loss = original(self, *given)
+                losses.append(loss)
+                return [row]
+
+            (row,) = change(call, (None, self.clipping))
+            return row, losses[0]
+
+        return changed
+
+    return {"compiled": attr(PaddedStep, recorded, program)} | {
         path: attr(
             kind, "clipped_sums", lambda original: lambda self, *a: change(lambda *b: original(self, *(b or a)), a)
         )
@@ -82,8 +99,8 @@ def clip_the_batch() -> dict[str, Patch | str]:
         with attr(FlatClipping, "factors", lambda o: lambda self, norms: (norms.sum(0) * 0 + 1).expand_as(norms))():
             total = call()
         if isinstance(total, list):
-            norm = torch.sqrt(sum(t.double().square().sum() for t in total))
-            return [t * min(1.0, args[1].sensitivity / (float(norm) + 1e-6)) for t in total]
+            norm = torch.stack([t.double().square().sum() for t in total]).sum().sqrt()
+            return [t * (args[1].sensitivity / (norm + 1e-6)).clamp(max=1.0) for t in total]
         norm = total.norm(dim=1, keepdim=True)
         return total * (args[2].double().unsqueeze(1) / (norm + 1e-6)).clamp(max=1.0)
 
@@ -131,7 +148,7 @@ def stale_sum() -> dict[str, Patch | str]:
 
         return change
 
-    return {path: sums(add(path))[path] for path in PATHS}
+    return {path: sums(add(path), "at")[path] for path in PATHS}
 
 
 def stale_parts() -> dict[str, Patch | str]:

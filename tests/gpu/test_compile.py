@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import warnings
 
 import pytest
@@ -61,6 +63,9 @@ def trained(way, steps=12, capacity=None, most=None, **options):
                 step(batch)
             decay.step()
             done += 1
+            if done == 8:  # a program must read both from the device
+                optimizer.noise_multiplier *= 0.5
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if done == steps:
                 break
     if way == "captured":
@@ -81,8 +86,8 @@ def in_full_precision():
 
 @pytest.mark.parametrize(
     "case",
-    [{}, {"kind": "adam"}, {"samples": 2}, {"capacity": 48}, {"most": 24}, PEOPLE, PEOPLE | {"most": 50}],
-    ids=["ivon", "adam", "θ-samples", "overflow", "micro-batches", "people", "people in parts"],
+    [{}, {"kind": "adam"}, {"samples": 2}, {"capacity": 64}, {"most": 24}, PEOPLE, PEOPLE | {"most": 50}],
+    ids=["ivon", "adam", "θ-samples", "some overflow", "micro-batches", "people", "people in parts"],
 )
 def test_a_captured_step_is_the_eager_loop(case):
     """With a scheduler, the same noise, batches and θ-samples; the first steps are eager, the others replayed."""
@@ -104,20 +109,54 @@ def _fresh():
     return CompactCNN()
 
 
-def test_every_replay_has_noise_of_its_own_and_learns_from_its_own_batch():
-    engine, _, optimizer, loader = made("sgd", noise_multiplier=1.0)
+def silent(model, batch):
+    return losses(model, batch) * 0.0
+
+
+@pytest.mark.parametrize("kind", ["ivon", "adam"])
+def test_every_replay_has_noise_of_its_own_and_of_the_stated_width(kind):
+    """Of a loss without a gradient all is noise, and σ is halved on the way."""
+    engine, _, optimizer, loader = made(kind, noise_multiplier=1.0)
+    step, released, widths = engine.compile(silent), [], []
+    for batch in itertools.chain(loader, loader):
+        if len(released) == 10:
+            optimizer.noise_multiplier *= 0.5
+        step(batch)
+        assert optimizer.last_release is not None
+        drawn = [g.flatten().double().cpu() for g in optimizer.last_release.gradients.values()]
+        released.append(torch.cat(drawn))
+        widths.append(optimizer.spec.noise_std / optimizer.spec.divisor)
+    assert step.path == "captured"
+    assert all(program.whole.prepared for program in step._programs.values())
+    n = released[0].numel()
+    for noise, width in zip(released, widths, strict=True):
+        assert abs(float(noise.var()) / width**2 - 1) < 5 * math.sqrt(2 / n)
+    for a, b in itertools.combinations(released, 2):
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 6 / math.sqrt(n)
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False")
+def test_no_example_moves_the_sum_that_a_captured_release_is_made_of():
+    """The release itself, with and without one example, under the same noise."""
+    x, y = data()
+    x, y = x[:1] + 0.01 * x[:513], y[:1].expand(513).clone()
+    engine, _, optimizer, _ = made("adam", max_grad_norm=1.0, poisson_sampling=False)
+    step = engine.compile(losses)
+    step.capacity = 560
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    step = engine.compile(losses)
-    released = []
-    for batch in loader:
-        step(batch)
-        released.append(torch.cat([p.grad.flatten() for p in optimizer.params]).cpu())
-    assert step.path == "captured"
-    std = optimizer.spec.noise_std / optimizer.spec.divisor
-    for a, b in itertools.pairwise(released[4:]):
-        apart = float((a - b).std())
-        assert 1.2 * std < apart < 3 * std  # √2 of the noise, and what the batches differ in
+    for _ in range(6):
+        step((x, y))
+    (program,) = step._programs.values()
+    assert program.whole.prepared
+    noise, places, released = program.whole.generator.get_state(), step._places.get_state(), []
+    for n in (513, 512):
+        program.whole.generator.set_state(noise)
+        step._places.set_state(places)  # everyone sits where they sat, and the last place is empty
+        step((x[:n], y[:n]))
+        gradients = optimizer.last_release.gradients.values()
+        released.append(torch.cat([g.flatten().double() for g in gradients]) * optimizer.spec.divisor)
+    assert 0.5 < float((released[0] - released[1]).norm()) <= 1 + 1e-4  # of a release in fp32
 
 
 @pytest.mark.filterwarnings("ignore:poisson_sampling=False")
