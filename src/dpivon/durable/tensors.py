@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +114,22 @@ def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 def bytes_of(value: Tensor) -> bytes:
     """The bytes of a tensor, of any dtype."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def held_tensors(dataset: Any) -> Iterator[Tensor]:
+    """The tensors of a data set that is held in memory; none if it is of another kind."""
+    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
+        if inner is not None:
+            yield from held_tensors(inner)
+    held = [
+        *getattr(dataset, "tensors", ()),
+        *(getattr(dataset, name, None) for name in ("data", "targets", "indices")),
+    ]
+    for value in held:
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None and not callable(value):
+            try:
+                yield torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                continue

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Record
-from dpivon.durable.tensors import bytes_of
+from dpivon.durable.tensors import bytes_of, held_tensors
 from dpivon.errors import PrivacyError, PrivacyWarning, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.rule_optimizer import RuleOptimizer
@@ -32,7 +32,7 @@ from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.states import load_model, share_state, whole_model, whole_optimizer
 from dpivon.privacy.ranks.team import Team
 from dpivon.privacy.resume import ReplayJournal, refresh, repeatable, sampler_of
-from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler, held_tensors
+from dpivon.privacy.sampling import PoissonDataLoader, PoissonSampler
 
 _T = TypeVar("_T")
 

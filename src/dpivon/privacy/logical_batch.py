@@ -205,8 +205,10 @@ def hand_over(release: Release, params: Sequence[Any], inner: Optimizer, *, by_p
     if not isinstance(inner, LearnsFromReleases):
         given = list(torch._foreach_mul(given, 1.0))
     for p, g in zip(params, given, strict=True):
-        if not by_program:
-            _mark_as_processed(p.summed_grad)
+        if by_program:  # of whole parameters in fp32
+            p.grad = g
+            continue
+        _mark_as_processed(p.summed_grad)
         own = local(p)
         p.grad = like_parameter((g if g.shape == own.shape else g.view_as(own)).to(p.dtype), p)
 

@@ -12,13 +12,12 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.durable.tensors import bytes_of
+from dpivon.durable.tensors import bytes_of, held_tensors
 from dpivon.errors import bad
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.ranks.group import Group
 from dpivon.privacy.ranks.team import Replicated, Sharded, check_sharded, fsdp_modules
 from dpivon.privacy.resume import refresh
-from dpivon.privacy.sampling import held_tensors
 
 
 def unwrap_parallel(module: nn.Module, wrap_model: bool) -> nn.Module:
