@@ -6,7 +6,7 @@ folder=${1:-benchmarks/results}
 python=${PYTHON:-python3}
 plain="plain-bf16 plain-bf16-cl plain-bf16-compiled plain-bf16-cl-compiled plain-bf16-captured plain-bf16-cl-captured
        plain-bf16-compiled-captured plain-bf16-cl-compiled-captured"
-export DPIVON_CONV_KERNELS=0 TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}" # contenders compile side by side
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}" # contenders compile side by side
 
 measure() { # NAME COMMAND…
     file="$folder/$1.json"
@@ -28,16 +28,8 @@ step step-wrn-h200 wrn 256 --only $plain opacus-hooks opacus-ghost ours-bf16 our
 step step-text-h200 text 512 --only $plain ours-bf16 ours-captured
 # shellcheck disable=SC2086
 step step-vit-h200 vit 256 --only $plain ours-bf16 ours-captured
-# The same with kernels for norms and sums; those above are without. One contender is new to the compiler's cache, so it
-# may have the processors to itself: 508 configurations of torch's own kernels on two of them would take minutes.
-export DPIVON_CONV_KERNELS=1 TORCHINDUCTOR_COMPILE_THREADS=16
-# shellcheck disable=SC2086
-step step-wrn-kernels-h200 wrn 256 --only $plain opacus-hooks ours-bf16 ours-captured
-# shellcheck disable=SC2086
-step step-text-kernels-h200 text 512 --only $plain ours-bf16 ours-captured
-# shellcheck disable=SC2086
-step step-vit-kernels-h200 vit 256 --only $plain ours-bf16 ours-captured
-unset DPIVON_CONV_KERNELS
-export TORCHINDUCTOR_COMPILE_THREADS=2
+measure own-loop-h200 benchmarks.own_loop --batch 512 128
+measure train-throughput-h200 benchmarks.train_throughput --seconds 2
+measure transformers-h200 benchmarks.transformers --shapes 64x128,16x512,8x1024,roberta-large:16x128
 measure stacked-h200 benchmarks.stacked --steps 64
 measure scaling-h200 benchmarks.scaling --device cuda
