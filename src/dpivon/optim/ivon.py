@@ -22,7 +22,7 @@ from dpivon.optim.prior import damping, dampings
 from dpivon.optim.rule import check_hyper
 from dpivon.optim.rule import debias as one_minus_power
 from dpivon.optim.rule_optimizer import NO_GRADIENT, ReleaseOptimizer
-from dpivon.optim.tensors import TensorList
+from dpivon.optim.tensors import TensorList, in_parts
 from dpivon.optim.theta import GradientAverage, Perturbation, ThetaSamples, set_aside
 from dpivon.posterior import Posterior
 from dpivon.release import Release
@@ -147,7 +147,7 @@ class IVON(ReleaseOptimizer):
     def _draw(self) -> Perturbation:
         parts = []
         for group in self.param_groups:
-            if params := [p for p in group["params"] if p.requires_grad]:
+            for params in in_parts([p for p in group["params"] if p.requires_grad]):
                 states = self._states(params, group)
                 hess = TensorList([state["hess"] for state in states])
                 sigma = std(hess, ess=group["ess"], weight_decay=dampings(states, group))
@@ -180,8 +180,9 @@ class IVON(ReleaseOptimizer):
             return loss
         trained = self._trained(release)
         for group, params in trained:
-            self._states(params, group)
-            self._update(group, params, self._evidence(group, params, release))
+            for some in in_parts(params):
+                self._states(some, group)
+                self._update(group, some, self._evidence(group, some, release))
         self.discard_samples()
         if not trained:
             raise DpivonError(NO_GRADIENT)

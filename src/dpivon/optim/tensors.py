@@ -22,6 +22,19 @@ def joins(tensors: Sequence[Tensor]) -> bool:
     return all(t.is_cuda and t.dtype is dtype and t.get_device() == index for t in tensors)
 
 
+def in_parts(tensors: Sequence[Tensor], most: int = 2**26) -> Iterator[list[Tensor]]:
+    """The tensors in order, some at a time: of at most so many numbers together, or one tensor. What is computed of one part is
+    let go before the next, and a large model needs room for a part of itself only."""
+    part: list[Tensor] = []
+    for t in tensors:
+        if part and sum(own.numel() for own in part) + t.numel() > most:
+            yield part
+            part = []
+        part.append(t)
+    if part:
+        yield part
+
+
 def neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
     """The flat tensor that these are consecutive views of, as the results of joined lists are; None if they are not.
 
