@@ -74,6 +74,8 @@ def calibrated(
     _, rate, _ = check_entry(1.0, sample_rate, steps)
     number = check_whole("steps", steps, "Give at least one step to calibrate for", at_least=1)
     least = cost((LARGEST, rate, number))
+    if least > target and tighter is not None:  # releases besides may have been planned by the tighter bound
+        cost, least = tighter, tighter((LARGEST, rate, number))
     if least > target:
         raise bad(
             "target_epsilon",
