@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from whole_runs import Dies, posterior, same
 
 from clinic import as_flags, clinic, rows, write_csv
-from dpivon import DpivonError
+from dpivon import DpivonError, PrivacyWarning
 from dpivon.cli import app
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.privacy.accounting import epsilon
@@ -229,6 +229,38 @@ def test_it_starts_at_the_earlier_mean_with_the_last_layer_and_the_prior_where_t
             name = next(n for n, own in learner.model.named_parameters() if own is p)
             torch.testing.assert_close(given["prior_mean"], earlier.mean[name])
             torch.testing.assert_close(given["prior_decay"], 1 / (earlier.variance[name] * group["ess"]))
+
+
+def test_a_line_torn_before_the_first_release_charges_one_more_and_not_the_earlier_run_again(
+    years: Any, tmp_path: Path
+) -> None:
+    folder, common, (one, _, _) = years
+    options = common | {"start_from": str(folder / "one"), "epsilon": 3.0, "out": str(tmp_path / "two")}
+    with pytest.raises(MemoryError):
+        train(resolve(options), Dies(1))
+    path = tmp_path / "two" / "ledger.jsonl"
+    *whole, _, last, end = path.read_bytes().split(b"\n")
+    assert (b'"n":1' in last, end) == (True, b"")
+    path.write_bytes(b"\n".join([*whole, last[:9]]))  # the terms of the run and its first charge, torn by a crash
+    with pytest.warns(PrivacyWarning, match="1 releases were made and lost"):
+        found = train(resolve(options))
+    assert one["releases"] + 12 <= found["releases"] <= one["releases"] + 13
+    assert found["epsilon"] <= 3.0
+
+
+def test_people_compose_and_rows_do_not_follow_them(tmp_path: Path) -> None:
+    options = clinic(tmp_path) | {"unit": "patient", "dataset_size": 100, "batch_size": 20, "epochs": 1, "delta": 1e-3}
+    header, *cells = [line.split(",") for line in (tmp_path / "train.csv").read_text().splitlines()]
+    lines = [[*header, "patient"], *([*row, f"p{i % 100}"] for i, row in enumerate(cells))]
+    (tmp_path / "train.csv").write_text("\n".join(",".join(line) for line in lines) + "\n")
+    first = train(resolve(options | {"epsilon": 2.0, "out": str(tmp_path / "one")}))
+    later = options | {"start_from": str(tmp_path / "one"), "epsilon": 3.0, "out": str(tmp_path / "two")}
+    second = train(resolve(later | {"rows_per_unit": 2}))
+    assert (ledger(tmp_path / "two").unit, ledger(tmp_path / "two").earlier) == ("patient", first["releases"])
+    assert "and people that are only in this run's data" in second["started_from"]["sentence"]
+    alone = {name: value for name, value in later.items() if name != "unit"} | {"ignore": ["note", "patient"]}
+    with pytest.raises(DpivonError, match=r"unit=None: .*person with all their rows.*Give --unit patient"):
+        train(resolve(alone | {"out": str(tmp_path / "none")}), proceed=True)
 
 
 def test_the_same_seed_draws_other_noise_in_the_next_run(years: Any) -> None:
