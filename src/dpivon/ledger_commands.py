@@ -13,7 +13,17 @@ from dpivon.durable.ledger import PROVES, PROVES_NOT, Record, read
 from dpivon.errors import PrivacyError, bad
 from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import History, merged
-from dpivon.privacy.accounting.recorded import DELTA, LEDGER, drawn, epsilons, find, history, own_delta, seeded
+from dpivon.privacy.accounting.recorded import (
+    DELTA,
+    LEDGER,
+    drawn,
+    epsilons,
+    find,
+    history,
+    own_delta,
+    seeded,
+    started_from,
+)
 from dpivon.study.results.folder import run_names
 from dpivon.terminal import say, warnings_as_lines
 
@@ -63,6 +73,8 @@ def show(
                     "ε = inf, not private" if row["noise_multiplier"] == 0 else f"σ = {row['noise_multiplier']:.6g}"
                 )
                 say(f"    {row['steps']} × {stated}, q = {row['sample_rate']:.6g}")
+            for name, releases in account["earlier"].items():
+                say(f"    {releases} × of the earlier run {name}")
             for text, releases in account["drawn_by"].items():
                 say(f"    {releases} × {text}")
             proved = sorted((value, name) for name, value in account["epsilon"].items() if value != "inf")
@@ -159,7 +171,7 @@ def _described(path: Path, delta: float, delta_from: str) -> dict[str, Any]:
         key = repr(rows)
         if key not in known:
             known[key] = {k: v if math.isfinite(v) else "inf" for k, v in epsilons(rows, delta).items()}
-        stated = {"drawn_by": drawn(record, i), "epsilon": known[key]}
+        stated = {"drawn_by": drawn(record, i), "earlier": started_from(record, i), "epsilon": known[key]}
         runs.append({"run": name, "rows": _rows(rows), "terms": _terms(record, i), **stated})
     about = {"ledger": str(path), "releases": record.releases, "torn": record.torn, "unit": record.unit or "example"}
     return {**about, "delta": delta, "delta_from": delta_from, "runs": runs}

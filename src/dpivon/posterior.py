@@ -5,6 +5,7 @@ Everything here is post-processing of numbers that were already released, so it 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.durable.tensors import read_tensors, write_tensors
+from dpivon.durable.tensors import bytes_of, read_tensors, write_tensors
 from dpivon.errors import ArgumentError, bad
 from dpivon.shards import local, whole
 
@@ -35,6 +36,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 class _Weights:
     """What both kinds of posterior share."""
 
+    mean: Any
     variance: Any
     for_model: Any
 
@@ -42,6 +44,14 @@ class _Weights:
     def std(self) -> dict[str, Tensor]:
         """The standard deviation of each weight, by name."""
         return {name: v.sqrt() for name, v in self.variance.items()}
+
+    @property
+    def digest(self) -> str:
+        """A short fingerprint of names, means and variances."""
+        total, mean, variance = hashlib.sha256(), self.mean, self.variance
+        for name in sorted(mean):
+            total.update(name.encode() + bytes_of(mean[name]) + bytes_of(variance[name]))
+        return total.hexdigest()[:16]
 
     def matches(self, model: nn.Module) -> bool:
         """True when names and shapes fit ``model``; otherwise an error naming the first that does not."""
@@ -104,6 +114,11 @@ class Posterior(_Weights):
         }
         variance = {name: torch.zeros_like(m) for name, m in mean.items()}
         return cls(mean, variance, {"method": "point"})
+
+    @property
+    def has_width(self) -> bool:
+        """Whether every weight has a variance above 0, so that it can be a prior."""
+        return all(bool((v > 0).all()) for v in self.variance.values())
 
     @property
     def num_parameters(self) -> int:

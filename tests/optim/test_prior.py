@@ -192,3 +192,19 @@ def test_the_tables_of_curvature_estimators_have_the_priors_damping() -> None:
         )
         found = [estimate(resolve(name), row, shapes), estimate(resolve(name), both)]
         torch.testing.assert_close(found[0][0], torch.cat([t.flatten() for t in found[1]]))
+
+
+def test_a_precise_prior_does_not_make_dp_steady_diverge() -> None:
+    """δ = 1/(N v) may be larger than what the step divides by: the pull alone must not pass the prior's mean."""
+    model = network()
+    start = [p.detach().clone() for p in model.parameters()]
+    named = {n: p.detach().clone() for n, p in model.named_parameters()}
+    prior = Posterior(named, {n: torch.full_like(p, 1e-7) for n, p in named.items()})
+    made = optimizer("steady", model, prior=prior)
+    g = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        for p in model.parameters():
+            p.grad = 1e-3 * torch.randn(p.shape, generator=g)
+        made.step()
+    for p, q in zip(model.parameters(), start, strict=True):
+        assert (p - q).abs().max() <= 1e-2 * N * 1e-7  # s̄/δ, with |s̄| well below 10 times the gradients

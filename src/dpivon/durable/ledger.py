@@ -12,8 +12,9 @@ A line is written and synced, then come its releases: a crash in between has pai
 lines are merged when there are thousands of them, so a ledger stays small however long the run. A last line that the
 crash tore is charged as if it had been the largest line of its kind. Anything else that does not fit is an error.
 
-An entry names its run where the ledger is of several; a ledger of version 1 never does. :data:`PROVES` and
-:data:`PROVES_NOT` say what the chain is good for.
+An entry names its run where the ledger is of several; a ledger of version 1 never does. A run that started from an earlier one
+has the releases of that run first, each with its id as ``earlier``. :data:`PROVES` and :data:`PROVES_NOT` say what the chain is
+good for.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class Record:
     def names(self) -> tuple[str, ...]:
         """Whose releases they are, in the order of the terms; empty where not recorded."""
         return next((found for terms, _ in reversed(self.rows) if (found := names(terms))), ())
+
+    @property
+    def earlier(self) -> int:
+        """How many of the releases are of earlier runs that this one started from."""
+        return sum(n for terms, n in self.rows if any("earlier" in own for own in terms))
 
     @property
     def unit(self) -> str:
@@ -123,7 +129,7 @@ def digest(terms: Terms) -> str:
 
 
 class Ledger:
-    """A ledger open for charging. One process at a time: a second is refused.
+    """A ledger open for charging. One process at a time: a second is refused. A new one begins with the rows ``earlier``.
 
     >>> ledger = Ledger(folder / "ledger.jsonl")
     >>> ledger.charge(({"noise_multiplier": 1.0, "sample_rate": 0.01, …},), 32)  # on disk when this returns
@@ -135,20 +141,20 @@ class Ledger:
 
     ahead = 1
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], earlier: Sequence[tuple[Terms, int]] = ()) -> None:
         self.path, self._file, self._process = Path(path), -1, os.getpid()
         self._spare = 0  # releases on disk that are not in the record, since they were not made yet
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.path.with_name(self.path.name + ".lock"), str(self.path))
         try:
-            self._open()
+            self._open(earlier)
         except BaseException:
             self._lock.release()
             raise
 
-    def _open(self) -> None:
+    def _open(self, earlier: Sequence[tuple[Terms, int]]) -> None:
         if not self.path.exists():
-            self.record, self._largest = Record(secrets.token_hex(8)), 1
+            self.record, self._largest = Record(secrets.token_hex(8), list(earlier)), 1
             content, _ = _sealed(self._lines_of_record(), "")
             replace(self.path, content)
         self._reopen()

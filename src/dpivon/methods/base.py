@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpivon.errors import PrivacyError
+from dpivon.errors import PrivacyError, bad
 from dpivon.optim.average import EMA, window_decay
 from dpivon.optim.ivon import IVON
-from dpivon.optim.rule import UpdateRule
+from dpivon.optim.parameters import parameter_names
+from dpivon.optim.rule import UpdateRule, takes_prior
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior
 from dpivon.predict import predict
@@ -150,6 +151,26 @@ class Learner:
                 group["steps"] = float(steps)
                 if self.average is not None and self.windowed:
                     self.average.decay = window_decay(steps)
+
+    @property
+    def takes_prior(self) -> bool:
+        """Whether its steps pull towards a prior's mean (:mod:`dpivon.optim.prior`)."""
+        optimizer = self.optimizer
+        return isinstance(optimizer, IVON) or (isinstance(optimizer, RuleOptimizer) and takes_prior(optimizer.rule))
+
+    def _take_prior(self, prior: Posterior) -> None:
+        """Hand the prior to the optimizer, which knows its parameters by their numbers."""
+        if not self.takes_prior:
+            fix = "Use 'dp-steady', 'dp-calm' or a DP-IVON"
+            raise bad("prior", type(prior).__name__, f"is not used by {self.method.name!r}", fix)
+        optimizer: Any = self.optimizer
+        names = parameter_names(optimizer, self.model)
+        trained = [names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if missing := [name for name in trained if name not in prior.mean]:
+            fix = "Give the prior of this network"
+            raise bad("prior", sorted(prior.mean)[:3], f"has no parameter {missing[0]!r}", fix)
+        mean, variance = ({str(i): t[name] for i, name in enumerate(trained)} for t in (prior.mean, prior.variance))
+        optimizer._take_prior(Posterior(mean, variance))
 
     def _remember(self, made: Any) -> Any:
         self.private_optimizer = made[1]

@@ -75,10 +75,14 @@ def calm_step(
     nu: Any,
     prior_mean: Values | None = None,
 ) -> Values:
-    """m − α (s̄ + δ (m − μ)) / (√(max(v̂, 0) + s²) + ν)."""
-    return (
-        mean - (momentum + pull(mean, decay, prior_mean)) / ((moment.clamp(min=0.0) + noise_variance).sqrt() + nu) * lr
-    )
+    """m − α (s̄ + δ (m − μ)) / D with D = √(max(v̂, 0) + s²) + ν; with a prior D = max(√(max(v̂, 0) + s²) + ν, α δ).
+
+    So a step never passes a prior's mean by its pull alone: where the prior is that precise, m becomes μ − s̄/δ.
+    """
+    size = (moment.clamp(min=0.0) + noise_variance).sqrt() + nu
+    if prior_mean is not None:
+        size = size + (decay * lr - size).clamp(min=0.0)
+    return mean - (momentum + pull(mean, decay, prior_mean)) / size * lr
 
 
 @dataclass(frozen=True)

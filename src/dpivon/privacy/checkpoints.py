@@ -222,10 +222,10 @@ class Checkpoints:
             state = share_state(self._team.group, self._optimizer, state)
         record = self._ledger.record
         if state is None:
-            if record.releases:
-                self._tell_lost(record.releases, "There is no checkpoint")
+            if lost := record.releases - record.earlier:
+                self._tell_lost(lost, "There is no checkpoint")
             self.save()  # a crash before the first that is asked for shall lose nothing either
-            return Resumed(0, 0, record.releases, {})
+            return Resumed(0, 0, lost, {})
         self._check(state, record)
         optimizer, sampler, at = self._optimizer, self._sampler, int(state["ledger"]["position"])
         optimizer.abandon_virtual_batch()

@@ -356,9 +356,9 @@ class PrivacyEngine(OpacusVerbs, Compiles, Fits):
     def attach_ledger(self, path: str | os.PathLike[str]) -> Ledger | FollowedLedger:
         """Record every release in a file, synced before it is made; what the file holds already is charged to this engine.
 
-        If it holds any release, noise and batches are drawn from new seeds of the operating system, also where yours are
-        fixed: the same noise must not meet two sums. :class:`dpivon.Checkpoints` goes on where a run was. In a process
-        group the first rank has the file, and the others follow it.
+        If it holds any release of its own, noise and batches are drawn from new seeds of the operating system, also where
+        yours are fixed: the same noise must not meet two sums. :class:`dpivon.Checkpoints` goes on where a run was. In a
+        process group the first rank has the file, and the others follow it.
         """
         if self.ledger is not None:
             raise bad("ledger", str(path), f"this engine has {self.ledger.path} already", "Use one engine a ledger")
@@ -368,7 +368,7 @@ class PrivacyEngine(OpacusVerbs, Compiles, Fits):
         ledger = open_ledger(path, self._group())
         replay(ledger.record, 0, self.accountant)
         self.ledger, self._inherited = ledger, len(self.accountant)
-        if self._inherited:
+        if ledger.record.releases > ledger.record.earlier:
             for made in self._made:
                 if (optimizer := made()) is not None:
                     refresh(optimizer)

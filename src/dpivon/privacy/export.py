@@ -63,13 +63,20 @@ def export(
         "delta": delta,
         "unit": record.unit or "example",
         "epsilon": {name: value if math.isfinite(value) else "inf" for name, value in spent.items()},
-        "releases": [{"noise_multiplier": sigma, "sample_rate": q, "steps": n} for sigma, q, n in rows],
+        "run": record.id,
+        "releases": [_release(terms[0], n) for terms, n in record.rows if n],
         "drawn_by": drawn(record, 0),
         "steps": state["steps"],
         "version": __version__,
     }
     replace(out / "privacy.json", (json.dumps(stated, indent=1) + "\n").encode())
     return spent
+
+
+def _release(terms: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """A row of the ledger: σ and q as they are accounted, and whose it is if it is of an earlier run."""
+    without = {} if terms["unaccounted"] is None else {"noise_multiplier": 0.0, "sample_rate": 1.0}
+    return {**terms, **without, "steps": steps}
 
 
 def _posterior(state: Mapping[str, Any]) -> Posterior | None:

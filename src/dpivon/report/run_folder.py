@@ -56,6 +56,13 @@ class Task(_Values):
     network: str = ""
 
 
+class StartedFrom(_Values):
+    """The earlier run whose posterior a run started from."""
+
+    sentence: str
+    releases: int
+
+
 class Summary(_Values):
     format: Literal[1]
     about: About = About()
@@ -84,6 +91,7 @@ class Summary(_Values):
     choices_not_made: tuple[str, ...] = ()
     ledger_digest: str = ""
     seed_is_secret: bool = True
+    started_from: StartedFrom | None = None
 
 
 class Evaluation(_Values):

@@ -98,7 +98,10 @@ _FLAGS = {
         str, _MODEL, "auto, mlp, table, ordinal (classes in their order), small, paper, compact or wrn-16-4."
     ),
     "start_from": _Flag(
-        str, _MODEL, "First weights of images that no one's data is in: images-32, or a file of `dpivon prior learn`."
+        str,
+        _MODEL,
+        "The RUN or published folder of an earlier run: its posterior is the prior, and --epsilon is for both together. Or "
+        "first weights that no one's data is in: images-32, or a file of `dpivon prior learn`.",
     ),
     "hidden": _Flag(
         str, _MODEL, "Widths of an MLP's hidden layers, separated by commas; by default 64, of a table by N·ε."

@@ -24,6 +24,7 @@ from dpivon.sources import Declaration, kind_of
 from dpivon.sources.base import Targets
 from dpivon.sources.columns import Label, Numeric
 from dpivon.sources.schema import with_schema
+from dpivon.train.earlier import network_of
 from dpivon.train.networks import KINDS, Width, current_name
 from dpivon.yaml_files import read_yaml, validated
 
@@ -223,7 +224,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Config:
     for name, fix in (*_NEEDED.items(), _TARGETS[task]):
         if given.get(name) is None:
             raise bad(name, None, "is needed", fix)
-    given = {**defaults(given), **given}
+    given = {**defaults(given), **network_of(given), **given}
     return validated(Config, given, "config", fix=_FIX, place=str(file) if file is not None else "")
 
 

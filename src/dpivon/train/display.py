@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from dpivon.report.privacy import shown
 from dpivon.terminal import Bar, print_facts, printable
 from dpivon.train.artefacts import Line
 from dpivon.train.config import Config
@@ -34,8 +35,11 @@ class Display(Watcher):
             f"{config.method} on {description.network.describe()}; {description.inputs.describe()}, "
             f"{what}. "
             f"{loop.steps} steps of {config.batch_size} {units} on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
-            f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}."
+            f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}"
         )
+        if (earlier := loop.earlier) is not None:
+            plan += f", together with run {earlier.run}, which had spent ε = {shown(earlier.spent(config))}"
+        plan += "."
         self.console.print(Text(printable(plan)))
         bar = self._bar = Bar(loop.steps, lambda: loop.epsilon, not self.console.quiet, self.console)
         bar.__enter__()
@@ -77,6 +81,8 @@ def _lines(summary: dict[str, Any]) -> dict[str, str | list[str]]:
         f"for the published model of {summary['releases']} releases (by accountant: {by}). "
         "Another run on the same data costs its own ε on top.",
     }
+    if started := summary.get("started_from"):
+        lines["Started from"] = started["sentence"]
     if "path" in summary:
         lines["Steps"] = f"were {summary['path']}."
     if not summary["seed_is_secret"]:

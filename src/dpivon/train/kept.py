@@ -170,7 +170,7 @@ class KeptRun:
         ledger = self.engine.ledger
         if isinstance(ledger, Ledger) and self.optimizer.params[0].is_cuda:
             self._each = 0.8 * self._each + 0.2 * seconds
-            left = self.steps - ledger.record.releases
+            left = self.steps - ledger.record.releases + ledger.record.earlier
             ledger.ahead = max(1, min(left, int(_CHARGED / self._each)))
 
     def _restored(self) -> None:

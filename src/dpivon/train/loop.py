@@ -24,6 +24,7 @@ from dpivon.privacy.people import People
 from dpivon.sources import Examples
 from dpivon.train.artefacts import Line
 from dpivon.train.config import COUNT, Config, fixed
+from dpivon.train.earlier import Earlier
 from dpivon.train.kept import KeptRun, at_once, loader_of
 from dpivon.train.published import Description, assembled
 
@@ -32,14 +33,19 @@ HELDOUT_DRAWS = 8
 
 @dataclass(frozen=True)
 class Seeds:
-    """One for each purpose; from the operating system, unless somebody wants the same run again."""
+    """One for each purpose; from the operating system, unless somebody wants the same run again.
+
+    ``after`` is what a run started from, if that was an earlier run: with the same seed its noise must be another.
+    """
 
     seed: int | None
+    after: str = ""
 
     def number(self, purpose: str) -> int:
         if self.seed is None:
             return secrets.randbits(62)
-        return int.from_bytes(hashlib.sha256(f"{self.seed} {purpose}".encode()).digest()[:8], "big") >> 2
+        text = f"{self.seed} {purpose}" + (f" after {self.after}" if self.after else "")
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
     def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         return torch.Generator(device).manual_seed(self.number(purpose))
@@ -70,13 +76,15 @@ class Loop(KeptRun):
         examples: Examples,
         folder: Path,
         people: People | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
-        self.config, self.description = config, description
+        self.config, self.description, self.earlier = config, description, earlier
         self.device = device_of(config.device)
         assert examples.targets is not None
-        seeds = Seeds(config.seed)
+        posterior = None if earlier is None else earlier.published.posterior
+        self.seeds = seeds = Seeds(config.seed, "" if posterior is None else posterior.digest)
         torch.manual_seed(seeds.number("weights"))
-        learner = description.learner(seeds.generator("theta", self.device), config.ema, config.start_from)
+        learner = description.learner(seeds.generator("theta", self.device), config.ema, posterior or config.start_from)
         learner.model.to(self.device)
         engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure
@@ -99,7 +107,7 @@ class Loop(KeptRun):
             max_grad_norm=config.max_grad_norm,
             dataset_size=config.dataset_size,
             expected_batch_size=config.batch_size,
-            also=config.also,
+            also=[*config.also, *(() if earlier is None else earlier.history)],
             noise_generator=seeds.generator("noise", self.device) if own else None,
             criterion=loss,
             user_ids=people,
@@ -167,7 +175,7 @@ class Loop(KeptRun):
 
     def _noisy(self, purpose: str, cost: Entry, people: People | None) -> NoisySums:
         seeded = self.config.seed is not None and not self.config.secure
-        noise = TorchNoise(Seeds(self.config.seed).generator(purpose)) if seeded else SecureNoise()
+        noise = TorchNoise(self.seeds.generator(purpose)) if seeded else SecureNoise()
         return NoisySums(cost[0], noise, self.engine._charge, people)
 
     def _scores(self, heldout: Examples | None) -> dict[str, float]:

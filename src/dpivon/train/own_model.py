@@ -23,16 +23,11 @@ from torch import Tensor, nn
 from dpivon._version import __version__
 from dpivon.durable.files import read_json, replace, sync_folder
 from dpivon.durable.ledger import read as read_ledger
-from dpivon.durable.tensors import bytes_of
 from dpivon.errors import bad
 from dpivon.machine import hardware_name
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
-from dpivon.optim.ivon import IVON
-from dpivon.optim.parameters import parameter_names
 from dpivon.optim.prior import as_prior
-from dpivon.optim.rule import takes_prior
-from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy import Budget, PrivacyEngine
 from dpivon.privacy.accounting.budget import Limit
@@ -81,7 +76,7 @@ def train(
     learner = _learner(model, plan.dataset_size, lr, method, dict(options), Seeds(seed), device)
     if prior is not None:
         prior = as_prior(prior)
-        _take_prior(learner, method, prior)
+        learner._take_prior(prior)
     settings: dict[str, Any] = {"method": method, "options": dict(options), "lr": lr, "epochs": epochs}
     settings |= {"batch_size": plan.batch_size, "dataset_size": plan.dataset_size, "max_grad_norm": max_grad_norm}
     settings |= {"noise_multiplier": plan.noise_multiplier, "epsilon": target_epsilon or plan.epsilon}
@@ -89,7 +84,7 @@ def train(
     settings |= {"clipping": clipping if isinstance(clipping, str) else clipping.name}
     settings |= {"unit": "" if people is None else people.unit}
     settings |= {"augment": None if augment is None else asdict(augment)}
-    settings |= {} if prior is None else {"prior": _digest(prior)}
+    settings |= {} if prior is None else {"prior": prior.digest}
     engine = PrivacyEngine(accountant=plan.accountant)
     folder = None if out is None else _folder(Path(out), settings)
     if folder is not None and (folder / SUMMARY).exists():
@@ -178,27 +173,6 @@ def _learner(
     )
     learner.model.to(device)
     return learner
-
-
-def _take_prior(learner: Learner, method: str, prior: Posterior) -> None:
-    """Hand the prior to the method's optimizer, which knows its parameters by their numbers."""
-    optimizer: Any = learner.optimizer
-    if not isinstance(optimizer, IVON) and not (isinstance(optimizer, RuleOptimizer) and takes_prior(optimizer.rule)):
-        fix = "Use 'dp-steady', 'dp-calm' or a DP-IVON"
-        raise bad("prior", type(prior).__name__, f"is not used by {method!r}", fix)
-    names = parameter_names(optimizer, learner.model)
-    trained = [names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if missing := [name for name in trained if name not in prior.mean]:
-        raise bad("prior", sorted(prior.mean)[:3], f"has no parameter {missing[0]!r}", "Give the prior of this network")
-    mean, variance = ({str(i): t[name] for i, name in enumerate(trained)} for t in (prior.mean, prior.variance))
-    optimizer._take_prior(Posterior(mean, variance))
-
-
-def _digest(prior: Posterior) -> str:
-    total = hashlib.sha256()
-    for name in sorted(prior.mean):
-        total.update(name.encode() + bytes_of(prior.mean[name]) + bytes_of(prior.variance[name]))
-    return total.hexdigest()[:16]
 
 
 def _private(

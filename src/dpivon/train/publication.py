@@ -34,7 +34,7 @@ _CARD = """# {title}
 Unit of privacy: {unit}.
 
 (ε = {epsilon:.4g}, δ = {delta:g})-differentially private by {by}, against adding or removing one of {size} units; {releases}
-releases. Every further use of the same data adds to ε.{seeded}
+releases. Every further use of the same data adds to ε.{started}{seeded}
 
 | | |
 |---|---|
@@ -158,6 +158,7 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
         "dataset_size": summary["dataset_size"],
         "releases": summary["releases"],
         "seed_is_secret": summary["seed_is_secret"],
+        "started_from": summary.get("started_from"),
         "predicts": {"target": summary["task"].get("target"), "classes": list(description.classes)}
         | ({} if description.target_bounds is None else {"range": list(description.target_bounds.range)})
         | ({"labels": list(description.labels)} if description.labels else {}),
@@ -201,6 +202,7 @@ def markdown(facts: dict[str, Any]) -> str:
         by=facts["accountant"].upper(),
         size=facts["dataset_size"],
         releases=facts["releases"],
+        started="" if facts["started_from"] is None else f"\n\n{_line(facts['started_from']['sentence'])}",
         seeded=seeded,
         table=rows,
         shape=", ".join(map(str, facts["inputs"]["shape"])),

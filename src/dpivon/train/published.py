@@ -99,19 +99,27 @@ class Description(BaseModel):
         return torch.from_numpy(self._range.unscale(examples.targets.numpy()))
 
     def learner(
-        self, generator: torch.Generator | None = None, ema: float | None = None, start: str | None = None
+        self,
+        generator: torch.Generator | None = None,
+        ema: float | None = None,
+        start: str | Posterior | SampledPosterior | None = None,
     ) -> Learner:
-        """The method at work on a new network of this kind, whose first weights may be those of a prior."""
+        """The method at work on a new network of this kind.
+
+        Its first weights may be those of a prior by its name or file, or the mean of an earlier posterior of this very network.
+        Such a posterior is then the prior, if it has a width and the method takes one.
+        """
         options: dict[str, Any] = dict(self.options)
         network = self.network.build()
-        if start is not None:
+        if isinstance(start, Posterior | SampledPosterior):
+            start = start.for_model(network)
+            network.load_state_dict({**network.state_dict(), **start.mean})
+        elif start is not None:
             found = start_from(network, start, input_std=0.5)  # sources map pixels to [−1, 1]
             if (by := found.metadata.get("method", SYNTHETIC)) != SYNTHETIC:
                 problem = f"was trained by {by}, and what that cost is not in this run's ledger"
-                raise bad(
-                    "start_from", start, problem, "Use dpivon.fit with prior= and also=, or a prior of no one's data"
-                )
-        return make_method(
+                raise bad("start_from", start, problem, "Give the folder of that run, which says what it released")
+        learner = make_method(
             self.method,
             network,
             dataset_size=self.dataset_size,
@@ -120,6 +128,9 @@ class Description(BaseModel):
             generator=generator,
             **options,
         )
+        if isinstance(start, Posterior) and start.has_width and learner.takes_prior:
+            learner._take_prior(start)
+        return learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,18 +181,24 @@ def publish(run: Path, description: Description, learner: Learner, delta: float,
     return out
 
 
-def load(where: Path) -> Published:
-    """A published model, from its own folder or from that of a run."""
+def describe_folder(where: Path, name: str = "model") -> tuple[Path, Description]:
+    """The folder of a published model, which is its own or in that of a run, and its ``model.json``."""
     folder = where / FOLDER if (where / FOLDER / NAME).exists() else where
-    path, own = folder / NAME, folder / DECISION
+    path = folder / NAME
     if not path.exists():
         if (where / CONFIG).exists():
             fix = "Start the same `dpivon train` again to finish it"
-            raise bad("model", str(where), "is a run that is not finished", fix)
-        raise bad("model", str(where), "holds no published model", _FIX)
-    description = validated(Description, read_json("model", path, _FIX), "model", fix=_FIX, place=str(path))
-    answers = read_json("model", own, _FIX) if own.exists() else {}
-    decision = validated(Decision, answers, "model", fix=_FIX, place=str(own))
+            raise bad(name, str(where), "is a run that is not finished", fix)
+        raise bad(name, str(where), "holds no published model", _FIX)
+    return folder, validated(Description, read_json(name, path, _FIX), name, fix=_FIX, place=str(path))
+
+
+def load(where: Path, name: str = "model") -> Published:
+    """A published model, from its own folder or from that of a run. ``name`` is the argument it was given as."""
+    folder, description = describe_folder(where, name)
+    own = folder / DECISION
+    answers = read_json(name, own, _FIX) if own.exists() else {}
+    decision = validated(Decision, answers, name, fix=_FIX, place=str(own))
     sampled = folder / "samples.safetensors"
     kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
     posterior = kind.load(sampled if sampled.exists() else folder / "posterior.safetensors")
@@ -189,7 +206,7 @@ def load(where: Path) -> Published:
         size = sum(p.numel() for p in description.network.build().parameters())
     if posterior.num_parameters != size:
         problem = f"describes a network of {size} weights, and its posterior has {posterior.num_parameters}"
-        raise bad("model", str(folder), problem, _FIX)
+        raise bad(name, str(folder), problem, _FIX)
     return assembled(description, posterior, decision)
 
 

@@ -30,6 +30,7 @@ from dpivon.sources.table import check_column, column_names, read_columns
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
 from dpivon.train.config import COUNT, Config
+from dpivon.train.earlier import Earlier, earlier_run, together
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
 from dpivon.train.published import FOLDER, Description, load, publish
@@ -67,11 +68,15 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
     device_of(config.device)
     if (folder / SUMMARY).exists():
         return _again(config, folder, watcher, proceed)
+    earlier = earlier_run(config.start_from)
     people = people_of(config, config.data)
     description = describe(config)
+    if earlier is not None:
+        earlier.check(config, description)
     with torch.random.fork_rng(devices=[]):
+        start = config.start_from if earlier is None else earlier.published.posterior
         description.learner(
-            ema=config.ema, start=config.start_from
+            ema=config.ema, start=start
         )  # an option that it has not is named before the folder remembers it
     examples = description.inputs.read(config.data, config.targets)
     proceed = proceed or (folder / CONFIG).exists()  # begun: it was looked at then
@@ -86,8 +91,10 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
     except OSError as error:
         raise bad("out", str(folder), f"cannot be made ({error})", "Give another --out folder") from None
     configs.write(config, folder)
+    if earlier is not None:
+        earlier.begin(folder / LEDGER)
     with torch.random.fork_rng(devices=[]):
-        loop = Loop(config, description, examples, folder, people)
+        loop = Loop(config, description, examples, folder, people, earlier)
         try:
             loop.train(heldout, watcher.begin(config, description, loop))
             _calibrate(loop, calibration, held, watcher)
@@ -213,6 +220,7 @@ def _finish(
         "epsilon": spent[config.accountant],
         "delta": config.delta,
         "target_epsilon": config.epsilon,
+        "started_from": together(record, config, spent[config.accountant]),
         "accountant": config.accountant,
         "epsilon_by_accountant": spent,
         "adjacency": "add/remove",
@@ -246,7 +254,7 @@ def _finish(
         **tested,
         "decision": published.decision.model_dump(mode="json"),
         "public_inputs": [
-            *_public_inputs(config, description),
+            *_public_inputs(config, description, loop.earlier),
             *published.decision.sentences(config.classes, config.labels),
         ],
         "choices_not_made": [*description.inputs.not_chosen(), *_not_chosen(config)],
@@ -270,7 +278,7 @@ def _not_chosen(config: Config) -> tuple[str, ...]:
     return f"{weighed}: how frequent a class is {counted}.", *_NOT_CHOSEN
 
 
-def _public_inputs(config: Config, description: Description) -> list[str]:
+def _public_inputs(config: Config, description: Description, earlier: Earlier | None) -> list[str]:
     """Facts that the guarantee does not protect, because they were declared."""
     of_each = f" of each of {', '.join(config.labels)}" if config.labels else ""
     said = [
@@ -286,7 +294,9 @@ def _public_inputs(config: Config, description: Description) -> list[str]:
     if config.unit:
         most = "all rows" if config.rows_per_unit is None else f"at most {config.rows_per_unit} rows"
         said.append(f"A person is a value of the column {config.unit}; {most} of a drawn person are used in a step.")
-    if config.start_from:
+    if earlier is not None:
+        said.append(f"First weights: the released posterior of run {earlier.run}, whose releases are counted in ε.")
+    elif config.start_from:
         said.append(f"First weights: {config.start_from}, which no row of this data was used for, as declared.")
     if config.source:
         said.append(f"Where these ranges and categories come from, in the words of who declared them: {config.source}")

@@ -63,6 +63,15 @@ def test_an_unreachable_target_names_the_smallest_one() -> None:
         noise_multiplier(1e-5, 1e-5, 0.01, 500)
 
 
+def test_releases_besides_that_pld_alone_has_room_for() -> None:
+    """Calibrated by PLD, they cost more than the target by RDP, where the search usually begins."""
+    also = [(1.7547, 1 / 6, 24)]
+    target = 1.01 * epsilon(also, 1e-4)
+    assert epsilon(also, 1e-4, "rdp") > target
+    sigma = noise_multiplier(target, 1e-4, 1 / 6, 24, also=also)
+    assert 0.999 * target < epsilon([*also, (sigma, 1 / 6, 24)], 1e-4) <= target
+
+
 def test_only_the_result_warns_of_a_fallback() -> None:
     with pytest.warns(PrivacyWarning, match="PRV") as caught:
         sigma = noise_multiplier(5000.0, 1e-5, 0.01, 500, "prv")

@@ -120,11 +120,17 @@ def noise_multiplier(
     def cost(row: Entry, by: str) -> float:
         return epsilon([row, *beside], probability, by, alphas)
 
-    tighter = None if name == "rdp" else partial(cost, by=name)
+    tighter, first = None if name == "rdp" else partial(cost, by=name), "rdp"
+    if (
+        beside
+        and isinstance(target_epsilon, float | int)
+        and epsilon(beside, probability, "rdp", alphas) >= target_epsilon
+    ):
+        first = name  # planned by the tighter bound, they may leave RDP no room
     with warnings.catch_warnings(), pld.searching():
         # A candidate that an accountant gives up on is bounded by RDP; only the result is worth a warning.
         warnings.simplefilter("ignore", PrivacyWarning)
-        sigma = calibrated(target_epsilon, sample_rate, steps, partial(cost, by="rdp"), tighter)
+        sigma = calibrated(target_epsilon, sample_rate, steps, partial(cost, by=first), tighter)
     if tighter is not None:
         epsilon([(sigma, sample_rate, steps), *beside], probability, name)
     return sigma

@@ -28,18 +28,23 @@ def replay(record: Record, run: int, accountant: Accountant) -> None:
             accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=steps)
 
 
-def history(record: Record, run: int) -> History:
-    """Rows (σ, q, steps) of one run; a release without a guarantee is one of σ = 0."""
+def history(record: Record, run: int, *, earlier: bool | None = None) -> History:
+    """Rows (σ, q, steps) of one run; a release without a guarantee is one of σ = 0.
+
+    ``earlier=True`` leaves those of the runs that it started from, and ``earlier=False`` its own.
+    """
     rows: History = []  # not those of an account: a ledger is what accounts are checked against
-    for sigma, rate, steps, reason in _releases(record, run):
+    for sigma, rate, steps, reason in _releases(record, run, earlier):
         append(rows, (sigma, rate, steps) if reason is None else (0.0, 1.0, steps))
     return rows
 
 
-def _releases(record: Record, run: int) -> Iterator[tuple[float, float, int, str | None]]:
+def _releases(record: Record, run: int, earlier: bool | None = None) -> Iterator[tuple[float, float, int, str | None]]:
     """(σ, q, steps, why unaccounted) of one run, checked."""
     for terms, steps in record.rows:
         own = terms[run]
+        if earlier is not None and earlier != ("earlier" in own):
+            continue
         try:
             sigma, rate, _ = check_entry(own["noise_multiplier"], own["sample_rate"], 0)
             reason = own["unaccounted"]
@@ -57,6 +62,16 @@ def drawn(record: Record, run: int) -> dict[str, int]:
         own = terms[run]
         key = f"noise {own.get('noise', 'unstated')}, batches {own.get('batches', 'unstated')}"
         counts[key] = counts.get(key, 0) + n
+    return counts
+
+
+def started_from(record: Record, run: int) -> dict[str, int]:
+    """Releases by the earlier run that they are of; the last of these runs is the one that this run started from."""
+    counts: dict[str, int] = {}
+    for terms, n in record.rows:
+        if "earlier" in terms[run]:
+            key = str(terms[run]["earlier"])
+            counts[key] = counts.get(key, 0) + n
     return counts
 
 
