@@ -37,6 +37,22 @@ def test_it_learns_within_the_budget(tmp_path: Path) -> None:
     assert 3.9 < summary["epsilon"] <= 4.0
 
 
+def test_a_run_in_bf16_learns_and_stays_in_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, per_example = [], dpivon.PerExampleLoss.per_example
+
+    def watched(self: Any, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(outputs.dtype)
+        return per_example(self, outputs, labels)
+
+    monkeypatch.setattr(dpivon.PerExampleLoss, "per_example", watched)
+    options = clinic(tmp_path) | {"epochs": 20, "test": str(tmp_path / "test.csv"), "precision": "bf16"}
+    summary = train(resolve(options))
+    assert seen.count(torch.bfloat16) >= summary["steps"]
+    assert summary["metrics"]["mc_accuracy"] > 0.8
+    with pytest.raises(DpivonError, match="precision"):
+        train(resolve(options | {"precision": "fp32"}))
+
+
 def test_many_short_epochs_write_fewer_lines_and_the_last(tmp_path: Path) -> None:
     train(resolve(clinic(tmp_path) | {"epochs": 60, "batch_size": 300, "accountant": "rdp"}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "progress.jsonl").read_text().splitlines()]

@@ -127,6 +127,7 @@ _FLAGS = {
     "seed": _Flag(int, _RUN, "Decides the noise too: only for public data. Default: a secret."),
     "secure": _Flag(bool, _RUN, "Noise from the operating system; no exact resume.", ("--secure/--no-secure",)),
     "device": _Flag(str, _RUN, "cpu (default) or cuda."),
+    "precision": _Flag(str, _RUN, "fp32 (default), or bf16 for forward and backward: faster on a GPU."),
     "physical_batch_size": _Flag(int, _RUN, "Most examples at once; by default 256 on a CPU, and on a GPU what fits."),
     "checkpoint_seconds": _Flag(float, _RUN, "Longest time between checkpoints; 30 by default."),
     "as_json": _Flag(bool, _RUN, "Print the summary as JSON.", ("--json",)),

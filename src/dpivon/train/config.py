@@ -93,6 +93,7 @@ class Config(Declaration):
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     secure: bool = False
     device: str = "cpu"
+    precision: Literal["fp32", "bf16"] = "fp32"
     physical_batch_size: Whole | None = None
     checkpoint_seconds: Positive = 30.0
 
@@ -266,8 +267,9 @@ def check_same(ours: Config, theirs: Config, folder: Path) -> None:
 def fixed(config: Config) -> dict[str, Any]:
     """What must stay the same as long as the run lasts, as JSON."""
     found = {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
-    if config.start_from is None:  # runs of earlier versions do not have it
-        del found["start_from"]
+    for name, usual in (("start_from", None), ("precision", "fp32")):  # runs of earlier versions do not have them
+        if found[name] == usual:
+            del found[name]
     return found
 
 

@@ -19,6 +19,7 @@ from dpivon.multilabel import label_scores, macro, multilabel_loss
 from dpivon.privacy import PerExampleLoss, PrivacyEngine
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.counting import NoisySums, class_counts, class_factors, class_thresholds, sets_cost, shares_cost
+from dpivon.privacy.kernels.reference import autocast
 from dpivon.privacy.noise import SecureNoise, TorchNoise
 from dpivon.privacy.people import People
 from dpivon.sources import Examples
@@ -112,12 +113,19 @@ class Loop(KeptRun):
             criterion=loss,
             user_ids=people,
         )
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+        def losses(model: nn.Module, batch: Any) -> Tensor:
+            with autocast(self.device, dtype):
+                found: Tensor = loss.per_example(model(batch[0]), batch[1])
+            return found
+
         super().__init__(
             folder,
             engine,
             learner,
             made,
-            lambda model, batch: loss.per_example(model(batch[0]), batch[1]),
+            losses,
             epochs=config.epochs,
             delta=config.delta,
             config=fixed(config),
