@@ -24,7 +24,7 @@ CLASSES = 3
 EPS_NUM = 1e-6
 SHORT = 40
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-THETA_SEED, PRIVACY_SEED, LOADER_SEED = 11, 12, 53
+THETA_SEED, PRIVACY_SEED, LOADER_SEED = 11, 12, 54
 
 Batches = tuple[tuple[int, ...], ...]
 
