@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpivon.audit.engine_session import EngineSession
 from dpivon.audit.session import Answer, Observed, Setting, Subject
+from dpivon.errors import PrivacyError
+from dpivon.optim.rows import StateRows
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.kernels.padded_step import PaddedStep
 from dpivon.privacy.kernels.whole_step import WholeStep
+from dpivon.privacy.precision import full_precision, without_autocast
+
+
+class _LeftError(Exception):
+    """A batch is left half-way."""
 
 
 class CompiledSession(EngineSession):
@@ -45,14 +54,22 @@ class CompiledSession(EngineSession):
         """Record the program, not from a batch: the first step is a replay as the others."""
         self.optimizer.noise = self._own
         batch = self._taken([0])
-        self.compiled._tried.add(key := self.compiled._key(batch))
-        self.program = self.compiled._program(key, batch)
-        self.program._recorded = self.program._record()
-        self.whole = self.compiled._whole(self.program)
+        with self.subject.around_a_step():
+            self.compiled._tried.add(key := self.compiled._key(batch))
+            self.program = program = self.compiled._program(key, batch)
+            if program._recorded is None:
+                with full_precision(), without_autocast(program.device.type):
+                    program._recorded = program._record()
+            self.compiled._whole(program)
         if self.whole is None:
             super().watch_noise()
         else:
             self._watch(self.whole)
+
+    @property
+    def whole(self) -> WholeStep | None:
+        """The program of a whole release, where the method allows it."""
+        return self.program.whole or None
 
     def watch_noise(self) -> None:
         """A program draws from the generator itself."""
@@ -75,22 +92,59 @@ class CompiledSession(EngineSession):
     def step_in_parts(self, rows: Sequence[int]) -> list[Observed]:
         next(iter(self.loader))
         step, before = self.compiled, self.optimizer.last_release
-        kept = step.capacity, step._programs
-        step.capacity, step._programs = max(1, -(-len(rows) // 3)), {}
-        super().watch_noise()
+        kept = step.capacity, step._programs, self.optimizer.noise
+        self._have_room_for(len(rows))
         try:
             seen = self._step(*self._batch(rows))
         finally:
-            (step.capacity, step._programs), self.optimizer.noise = kept, self._own
+            step.capacity, step._programs, self.optimizer.noise = kept
         return [] if self.optimizer.last_release is before else [seen]
+
+    @contextmanager
+    def noted(self, found: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """The program is made anew, as after a resume, and draws from the generator that the run has by then."""
+        self.program.whole, own = None, WholeStep._standard_normal
+
+        def normal(whole: WholeStep, like: Tensor) -> Tensor:
+            noise = own(whole, like)
+            found.append((like.flatten().clone(), noise.flatten()))
+            return noise
+
+        WholeStep._standard_normal = normal  # type: ignore[method-assign]
+        try:
+            with super().noted(found):
+                yield
+        finally:
+            WholeStep._standard_normal = own  # type: ignore[method-assign]
+
+    def _have_room_for(self, examples: int) -> None:
+        """A third of so many: a larger batch is summed in parts, and its noise is drawn eagerly."""
+        self.compiled.capacity, self.compiled._programs = max(1, -(-examples // 3)), {}
+        self.optimizer.noise = self._own
+        super().watch_noise()
+
+    def leave_half_way(self, rows: Sequence[int]) -> bool:
+        """The second part of a batch fails; the next batch is summed in parts too, where the first would be added to it."""
+        next(iter(self.loader))
+        padded, parts = self.compiled._padded, list[Any]()
+
+        def fail(program: PaddedStep, part: Any) -> Tensor:
+            parts.append(part)
+            if len(parts) > 1:
+                raise _LeftError
+            return padded(program, part)
+
+        self._have_room_for(len(rows))
+        self.compiled._padded = fail  # type: ignore[method-assign]
+        with suppress(_LeftError):
+            self._step(*self._batch(rows))
+        self.compiled._padded = padded  # type: ignore[method-assign]
+        return len(parts) > 1
 
     def rebound(self, bound: float) -> bool:
         super().rebound(bound)
         self._prepare()
         return True
-
-    def leave_half_way(self, rows: Sequence[int]) -> bool:
-        return False
 
     def _step(self, x: Tensor, y: Tensor) -> Observed:
         torch.manual_seed(self.setting.seed + 1000 + self._t)
@@ -100,4 +154,13 @@ class CompiledSession(EngineSession):
             self.compiled((x, y))
         drawn = [] if self.whole is None else self.whole._thetas[-1:]
         theta = self._theta or [t.clone() for t in (drawn[0] if drawn else mean)]
-        return self._observed(theta, len(self.program.thetas))
+        seen = self._observed(theta, len(self.program.thetas))
+        if not self._theta and self.whole is not None and self.whole.rows is not None:
+            self._check_told(self.whole.rows, seen)
+        return seen
+
+    def _check_told(self, rows: StateRows, seen: Observed) -> None:
+        """The captured update reads the variance from the device's memory, not from the release."""
+        told = {float(group.hyper["noise_variance"]) for group in rows.groups}
+        if told != {seen.variance}:
+            raise PrivacyError(f"The release states the variance {seen.variance}, and its update was told {told}.")
