@@ -113,7 +113,8 @@ def spare_rows_count() -> dict[str, Patch | str]:
 
         return counted
 
-    return _only_here(attr(Groups, "padded", every), "every person has as many rows as there are, and no spare ones")
+    why, stacks = "rows are not padded: a person has those that there are", "a stack draws rows, and takes no ids"
+    return _only_here(attr(Groups, "padded", every), why, stacked=stacks, captured=stacks)
 
 
 def last_batch_stays_seated() -> dict[str, Patch | str]:

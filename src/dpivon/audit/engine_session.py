@@ -116,7 +116,7 @@ class EngineSession(Session):
             found.append((like.flatten().clone(), noise.flatten()))
             return noise
 
-        TorchNoise.normal = normal  # type: ignore[method-assign]
+        TorchNoise.normal = normal  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
