@@ -206,7 +206,7 @@ def audit(
     path: Annotated[
         list[str] | None,
         typer.Option(
-            help="bookkeeping, alone (layers without a rule), distributed, stacked or captured. Repeat it; by default all."
+            help="bookkeeping, alone (layers without a rule), distributed, stacked, captured or compiled; by default all."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One bound on ε a path instead of a curve.")] = False,

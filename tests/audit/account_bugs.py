@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from noise_bugs import engine_release
-from sowing import Patch, attr, everywhere
+from sowing import Patch, attr, both, everywhere
 
+import dpivon.privacy.optimizer as optimizers
 import dpivon.stacked.stack as stacked
 from dpivon.privacy.accounting import Accountant, rdp
 from dpivon.privacy.engine import PrivacyEngine
@@ -34,7 +35,17 @@ def charged_late() -> dict[str, Patch | str]:
 
         return late
 
-    return everywhere(engine_release(engine), attr(stacked.Stack, "train", train))
+    def launched(original: Any) -> Any:
+        def late(program: Any, spec: Any, charge: Any) -> Release:
+            made: Release = program(spec)
+            charge(spec)
+            return made
+
+        return late
+
+    eager = engine_release(engine)
+    program = both(eager, attr(optimizers, "release_by", launched))
+    return everywhere(eager, attr(stacked.Stack, "train", train), compiled=program)
 
 
 def charges(engine: Callable[..., Any], stacks: Callable[..., Any]) -> dict[str, Patch | str]:
@@ -93,4 +104,5 @@ def roundings_dropped() -> dict[str, Patch | str]:
         "nothing is compiled",
         "nothing is compiled on a CPU",
         captured="needs a GPU: tests/gpu holds the compiled program to C",
+        compiled="needs a GPU: tests/gpu holds the compiled program to C",
     )

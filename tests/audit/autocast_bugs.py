@@ -12,8 +12,10 @@ from torch import Tensor
 
 import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.gradients.side_by_side as side_by_side
+import dpivon.privacy.kernels.padded_step as padded_step
 import dpivon.privacy.optimizer as optimizer
 import dpivon.stacked.stack as stacked
+from dpivon.privacy.kernels.padded_step import PaddedStep
 from dpivon.privacy.layers import fallback
 
 
@@ -27,12 +29,22 @@ def gradients_made_in_autocast() -> dict[str, Patch | str]:
     rule = both(_unguarded(bookkeeping), lambda: mock.patch.object(side_by_side, "_SMALL", 0))
     kept = "without a rule autograd makes a gradient as autocast has it, and norm and sum read that one"
     stack = "a stack leaves the caller's autocast for the whole of a step"
-    return everywhere(rule, stack, alone=kept)
+
+    def whole(original: Any) -> Any:
+        def inside(self: Any, *given: Any) -> Any:
+            enabled, dtype = self._autocast
+            with torch.autocast(self.device.type, dtype, enabled=enabled):
+                return original(self, *given)
+
+        return inside
+
+    # A program leaves autocast before its backward, so the bug is to stay there.
+    return everywhere(rule, stack, alone=kept, compiled=both(rule, attr(PaddedStep, "_pass", whole)))
 
 
 def summed_in_autocast() -> dict[str, Patch | str]:
     """Of a stack all of the step: its gradients, its norms and its sums."""
-    return everywhere(_unguarded(optimizer), _unguarded(stacked))
+    return everywhere(_unguarded(optimizer), _unguarded(stacked), compiled=_unguarded(padded_step))
 
 
 class _Multiplied(torch.autograd.Function):
@@ -66,4 +78,6 @@ def mean_undone_in_bf16() -> dict[str, Patch | str]:
 
     patch = attr(bookkeeping, "loss_of_each", rounded)
     stack = "a stack adds up its losses: nothing is divided by the rows of the batch"
-    return everywhere(patch, stack, alone=both(patch, attr(fallback.Alone, "__init__", looped)))
+    program = "a program adds up its losses: nothing is divided by the rows of the batch"
+    alone = both(patch, attr(fallback.Alone, "__init__", looped))
+    return everywhere(patch, stack, alone=alone, compiled=program)

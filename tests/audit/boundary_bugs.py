@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from program_bugs import raw_sums
 from sowing import Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -52,9 +53,25 @@ def raw_gradient(where: str) -> dict[str, Patch | str]:
 
         return apply
 
+    def program(original: Any, self: Any) -> None:
+        if where == "momentum":
+            return self.rows.step(self.program.raw)
+        (group,) = self.rows.groups
+        kept = [*self.params, group.t, *group.rows.values()]
+        before = [t.clone() for t in kept]
+        original(self)
+        after = [t.clone() for t in kept]
+        torch._foreach_copy_(kept, before)
+        self.rows.step(self.program.raw)
+        hess = group.rows["hess"].clone()
+        torch._foreach_copy_(kept, after)
+        group.rows["hess"].copy_(hess)
+        return None
+
     return everywhere(
         attr(IVON, "_evidence", engine),
         both(attr(stacked.Stack, "_update", update), attr(stacked.Stack, "_update_rows", rows)),
+        compiled=raw_sums(program),
     )
 
 
@@ -76,8 +93,15 @@ def posterior_reads_data() -> dict[str, Patch | str]:
 
         return update
 
+    def program(original: Any, self: Any) -> None:
+        original(self)
+        for p, raw in zip(self.params, self.program.raw.split(self.program.sizes), strict=True):
+            p.summed_grad = raw
+
+    wide = attr(DPOptimizer, "posterior", posterior)
     std = property(lambda self: torch.cat([stacked._std(p) for p in self.parts]) * (1 + self.raw))
     return everywhere(
-        attr(DPOptimizer, "posterior", posterior),
+        wide,
         both(attr(stacked.Stack, "_update", stash), lambda: mock.patch.object(stacked.Stack, "std", std)),
+        compiled=both(wide, raw_sums(program)),
     )

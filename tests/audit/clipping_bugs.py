@@ -126,8 +126,18 @@ def counted_twice() -> dict[str, Patch | str]:
         out[:, :1] *= 2.0
         return out
 
+    def load(original: Any) -> Any:
+        """It has two places of a padded batch."""
+
+        def twice(self: Any, *given: Any) -> None:
+            original(self, *given)
+            if 0 < self._filled < self.capacity:
+                self.places[int((self.places == self.capacity).nonzero()[0])] = 0
+
+        return twice
+
     patch = factors(change)
-    return everywhere(patch, patch)
+    return everywhere(patch, patch, compiled=attr(PaddedStep, "load", load))
 
 
 def stale_sum() -> dict[str, Patch | str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from program_bugs import normals
 from sowing import Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -77,4 +78,6 @@ def noise_of_24_bits() -> dict[str, Patch | str]:
 
         return normal
 
-    return everywhere(attr(TorchNoise, "normal", engine), attr(Streams, "normal", stacks), distributed=_RANKS)
+    eager, program = attr(TorchNoise, "normal", engine), normals(lambda draw, self, like: draw(like.float()).to(like))
+    stack = attr(Streams, "normal", stacks)
+    return everywhere(eager, stack, distributed=_RANKS, compiled=both(eager, program))

@@ -147,8 +147,9 @@ releases is close to what a correct engine gives (3.74 at σ = 1), that of one t
 guesses from the final weights alone. At σ = 1 the single releases notice noise that is too small by 1.14×;
 tier B notices 1.1 %. Claimed ε is the smallest of the library's accountants.
 
-*captured* is the traced and padded program on a CPU. What needs a GPU (the CUDA graph itself, and the compiler's roundings)
-is in `tests/gpu`. *distributed* is book-keeping on two forked processes over gloo, each with a copy of the model; the
+*captured* is the traced and padded program on a CPU. *compiled* is the step of `engine.compile`: θ, clipped sum and noise are
+one recorded program, the update another. What needs a GPU (the CUDA graph itself, and the compiler's roundings) is in
+`tests/gpu`. *distributed* is book-keeping on two forked processes over gloo, each with a copy of the model; the
 sharded one is held to it in `tests/distributed`. Noise replayed after a resume belongs to checkpoints, and is among the
 tests of faults.
 

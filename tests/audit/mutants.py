@@ -53,9 +53,21 @@ from noise_bugs import (
     one_tensor_for_all_parameters,
     same_noise_every_step,
     shared_seed,
+    sigma_not_heard,
     wrong_variance,
 )
 from people_bugs import n_counts_rows, people_cut_in_two, rows_added_up, rows_clipped_apart, rows_drawn
+from program_bugs import (
+    generator_kept,
+    generator_stands_still,
+    journal_not_asked,
+    last_batch_stays_seated,
+    program_of_the_old_bound,
+    spare_places_count,
+    spare_rows_count,
+    theta_of_the_last_step,
+    update_told_another_variance,
+)
 from rank_bugs import (
     all_of_the_batch_on_every_rank,
     averaged_over_ranks,
@@ -178,6 +190,7 @@ def mutants() -> list[Mutant]:
         Mutant(
             "a scheduler's C not heard by clipping", "noise for the new, sums of the old", "changed bound", old_bound()
         ),
+        Mutant("a scheduler's σ not heard by the noise", "the new is charged", "changed sigma", sigma_not_heard()),
         Mutant("sums in bf16", "rounded by more than an example", "coherent", sums(lambda call, args: rounded(call()))),
         Mutant("norms in bf16", "too small by up to 0.4 %", moves, rounded_norms()),
         Mutant("compiled roundings dropped", "norms of other numbers than are summed", "coherent", roundings_dropped()),
@@ -216,6 +229,25 @@ def mutants() -> list[Mutant]:
         ),
         *_of_autocast(moves),
         *_of_draws(),
+        *_of_programs(definition=definition),
+    ]
+
+
+def _of_programs(definition: str) -> list[Mutant]:
+    people, moved, seat = {"rows_per_user": 3}, generator_stands_still(), last_batch_stays_seated()
+    told, journal = update_told_another_variance(), journal_not_asked()
+    return [
+        Mutant("a spare place counts", "the loss of no example", definition, spare_places_count()),
+        Mutant("spare rows of a person count", "as if they were the person's", definition, spare_rows_count(), people),
+        Mutant("the last batch stays seated", "what a smaller one leaves of it", definition, seat),
+        Mutant("a replay begins where the last one did", "the same noise again", "across coordinates", moved),
+        Mutant(
+            "gradients at the θ of the last step", "the release is of another", definition, theta_of_the_last_step()
+        ),
+        Mutant("a program of the old C", "noise for the new one", "changed bound", program_of_the_old_bound()),
+        Mutant("a program keeps its generator", "a fork has it too", "a fork draws", generator_kept()),
+        Mutant("a program asks no journal", "noise by the state alone", "go on apart", journal),
+        Mutant("a captured update told another variance", "than is released", "sigma c over b", told),
     ]
 
 

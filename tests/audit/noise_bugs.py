@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from program_bugs import normals, numbers, turn
 from sowing import Patch, attr, both, everywhere, unrehearsed
 from torch import Tensor
 
@@ -14,6 +16,7 @@ import dpivon.privacy.gradients.bookkeeping as bookkeeping
 import dpivon.privacy.mechanism as mechanism
 import dpivon.stacked.stack as stacked
 from dpivon.privacy.layers.uses import Dense
+from dpivon.privacy.mechanism import NoiseSpec
 from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.optimizer import DPOptimizer
 from dpivon.privacy.stack import StackedMechanism
@@ -49,7 +52,9 @@ def noise_scaled(factor: Callable[[Any], float]) -> dict[str, Patch | str]:
         finally:
             self.noise_std = before
 
-    return everywhere(engine_release(engine), stack_release(stacks))
+    eager = engine_release(engine)
+    program = numbers(lambda self, spec, std, divisor: (std * factor(spec), divisor))
+    return everywhere(eager, stack_release(stacks), compiled=both(eager, program))
 
 
 def drawn(change: Callable[[Tensor], Tensor]) -> dict[str, Patch | str]:
@@ -68,7 +73,8 @@ def drawn(change: Callable[[Tensor], Tensor]) -> dict[str, Patch | str]:
 
         return normal
 
-    return everywhere(attr(TorchNoise, "normal", engine), attr(Streams, "normal", stacks))
+    eager, program = attr(TorchNoise, "normal", engine), normals(lambda draw, self, like: change(draw(like)))
+    return everywhere(eager, attr(Streams, "normal", stacks), compiled=both(eager, program))
 
 
 def same_noise_every_step() -> dict[str, Patch | str]:
@@ -81,8 +87,14 @@ def same_noise_every_step() -> dict[str, Patch | str]:
 
         return normal
 
+    def program(draw: Any, self: Any, like: Tensor) -> Tensor:
+        kept: dict[int, Tensor] = self.__dict__.setdefault("kept", {})
+        i = turn(self)
+        return kept.setdefault(i, kept[i] if i in kept else draw(like))
+
     stacks = attr(Streams, "normal", lambda o: lambda self, out, t, s: o(self, out, 0 * t if s == PRIVACY else t, s))
-    return everywhere(attr(TorchNoise, "normal", engine), stacks)
+    eager = attr(TorchNoise, "normal", engine)
+    return everywhere(eager, stacks, compiled=both(eager, normals(program)))
 
 
 def one_tensor_for_all_parameters() -> dict[str, Patch | str]:
@@ -107,7 +119,14 @@ def one_tensor_for_all_parameters() -> dict[str, Patch | str]:
 
         return normal
 
-    return everywhere(engine_release(engine), attr(Streams, "normal", stacks))
+    def program(draw: Any, self: Any, like: Tensor) -> Tensor:
+        if turn(self) == 0:
+            self.seen = draw(like).flatten()
+        seen: Tensor = self.seen
+        return seen.repeat(-(-like.numel() // len(seen)))[: like.numel()].view_as(like)
+
+    eager = engine_release(engine)
+    return everywhere(eager, attr(Streams, "normal", stacks), compiled=both(eager, normals(program)))
 
 
 def noise_before_clipping() -> dict[str, Patch | str]:
@@ -122,8 +141,8 @@ def noise_before_clipping() -> dict[str, Patch | str]:
         return merge
 
     noised = attr(bookkeeping, "merge", merged)
-    by_uses = unrehearsed(both(noised, silent["bookkeeping"]))  # type: ignore[arg-type]
-    return everywhere(by_uses, both(noised, silent["stacked"]))  # type: ignore[arg-type]
+    by_uses, program = (unrehearsed(both(noised, silent[path])) for path in ("bookkeeping", "compiled"))  # type: ignore[arg-type]
+    return everywhere(by_uses, both(noised, silent["stacked"]), compiled=program)  # type: ignore[arg-type]
 
 
 def langevin_noise_instead() -> dict[str, Patch | str]:
@@ -148,9 +167,11 @@ def langevin_noise_instead() -> dict[str, Patch | str]:
 
         return update
 
+    moved = attr(DPOptimizer, "step", engine)
     return everywhere(
-        both(attr(DPOptimizer, "step", engine), silent["bookkeeping"]),  # type: ignore[arg-type]
+        both(moved, silent["bookkeeping"]),  # type: ignore[arg-type]
         both(attr(stacked.Stack, "_update", stacks), silent["stacked"]),  # type: ignore[arg-type]
+        compiled=both(moved, silent["compiled"]),  # type: ignore[arg-type]
     )
 
 
@@ -189,8 +210,16 @@ def noise_of_theta() -> dict[str, Patch | str]:
 
         return drawn
 
-    stacks = attr(Streams, "normal", normal)
-    return everywhere(both(attr(DPOptimizer, "sampled_params", engine), engine_release(release)), stacks)
+    def program(draw: Any, self: Any, like: Tensor) -> Tensor:
+        draw(like)
+        used = [t for group in self.rows.groups for t in group.split(group.normals)]
+        return used[turn(self)].to(like).view_as(like)
+
+    eager, stacks = (
+        both(attr(DPOptimizer, "sampled_params", engine), engine_release(release)),
+        attr(Streams, "normal", normal),
+    )
+    return everywhere(eager, stacks, compiled=normals(program))
 
 
 def shared_seed() -> dict[str, Patch | str]:
@@ -246,7 +275,26 @@ def wrong_variance(change: Callable[[Any], float]) -> dict[str, Patch | str]:
 
         return init
 
-    return everywhere(engine, attr(StackedMechanism, "__init__", stacks))
+    program = lambda: mock.patch.object(NoiseSpec, "variance", property(change))  # noqa: E731
+    return everywhere(engine, attr(StackedMechanism, "__init__", stacks), compiled=program)
+
+
+def sigma_not_heard() -> dict[str, Patch | str]:
+    """A scheduler changes σ: the new one is charged and stated, and noise is that of the first."""
+
+    def engine(original: Any, sums: Any, spec: Any, noise: Any, charge: Any) -> Release:
+        class First:
+            def normal(self, like: Tensor, std: float) -> Tensor:
+                made: Tensor = noise.normal(like, noise.__dict__.setdefault("first", std))
+                return made
+
+        return original(sums, spec, First(), charge)
+
+    def program(self: Any, spec: Any, std: float, divisor: float) -> tuple[float, float]:
+        return self.__dict__.setdefault("first", std), divisor
+
+    eager = engine_release(engine)
+    return everywhere(eager, "σ is fixed for the life of a stack", compiled=both(eager, numbers(program)))
 
 
 def divided_by_the_drawn_batch() -> dict[str, Patch | str]:
@@ -265,4 +313,5 @@ def divided_by_the_drawn_batch() -> dict[str, Patch | str]:
 
         return make
 
-    return everywhere(attr(DPOptimizer, "_release", engine), attr(stacked.Stack, "_batch", batch))
+    program = numbers(lambda self, spec, std, divisor: (std, float(max(1, self.program._filled))))
+    return everywhere(attr(DPOptimizer, "_release", engine), attr(stacked.Stack, "_batch", batch), compiled=program)

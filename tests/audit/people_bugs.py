@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from program_bugs import parts as cut_parts
+from program_bugs import rows_as_examples
 from sowing import Patch, attr, everywhere
 
 import dpivon.privacy.engine as engines
@@ -18,8 +21,8 @@ _ROWS = "a stack draws rows, and takes no ids"
 _ELSEWHERE = {"distributed": "people on ranks are held to one process by tests/distributed instead"}
 
 
-def _of_people(patch: Patch) -> dict[str, Patch | str]:
-    return everywhere(patch, _ROWS, **_ELSEWHERE)
+def _of_people(patch: Patch, **special: Patch) -> dict[str, Patch | str]:
+    return everywhere(patch, _ROWS, **_ELSEWHERE, **special)
 
 
 def rows_clipped_apart() -> dict[str, Patch | str]:
@@ -28,12 +31,13 @@ def rows_clipped_apart() -> dict[str, Patch | str]:
     def apart(original: Any) -> Any:
         return classmethod(lambda cls, sizes, rows, augmentations, *, mean: cls(augmentations))
 
-    return _of_people(attr(Groups, "of_people", apart))
+    return _of_people(attr(Groups, "of_people", apart), compiled=rows_as_examples())
 
 
 def rows_added_up() -> dict[str, Patch | str]:
     """The sum over a person's rows, where the mean is stated."""
-    return _of_people(attr(Groups, "shares", lambda original: lambda self, share, like: share))
+    program = attr(Groups, "padded", lambda original: lambda self, places: original(replace(self, divisors=()), places))
+    return _of_people(attr(Groups, "shares", lambda original: lambda self, share, like: share), compiled=program)
 
 
 def rows_drawn() -> dict[str, Patch | str]:
@@ -84,4 +88,17 @@ def people_cut_in_two() -> dict[str, Patch | str]:
 
         return parts
 
-    return _of_people(attr(logical_batch._Split, "__iter__", cut))
+    def program(self: Any, parts: Any) -> Iterator[tuple[bool, bool, Any]]:
+        draws = self.optimizer.draws
+        for first, last, part in parts:
+            sizes, at = draws.sizes, next((i for i, n in enumerate(draws.sizes) if n > 1), None)
+            if at is None:
+                yield first, last, part
+                continue
+            rows = sum(sizes[:at]) + 1
+            draws.sizes = (*sizes[:at], 1)
+            yield first, False, [t[:rows] for t in part]
+            draws.sizes = (sizes[at] - 1, *sizes[at + 1 :])
+            yield False, last, [t[rows:] for t in part]
+
+    return _of_people(attr(logical_batch._Split, "__iter__", cut), compiled=cut_parts(program))

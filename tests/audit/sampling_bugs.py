@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from program_bugs import parts as cut_parts
 from sowing import Patch, attr, both, everywhere
 from torch import Tensor
 
@@ -85,10 +86,11 @@ def empty_skipped() -> dict[str, Patch | str]:
         pass
 
     def release(original: Any) -> Any:
-        def go(self: Any, spec: Any) -> None:
-            if not any(bool(p.summed_grad.any()) for p in self.params):
+        def go(self: Any, spec: Any, program: Any = None) -> Any:
+            sums = (p.summed_grad for p in self.params)
+            if not (any(map(torch.any, sums)) if program is None else program.program._filled):
                 raise Skipped
-            original(self, spec)
+            return original(self, spec, program)
 
         return go
 
@@ -137,4 +139,9 @@ def truncated() -> dict[str, Patch | str]:
 
         return accumulate
 
-    return everywhere(attr(DPOptimizer, "clip_and_accumulate", step), attr(StackedSampler, "draw", draw))
+    def first(self: Any, parts: Any) -> Any:
+        _, _, part = next(iter(parts))
+        yield True, True, part
+
+    last = attr(DPOptimizer, "clip_and_accumulate", step)
+    return everywhere(last, attr(StackedSampler, "draw", draw), compiled=cut_parts(first))

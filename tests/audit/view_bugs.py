@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+from program_bugs import rows_as_examples
 from sowing import Patch, attr, everywhere
 
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
@@ -22,7 +23,7 @@ def views_clipped_apart() -> dict[str, Patch | str]:
         return init
 
     apart = attr(BookKeeper, "__init__", one)
-    return everywhere(apart, apart, **_NO_VIEWS)
+    return everywhere(apart, apart, **_NO_VIEWS, compiled=rows_as_examples())
 
 
 def views_added_up() -> dict[str, Patch | str]:

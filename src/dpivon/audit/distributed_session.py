@@ -160,6 +160,9 @@ class DistributedSession(Session):
     def rebound(self, bound: float) -> bool:
         return all(self._ask("rebound", bound))
 
+    def renoise(self, sigma: float) -> bool:
+        return all(self._ask("renoise", sigma))
+
     def train(self, steps: int) -> None:
         self._ask("train", steps)
 

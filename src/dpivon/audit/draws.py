@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpivon.audit.compiled_session import CompiledSession
 from dpivon.audit.distributed_session import can_fork
 from dpivon.audit.engine_session import EngineSession
 from dpivon.audit.session import Setting, Subject, Tier, Verdict, start
@@ -150,21 +151,16 @@ def _in_fork(action: Callable[[], Any]) -> Any:
 
 def _released(subject: Subject, folder: Path, rate: float, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
     """Sums and their noise, of the next steps of a run that is kept in a folder; its learning rate times ``rate``."""
-    session = EngineSession(subject, _setting(subject).but(sigma=1.0, bound=1.0), None, PrivacyEngine())
+    kind = CompiledSession if subject.path == "compiled" else EngineSession
+    session = kind(subject, _setting(subject).but(sigma=1.0, bound=1.0), None, PrivacyEngine())
     engine, optimizer, found = session.engine, session.optimizer, list[tuple[Tensor, Tensor]]()
-    optimizer.noise = optimizer.noise.own
+    optimizer.noise = getattr(optimizer.noise, "own", optimizer.noise)
     kept = Checkpoints(folder, engine=engine, optimizer=optimizer, data_loader=session.loader)
     kept.restore()
-    normal = optimizer.noise.normal
-
-    def watched(like: Tensor, std: float) -> Tensor:
-        found.append((like.flatten().clone(), normal(like, std).flatten()))
-        return found[-1][1].view_as(like)
-
-    optimizer.noise.normal = watched
     for group in optimizer.param_groups:
         group["lr"] *= rate
-    session.train(steps)
+    with session.noted(found):
+        session.train(steps)
     kept.save()
     assert engine.ledger is not None
     engine.ledger.close()

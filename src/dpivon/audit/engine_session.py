@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dpivon.privacy.layers.registry import forward_for, rule_for
 from dpivon.privacy.logical_batch import _Split
 from dpivon.privacy.losses import PerExampleLoss
 from dpivon.privacy.mechanism import NoiseSpec
+from dpivon.privacy.noise import TorchNoise
 
 
 def make_optimizer(subject: Subject, setting: Setting) -> tuple[nn.Module, Any]:
@@ -105,6 +106,22 @@ class EngineSession(Session):
         drawn: Tensor = self.optimizer.noise.own.normal(like, 1.0)
         return drawn
 
+    @contextmanager
+    def noted(self, found: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Inside, note every sum that gets noise, with that noise. The source of it stays the run's own."""
+        own = TorchNoise.normal
+
+        def normal(source: TorchNoise, like: Tensor, std: float) -> Tensor:
+            noise = own(source, like, std)
+            found.append((like.flatten().clone(), noise.flatten()))
+            return noise
+
+        TorchNoise.normal = normal  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            TorchNoise.normal = own  # type: ignore[method-assign]
+
     # ---- steps
 
     def step(self, rows: Sequence[int]) -> Observed:
@@ -139,6 +156,10 @@ class EngineSession(Session):
 
     def rebound(self, bound: float) -> bool:
         self.optimizer.max_grad_norm = bound
+        return True
+
+    def renoise(self, sigma: float) -> bool:
+        self.optimizer.noise_multiplier = sigma
         return True
 
     def train(self, steps: int) -> None:

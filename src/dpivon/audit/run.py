@@ -116,7 +116,8 @@ def audit(
         data: inputs and labels, or a data set of such pairs, of which the first 64 are used.
         method: a name of ``dpivon methods``, or a function that makes an optimizer for a model.
         path: ``"bookkeeping"``; ``"alone"``, as if no layer had a rule, so that each runs example by example;
-            ``"distributed"``, book-keeping on two processes; ``"stacked"`` or ``"captured"``.
+            ``"distributed"``, book-keeping on two processes; ``"stacked"`` or ``"captured"``; ``"compiled"``, the recorded
+            program of ``engine.compile``, noise and update included.
         loss: ``loss(outputs, labels)`` gives one loss per example.
         quick: one bound on ε instead of a curve, and no canary in the model itself: seconds instead of a minute.
         seed: of all randomness in the audited runs.

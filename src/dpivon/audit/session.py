@@ -249,6 +249,10 @@ class Session:
         """Change C between two releases; False where it is fixed."""
         return False
 
+    def renoise(self, sigma: float) -> bool:
+        """Change σ between two releases; False where it is fixed."""
+        return False
+
 
 def start(subject: Subject, setting: Setting, answer: Answer | None = None) -> Any:
     """A fresh :class:`Session` of the subject. Equal settings give equal random streams."""

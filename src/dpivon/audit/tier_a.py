@@ -309,4 +309,23 @@ def a_changed_bound_changes_clipping_and_noise_together(subject: Subject) -> Ver
     return ok, f"after C → C/700 an example moves {moved:.6f} C, the noise is {std:.6f} σC"
 
 
+@TIER_A.asks("Does a new σ reach noise, correction and account?", _POWER)
+def a_changed_sigma_is_added_stated_and_charged(subject: Subject) -> Verdict:
+    setting = _setting(subject)
+    sigma, facts = 3 * setting.sigma, []
+    for answer in (silence, one_std):
+        session = start(subject, setting, silence)
+        session.step([0])
+        session.answer = answer
+        if not session.renoise(sigma):
+            return None, "σ is fixed for the life of a stack"
+        facts.append(session.step([0]))
+    std = sigma * setting.bound / setting.batch
+    off = float(((facts[1].released - facts[0].released) / std - 1).abs().max())
+    stated, history = facts[0].variance / std**2, session.accountant().history
+    right = history == [(setting.sigma, setting.rate, 1), (sigma, setting.rate, 1)]
+    ok = off < 1e-4 and abs(stated - 1) < 1e-5 and right
+    return ok, f"after σ → 3σ the noise is off by {off:.1e}, stated {stated:.6f} (σC/b)², charged {history}"
+
+
 TIER_A.extend(DRAWS)

@@ -32,7 +32,7 @@ _BLOCK = 256  # coordinates whose squares are added in fp32; a row of 10⁷ adde
 
 #: Examples whose outer products are added in fp32 before the sum goes on in double: 64·2⁻²⁴ is 4e-6 of C.
 EXAMPLES_AT_ONCE = 64
-_ROWS_AT_ONCE = 16  # the same of gradients that have been made, where fewer cost no more
+ROWS_AT_ONCE = 16  # the same of gradients that have been made and of small parameters, where fewer cost no more
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,10 @@ def weighted_sum(c: Tensor, rows: Tensor) -> Tensor:
     if capturing():
         terms = torch.where(c.unsqueeze(1) > 0, rows * c.unsqueeze(1), 0.0)
         return terms.sum(0, dtype=torch.float64)
-    whole = len(rows) - len(rows) % _ROWS_AT_ONCE
+    whole = len(rows) - len(rows) % ROWS_AT_ONCE
     if not whole:
         return (c @ rows).double()
-    parts = torch.bmm(c[:whole].view(-1, 1, _ROWS_AT_ONCE), rows[:whole].unflatten(0, (-1, _ROWS_AT_ONCE)))
+    parts = torch.bmm(c[:whole].view(-1, 1, ROWS_AT_ONCE), rows[:whole].unflatten(0, (-1, ROWS_AT_ONCE)))
     total = parts.sum((0, 1), dtype=torch.float64)
     return total if whole == len(rows) else total + (c[whole:] @ rows[whole:]).double()
 

@@ -20,7 +20,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms, weighted_sum
+from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, ROWS_AT_ONCE, row_norms, weighted_sum
 from dpivon.privacy.precision import capturing, launches_cost, product, readable, weighted_product, wide
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
@@ -28,6 +28,7 @@ MEMORY_CAP = 128 * 2**20
 MEMORY_CAP_CUDA = 512 * 2**20
 _FEW_BYTES = 4 * 2**20  # of gradients that are made on a GPU to save launches, though their norms are free
 _CACHED = 16 * 2**20  # bytes of gradients that a CPU makes at a time where they are not kept
+_SMALL = 4096  # elements of a parameter whose gradient may lie in a few of them, where roundings do not average out
 _CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram matrices in double are right to 1e-9
 _VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
 
@@ -169,14 +170,15 @@ class Outer:
         """Σ_i c_i G_i ⊗ A_i of examples with one position: fp32 products over a few at a time, added up in double."""
         a, g = self.a, wide(self.g)
         g = torch.nn.functional.hardshrink(g * c.to(g).view(-1, 1, 1), _VANISHES)
-        whole = len(a) - len(a) % EXAMPLES_AT_ONCE
+        at_once = ROWS_AT_ONCE if self.shape.numel() <= _SMALL else EXAMPLES_AT_ONCE
+        whole = len(a) - len(a) % at_once
         if whole in (0, len(a)):
-            return self._products(a, g)
-        return self._products(a[:whole], g[:whole]) + self._products(a[whole:], g[whole:])
+            return self._products(a, g, at_once)
+        return self._products(a[:whole], g[:whole], at_once) + self._products(a[whole:], g[whole:], at_once)
 
-    def _products(self, a: Tensor, g: Tensor) -> Tensor:
+    def _products(self, a: Tensor, g: Tensor, at_once: int) -> Tensor:
         """Σ G ⊗ A over examples that are whole blocks of as many as are added in fp32, or fewer than one."""
-        blocks = max(1, len(a) // EXAMPLES_AT_ONCE)
+        blocks = max(1, len(a) // at_once)
         left, right = (x.reshape(blocks, len(a) // blocks, x.shape[2]) for x in (a, g))
         sums = weighted_product(left, right, parts=2)  # [blocks, d, p]
         return (sums if self.transposed else sums.mT).sum(0, dtype=torch.float64).flatten()
