@@ -181,8 +181,7 @@ def run(table, eps, arm, given, done):
         if missing:
             began, (sigma, spent) = time.monotonic(), privacy()
             specs = [Spec("dp-steady", r, rule.max_grad_norm) for r in missing]
-            prior = net.prior(seed) if arm == "prior" else None
-            shape = {"batch": rule.batch_size, "steps": steps, "seed": 1 + seed, "prior": prior}
+            shape = {"batch": rule.batch_size, "steps": steps, "seed": 1 + seed, "prior": arm == "prior"}
             theta = train(net, specs, *parts["train"], sigma=sigma, **shape)[1]
             about = {"batch": rule.batch_size, "steps": steps, "max_grad_norm": rule.max_grad_norm, "delta": delta(n)}
             about |= {"sigma": f"{sigma:.5f}", "epsilon_spent": f"{spent:.4f}", "seed": str(seed)}
@@ -211,7 +210,7 @@ def run(table, eps, arm, given, done):
 
 
 def scores_of(rows):
-    """{(table, ε, arm): {score: by seed}} of test rows; {(table, ε)} in the order of the plan."""
+    """{(table, ε, arm): {score: by seed}} of test rows."""
     found = {}
     for row in sorted(rows, key=lambda row: int(row["seed"])):
         if row["seed"] != "0":
@@ -222,9 +221,9 @@ def scores_of(rows):
 
 
 def differences(found, table, eps, pair):
-    """{score: interval of the paired difference}, None where an arm has no rows."""
+    """{score: interval of the paired difference}, None where an arm lacks seeds."""
     a, b = (found.get((table, eps, arm)) for arm in pair)
-    if a is None or b is None:
+    if a is None or b is None or len(a["auc"]) != len(b["auc"]):
         return None
     return {s: interval([x - y for x, y in zip(a[s], b[s], strict=True)]) for s in SCORES}
 

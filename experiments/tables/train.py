@@ -206,10 +206,10 @@ def blocks(specs, net, mean, n, batch, steps, sigma):
     return found
 
 
-def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=None):
+def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False):
     """The last iterates and their averages, [K, P] each. Specs of one method stand together.
 
-    ``prior``: μ and v of a Gaussian over the weights, [P] each, for methods that take one.
+    ``prior``: whether the network's own N(μ, v), around its start, is a prior; for methods that take one.
     """
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
@@ -217,8 +217,9 @@ def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=None):
     bound = torch.tensor([s.bound for s in specs])
     parts = blocks(specs, net, mean, n, batch, steps, sigma)
     states = [p.rows.start(mean[p.place].clone(), p.hyper) for p in parts]
-    if prior is not None:
-        states = [s | {"prior_mean": prior[0], "prior_decay": 1 / (prior[1] * n)} for s in states]
+    if prior:
+        mu, v = net.prior(seed)
+        states = [s | {"prior_mean": mu, "prior_decay": 1 / (v * n)} for s in states]
     x = x * net.scale
     for t in range(1, steps + 1):
         normal = torch.randn(mean.shape, generator=generator)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from experiments.leaderboard.priors import tables
 from experiments.tables import networks
-from experiments.tables.train import HIDDEN, Net, Residual
+from experiments.tables.train import HIDDEN, Net, Residual, Spec, train
 from torch.nn import functional as F
 
 
@@ -37,6 +37,9 @@ def test_a_learned_start_has_a_head_of_zero_and_a_prior_around_it():
     mean, variance = net.prior(2)
     assert torch.equal(mean, net.start(2))
     assert bool((variance > 0).all())
+    x, y = torch.rand(30, 5, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 2
+    still = train(net, [Spec("dp-steady", 1e-9, 1.0)], x, y, sigma=1.0, batch=10, steps=2, seed=2, prior=True)[0]
+    torch.testing.assert_close(still[0], mean)
 
 
 def test_random_functions_have_both_labels():
