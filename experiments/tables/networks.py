@@ -42,6 +42,11 @@ PAIRS = {
     "prior": (("start", "mlp"), ("prior", "mlp"), ("start", "zero"), ("prior", "start"), ("start", "linear")),
 }
 SHOWN = {"residual": (("residual", "mlp"),), "prior": (("start", "mlp"), ("start", "zero"))}
+SMALLER = {
+    "imbalanced": (0.03, 0.1),
+    "mixed": (0.03, 0.1),
+    "categories": (0.03, 0.1),
+}  # networks chose the grid's least
 SCORES = {"balanced_nll": "balanced NLL", "auc": "AUC", "balanced_accuracy": "balanced accuracy"}
 COLUMNS = (
     *("table", "epsilon", "arm", "lr", "seed", "batch", "steps", "max_grad_norm", "sigma", "delta", "epsilon_spent"),
@@ -200,30 +205,36 @@ def run(table, eps, arm, given, done):
             done.update(((*cell, row["lr"], row["seed"]), row) for row in new)
         return [done[*cell, f"{r:g}", str(seed)] for r in rates]
 
-    alive = [row for row in rows(given.rates, 0) if not math.isnan(float(row["validation_balanced_nll"]))]
-    best = min(alive, key=lambda row: float(row["validation_balanced_nll"]))
+    best = chosen(rows(given.rates or (*SMALLER.get(table, ()), *RATES["dp-steady"]), 0))
     for seed in range(1, 1 + given.seeds):
         rows((float(best["lr"]),), seed)
+
+
+def chosen(rows):
+    """The row with the best validation score; a run that diverged has none."""
+    alive = [row for row in rows if not math.isnan(float(row["validation_balanced_nll"]))]
+    return min(alive, key=lambda row: float(row["validation_balanced_nll"]))
 
 
 # ---- the page
 
 
 def scores_of(rows):
-    """{(table, ε, arm): {score: by seed}} of test rows."""
-    found = {}
+    """{(table, ε, arm): {score: by seed}} on test rows, of the chosen step size."""
+    found, arms = {}, {}
     for row in sorted(rows, key=lambda row: int(row["seed"])):
-        if row["seed"] != "0":
-            own = found.setdefault((row["table"], float(row["epsilon"]), row["arm"]), {s: [] for s in SCORES})
-            for score in SCORES:
-                own[score].append(float(row[f"test_{score}"]))
+        arms.setdefault((row["table"], float(row["epsilon"]), row["arm"]), []).append(row)
+    for cell, own in arms.items():
+        best = chosen(row for row in own if row["seed"] == "0")["lr"]
+        some = [row for row in own if row["seed"] != "0" and row["lr"] == best]
+        found[cell] = {score: [float(row[f"test_{score}"]) for row in some] for score in SCORES}
     return found
 
 
 def differences(found, table, eps, pair):
     """{score: interval of the paired difference}, None where an arm lacks seeds."""
     a, b = (found.get((table, eps, arm)) for arm in pair)
-    if a is None or b is None or len(a["auc"]) != len(b["auc"]):
+    if not a or not b or not len(a["auc"]) == len(b["auc"]) > 0:
         return None
     return {s: interval([x - y for x, y in zip(a[s], b[s], strict=True)]) for s in SCORES}
 
@@ -261,7 +272,7 @@ def main(arguments=None):
     parser.add_argument("--study", nargs="*", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--tables", nargs="*", help="instead of the study's")
     parser.add_argument("--epsilons", nargs="*", type=float, help="instead of the study's")
-    parser.add_argument("--rates", nargs="*", type=float, default=RATES["dp-steady"])
+    parser.add_argument("--rates", nargs="*", type=float, help="instead of the grid's")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=0, help="at most so many")
     parser.add_argument("--learn", type=int, default=LEARN_STEPS, help="steps of learning a prior")
