@@ -41,7 +41,7 @@ PAIRS = {
     "residual": (("residual", "mlp"), ("residual", "linear"), ("embedding", "residual"), ("embedding", "linear")),
     "prior": (("start", "mlp"), ("prior", "mlp"), ("start", "zero"), ("prior", "start"), ("start", "linear")),
 }
-SHOWN = {"residual": (("residual", "mlp"),), "prior": (("start", "mlp"), ("start", "zero"))}
+SHOWN = {"residual": (("residual", "mlp"),), "prior": (("start", "mlp"), ("prior", "mlp"))}
 SMALLER = {
     "imbalanced": (0.03, 0.1),
     "mixed": (0.03, 0.1),

@@ -1,4 +1,4 @@
-"""Residual networks and learned starts for tables: clipped sums, and the command at toy size."""
+"""Residual networks and learned starts for tables: clipped sums, the command at toy size, and the committed page."""
 
 from __future__ import annotations
 
@@ -67,3 +67,9 @@ def test_the_command_trains_what_has_no_rows(tmp_path):
     again = tables.read(table)
     assert again[: len(rows)] == rows
     assert len(again) == 4 * len(arms)
+
+
+def test_the_page_is_what_the_report_writes():
+    text = (networks.HERE / "README.md").read_text()
+    committed = text.split(networks.BEGIN)[1].split(networks.END)[0].strip()
+    assert committed == networks.page(tables.read(networks.RESULTS)).strip()
