@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dpivon.optim.average import window_decay
 from dpivon.optim.steady import weight_scale
 from dpivon.stacked.run import FILLED, Rows, defaults_of, rule_of
 
 HIDDEN = 64
+BLOCKS = 2  # of a residual network
 CACHED = 2**17  # numbers per activation tensor, so that they stay near the core
 
 
@@ -98,6 +100,83 @@ class Net(NamedTuple):
         return torch.cat([g.flatten(1) for g in grads], 1)
 
 
+class Residual(NamedTuple):
+    """Linear → x + Linear(ReLU(Linear(LayerNorm(x)))), twice → Linear; ``embedded`` maps all columns after ``measured``.
+
+    It stands for K rows of parameters in ``train`` and ``evaluate``, as :class:`Net` does.
+    """
+
+    features: int
+    classes: int
+    measured: int = 0
+    embedded: int = 0
+    width: int = HIDDEN
+    scale: float = 3.0
+
+    @property
+    def layers(self):
+        """(inputs, outputs) of every layer; a LayerNorm has 0 inputs."""
+        embedding = [(self.features - self.measured, self.embedded)] if self.embedded else []
+        first = self.measured + self.embedded if self.embedded else self.features
+        blocks = BLOCKS * [(0, self.width), (self.width, self.width), (self.width, self.width)]
+        return [*embedding, (first, self.width), *blocks, (self.width, self.classes)]
+
+    @property
+    def matrices(self):
+        return [s for i, o in self.layers for s in ((o, i or 1), (o, 1))]
+
+    def start(self, seed):
+        """Torch's own weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            modules = [nn.Linear(i, o) if i else nn.LayerNorm(o) for i, o in self.layers]
+        return torch.cat([p.detach().flatten() for m in modules for p in m.parameters()])
+
+    def taps(self, theta, x):
+        """Logits [K, n, classes], and per layer its input (normalised, for a LayerNorm) and its output."""
+        pieces = theta.split([r * c for r, c in self.matrices], 1)
+        weights, found = zip(self.layers, pieces[::2], pieces[1::2], strict=True), []
+
+        def layer(a):
+            (i, o), w, b = next(weights)
+            a = a if i else F.layer_norm(a, (o,))
+            z = (a @ w.view(-1, o, i).mT if i else a * w.unsqueeze(1)) + b.unsqueeze(1)
+            found.append((a, z if z.requires_grad else z.requires_grad_()))
+            return z
+
+        x = x.expand(len(theta), *x.shape)
+        if self.embedded:
+            x = torch.cat([x[..., : self.measured], layer(x[..., self.measured :])], -1)
+        x = layer(x)
+        for _ in range(BLOCKS):
+            x = x + layer(layer(layer(x)).relu())
+        return layer(x), found
+
+    def forward(self, theta, x):
+        return None, self.taps(theta, x)[0].detach()
+
+    def clipped_sums(self, theta, x, y, bound):
+        """Σ min(1, C/‖g‖) g of K models, [K, P]."""
+        at_once = max(32, CACHED // (len(theta) * self.width))
+        both = zip(x.split(at_once), y.split(at_once), strict=True)
+        return sum((self._sums(theta, *some, bound) for some in both), torch.zeros_like(theta))
+
+    def _sums(self, theta, x, y, bound):
+        logits, taps = self.taps(theta, x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(theta)), reduction="sum")
+        slopes = torch.autograd.grad(loss, [z for _, z in taps])
+        layers = [(i, a.detach(), d) for (i, _), (a, _), d in zip(self.layers, taps, slopes, strict=True)]
+        squares = sum(
+            (a.square().sum(-1) + 1) * d.square().sum(-1) if i else ((a.square() + 1) * d.square()).sum(-1)
+            for i, a, d in layers
+        )
+        factor = (bound.view(-1, 1) / squares.sqrt()).clamp(max=1.0).unsqueeze(-1)
+        factor = torch.where(torch.isfinite(factor), factor, 1.0)
+        layers = [(i, a, d * factor) for i, a, d in layers]
+        grads = [g for i, a, d in layers for g in (d.mT @ a if i else (d * a).sum(1), d.sum(1))]
+        return torch.cat([g.flatten(1) for g in grads], 1)
+
+
 class Block(NamedTuple):
     """Runs of one method: their rule, place and hyperparameters, as ``Stack`` has them."""
 
@@ -127,14 +206,20 @@ def blocks(specs, net, mean, n, batch, steps, sigma):
     return found
 
 
-def train(net, specs, x, y, *, sigma, batch, steps, seed):
-    """The last iterates and their averages, [K, P] each. Specs of one method stand together."""
+def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False):
+    """The last iterates and their averages, [K, P] each. Specs of one method stand together.
+
+    ``prior``: whether the network's own N(μ, v), around its start, is a prior; for methods that take one.
+    """
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
     mean = net.start(seed).repeat(len(specs), 1)
     bound = torch.tensor([s.bound for s in specs])
     parts = blocks(specs, net, mean, n, batch, steps, sigma)
     states = [p.rows.start(mean[p.place].clone(), p.hyper) for p in parts]
+    if prior:
+        mu, v = net.prior(seed)
+        states = [s | {"prior_mean": mu, "prior_decay": 1 / (v * n)} for s in states]
     x = x * net.scale
     for t in range(1, steps + 1):
         normal = torch.randn(mean.shape, generator=generator)
