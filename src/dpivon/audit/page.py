@@ -109,11 +109,7 @@ def chart(audits: Sequence[Audit], broken: Sequence[tuple[str, Audited]] = ()) -
     points = [a for audit in audits for a in audit.audited] + [a for _, a in broken]
     top = 1.6 * max([a.claimed for a in points] + [1.0])
     low = 0.6 * min([a.claimed for a in points if a.claimed > 0] + [1.0])
-    series = [
-        Series(
-            "audited = claimed: above it the claim is refuted", (Point(low, low), Point(top, top)), GREY, "reference"
-        )
-    ]
+    series = [Series("above it a claim is refuted", (Point(low, low), Point(top, top)), GREY, "reference")]
     if single := [a for audit in audits[:1] for a in audit.audited if a.attack == "single releases"]:
         line = sorted((a.claimed, a.expected) for a in single)
         series.append(Series("expected of a correct engine", tuple(Point(*p) for p in line), GREY, dash="--"))

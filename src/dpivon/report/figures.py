@@ -149,7 +149,9 @@ def legend(figure: Any, axes: Sequence[Any], dashes: list[tuple[str, str]]) -> N
     names = list(named) + [name for name, _ in dashes]
     entry = 0.7 + 0.075 * max(map(len, names))  # inches that the longest needs
     fit = max(1, min(len(names), int(figure.get_figwidth() / entry)))
-    columns = math.ceil(len(names) / math.ceil(len(names) / fit))  # as many lines, filled evenly
+    lines = math.ceil(len(names) / fit)
+    columns = math.ceil(len(names) / lines)  # as many lines, filled evenly
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, lines - 4))  # a long legend takes nothing from the axes
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
