@@ -4,6 +4,7 @@
 
 - ``patients``: the example's table, eight seeds;
 - ``diabetes``: regression on scikit-learn's data, two splits, beside ordinary least squares without privacy;
+- ``digits``: images of scikit-learn's digits, two methods at their default step sizes and four ε, three seeds;
 - ``rare``: 5,000 made-up patients of whom 15 % are positive (the table "imbalanced"), three seeds: plain, with known
   shares of the classes, and with these and balanced costs.
 """
@@ -95,7 +96,25 @@ def rare(seed: int, way: str) -> tuple[float, Scores]:
     return spent, {k: float(v) for k, v in found.items() if isinstance(v, float)}
 
 
+def digits(seed: int, way: str) -> tuple[float, Scores]:
+    from sklearn.datasets import load_digits
+
+    data, (method, target) = load_digits(), way.split()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    for part, rows in (("train", order[:1297]), ("test", order[1297:])):
+        np.save(f"{part}-x.npy", data.images[rows].astype(np.float32)[:, None])
+        np.save(f"{part}-y.npy", data.target[rows])
+    spent, found = trained(
+        f"train-x.npy,train-y.npy --classes {','.join('0123456789')} --bounds 0:16 --method {method} --epsilon {target} "
+        f"--delta 1e-4 --dataset-size 1297 --test test-x.npy,test-y.npy --seed {seed}"
+    )
+    return spent, {"accuracy": found["mc_accuracy"], "nll": found["mc_nll"]}
+
+
+#: Ways of the digits: what is the default, and what was until it was compared.
+DIGITS = tuple(f"{method} {target:g}" for target in (0.5, 1, 3, 8) for method in ("dp-steady", "dp-ivon-gradsq"))
 PLAN = {
+    "digits": (digits, DIGITS, range(3)),
     "patients": (patients, ("",), range(8)),
     "diabetes": (diabetes, ("",), range(2)),
     "rare": (rare, ("plain", "prior", "balanced"), range(3)),

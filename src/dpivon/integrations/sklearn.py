@@ -135,11 +135,11 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         return torch.as_tensor(inputs, dtype=torch.float32)
 
     def _settings(self, n: int, epsilon: float) -> TableDefaults:
-        """What was given, and for the rest the rule for tables; that of IVON where a method, step size or network was given."""
+        """What was given, and for the rest the rule for tables; else a small network."""
         if self.method is None and self.lr is None and self.network is None and is_classifier(self):
             rule = table_defaults(n, epsilon, self.batch_size)
         else:
-            method = describe("dp-ivon-gradsq" if self.method is None else self.method)
+            method = describe(self.method or ("dp-steady" if is_classifier(self) else "dp-ivon-gradsq"))
             lr = method.lr if self.lr is None else self.lr
             rule = TableDefaults(method.name, "mlp", (64,), 1.0, lr, 256, 20)
         names = ("hidden", "batch_size", "epochs", "max_grad_norm")

@@ -30,7 +30,7 @@ from dpivon.yaml_files import read_yaml, validated
 
 Whole = Annotated[int, Field(ge=1, le=10**9)]
 COUNT: Literal["count"] = "count"  # the prior that is counted with noise, and charged
-METHOD, EPOCHS = "dp-ivon-gradsq", 40
+METHOD, NUMBERS, EPOCHS = "dp-steady", "dp-ivon-gradsq", 40  # of classes, and of a regression
 AT_ONCE = 4096  # rows of a table, which are short
 _LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
 _OF_NUMBERS = 0.3  # of the step size: residuals do not saturate as probabilities do; set on diabetes and made-up data
@@ -282,7 +282,8 @@ def _plain(value: Any) -> Any:
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """What is not given yet. Of values that cannot be used something is returned too: validation will name them."""
-    method = METHODS.get(str(given.get("method", METHOD)), METHODS[METHOD])
+    usual = NUMBERS if given.get("task") == "regression" else METHOD
+    method = METHODS.get(str(given.get("method") or usual), METHODS[usual])
     try:
         n = max(1, int(given["dataset_size"]))
     except (TypeError, ValueError, OverflowError):
@@ -297,6 +298,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         except (DpivonError, TypeError, ValueError):
             pass
     found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
+    found |= {"method": method.name} if given.get("method") is None else {}
     if given.get("lr") is not None:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
