@@ -229,8 +229,8 @@ def door_rows() -> list[Row]:
 
 
 def door(part: str, metric: str, how: str, form: str, factor: str = "1") -> str:
-    """What `dpivon train` reached, over seeds: their mean, their range or all of them. ``part`` may be PART/WAY."""
-    name, _, way = part.partition("/")
+    """What `dpivon train` reached over seeds: mean, range or all. ``part`` is PART or PART/WAY, with _ for a space."""
+    name, _, way = part.replace("_", " ").partition("/")
     rows = [r for r in door_rows() if (r["part"], r["way"], r["metric"]) == (name, way, metric)]
     values = [float(factor) * float(r["value"]) for r in rows]
     if how == "mean":

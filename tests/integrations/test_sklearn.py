@@ -95,8 +95,8 @@ def test_the_fit_is_dpivons_own(cancer):
         ours = classifier(network=network, batch_size=50, dataset_size=500, random_state=5).fit(x, y)
     scaled = np.clip(x, 0, CANCER_HIGH) / CANCER_HIGH * 2 - 1
     theirs = dpivon.fit(
-        torch.nn.Sequential(first), torch.tensor(scaled, dtype=torch.float32), torch.tensor(y), lr=1.0, batch_size=50,
-        epochs=2, delta=1e-3, target_epsilon=8.0, seed=int(seeds[1]), dataset_size=500,
+        torch.nn.Sequential(first), torch.tensor(scaled, dtype=torch.float32), torch.tensor(y), lr=3.5, batch_size=50,
+        epochs=2, delta=1e-3, target_epsilon=8.0, seed=int(seeds[1]), dataset_size=500, method="dp-steady",
     )  # fmt: skip
     assert ours.budget_ == theirs.budget
     assert ours.budget_.sample_rate == 0.1  # of the stated N, not of the 450 rows

@@ -47,11 +47,12 @@ def test_what_is_written_is_what_is_read_and_only_the_owner_reads_it(tmp_path: P
 
 def test_defaults_are_functions_of_declared_numbers() -> None:
     config = resolve(BASE)  # the data does not even exist
-    assert (config.batch_size, config.epochs, config.method) == (100, 40, "dp-ivon-gradsq")
+    assert (config.batch_size, config.epochs, config.method, config.lr) == (100, 40, "dp-steady", 3.5)
+    assert resolve({**BASE, "delta": "1e-4"}) == config  # as YAML reads it
+    config = resolve({**BASE, "method": "dp-ivon-gradsq"})
     plan = budget(dataset_size=800, batch_size=100, epochs=40, delta=1e-4, target_epsilon=2.0, accountant="rdp")
     assert config.lr == pytest.approx(min(0.5, 0.5 * 100 / (plan.noise_multiplier * plan.steps**0.5)))
-    assert resolve({**BASE, "epsilon": 0.3}).lr < config.lr
-    assert resolve({**BASE, "delta": "1e-4"}) == config  # as YAML reads it
+    assert resolve({**BASE, "method": "dp-ivon-gradsq", "epsilon": 0.3}).lr < config.lr
     assert resolve({**BASE, "method": "dp-adam"}).lr == 0.01
     assert resolve({**BASE, "dataset_size": 10, "delta": 1e-3}).batch_size == 10
 
