@@ -47,7 +47,7 @@ class Fits:
         ``make_private``, with ``autocast`` and activation checkpointing as you train.
 
         Args:
-            loss_fn: as :meth:`check`'s, which is asked first.
+            loss_fn: as that of :meth:`dpivon.PrivacyEngine.check`, which is asked first.
             batch: what a batch looks like, padded to the longest input: of its tensors, shapes and types are used.
             at_most: the largest size that is tried; by default that of a Poisson batch that is six deviations too large.
             memory: bytes that the model, its optimizer and a step may hold together. By default all that a GPU has; a CPU
