@@ -297,7 +297,11 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             return {**asdict(rule), **some, **_answers(given, n)}
         except (DpivonError, TypeError, ValueError):
             pass
-    found = {"batch_size": min(n, max(16, min(1024, n // 8))), "epochs": EPOCHS, "samples": method.samples}
+    found: dict[str, Any] = {
+        "batch_size": min(n, max(16, min(1024, n // 8))),
+        "epochs": EPOCHS,
+        "samples": method.samples,
+    }
     found |= {"method": method.name} if given.get("method") is None else {}
     if given.get("lr") is not None:
         return found
