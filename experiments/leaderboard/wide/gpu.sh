@@ -15,12 +15,12 @@ KEEP=${KEEP:-/tmp/priors}
 DATA=${DATA:-$KEEP/cifar10}
 OUT=${OUT:-$KEEP/out}
 TOY=${TOY:-}
-PRIOR=${PRIOR:-$KEEP/wide/wide.safetensors}
+PRIOR=${PRIOR:-$KEEP/wide/wide.npz}
 python=${PYTHON:-python3}
 here=experiments.leaderboard.wide
 folder=$KEEP/wide
 mkdir -p "$folder/log" "$folder/work" "$OUT"
-for file in carry/wide*.safetensors; do # priors of earlier calls, and what learning goes on from
+for file in carry/wide*.npz carry/wide*.safetensors; do # priors of earlier calls, and what learning goes on from
     [ -e "$file" ] && [ ! -e "$folder/${file#carry/}" ] && cp "$file" "$folder/"
 done
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
@@ -28,7 +28,7 @@ export PYTHONPATH PYTHONUNBUFFERED=1 DPIVON_CONV_KERNELS=1
 export TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
 
 results() { # tables, logs, the prior, and what learning goes on from
-    cp "$folder"/*.csv "$PRIOR" "${PRIOR%.safetensors}.state.safetensors" "$OUT" 2>/dev/null
+    cp "$folder"/*.csv "$PRIOR" "${PRIOR%.npz}.state.safetensors" "$OUT" 2>/dev/null
     for file in "$folder"/log/*.log; do echo "== $file" && cat "$file"; done >"$OUT/wide-log.txt" 2>/dev/null
 }
 code() { # a copy: the next call's transfer must not change what runs in the background

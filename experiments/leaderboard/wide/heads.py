@@ -1,6 +1,6 @@
 """Head arms: the logits alone, trained privately on features that stay as the prior has them.
 
-    python -m experiments.leaderboard.wide.heads --data DATA --prior wide.safetensors --table heads.csv [--judge]
+    python -m experiments.leaderboard.wide.heads --data DATA --prior wide.npz --table heads.csv [--judge]
 
 Features are the mean over ten shifted and mirrored copies of an image, computed once, so that a step is nearly free: every step
 takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. All arms are compared on validation images;
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--prior", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--places", type=int, default=1, help="of the features, in each direction: 1, 2, 4 or 8")
+    parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS), help="T of the arms that are tried")
     parser.add_argument("--judge", action="store_true")
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
@@ -105,7 +106,7 @@ def main() -> None:
     if a.judge:
         arms = [replace(best_arm(known, a.prior.stem, a.places, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
     else:
-        arms = [Arm(e, m, lr, t) for t in STEPS for e in EPSILONS for m, each in RATES.items() for lr in each]
+        arms = [Arm(e, m, lr, t) for t in a.steps for e in EPSILONS for m, each in RATES.items() for lr in each]
     done = {(r["prior"], r["places"], r["split"], *(r[n] for n in NAMES)) for r in known}
     arms = [
         arm

@@ -1,11 +1,11 @@
 """Learn a prior for WRN-16-4: self-supervised training on images of a random process, as :mod:`dpivon.priors`.
 
-    python -m experiments.leaderboard.wide.learn generators --out wide.safetensors --seconds 540 --data DATA
+    python -m experiments.leaderboard.wide.learn generators --out wide.npz --seconds 540 --data DATA
 
 The loss is taken of a projection of the last maps at 4×4 places, before they are averaged: what a view must not show, such as
 where things are, is then forgotten in the projection and not in the network (as by Tang et al., 2023, with 8×8 places).
 
-A file of 11 MB holds what private training starts from; beside it is one of 29 MB with the projection, in bfloat16, which
+A file of below 2 MB holds what private training starts from; beside it is one of 29 MB with the projection, in bfloat16, which
 learning goes on from. (Momentum is in neither: it is that of ten steps.) With more ``--seconds`` the same command goes on
 later, at the rate that the longer cosine then has. ``--start`` takes the network of another prior, with a new projection and a
 schedule from its beginning. With ``--data`` a linear probe on CIFAR-10 follows the progress: it is not private, and nothing is
@@ -28,10 +28,24 @@ from dpivon.priors import MIXTURES, Learning, Settings
 from dpivon.priors.learning import MEAN, STD, Features, state_of
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.probe import ridge_accuracy
-from experiments.leaderboard.wide.network import FORMAT, VERSION, features, wide
+from experiments.leaderboard.wide.network import (
+    WideNetwork,
+    as_kept,
+    averaged,
+    features,
+    read_prior,
+    take,
+    wide,
+    write_prior,
+)
+
+#: What a file that learning goes on from is marked by.
+STATE, VERSION = "dpivon_wide_learning", "1"
 
 #: Seconds between two probes.
 PROBE_EVERY = 75.0
+#: Images that a probe is fitted to.
+PROBED = 12_000
 #: Images of the process that features are measured on.
 MEASURED = 8192
 #: Places of the maps that the projection sees, in each direction.
@@ -61,24 +75,36 @@ class WideLearning(Learning):
 
     def __init__(self, settings: Settings, device: torch.device, probed: Split | None = None) -> None:
         torch.manual_seed(settings.seed)
-        super().__init__(WideFeatures(toy=settings.batch < 64), settings, device)
+        self.toy = settings.batch < 64
+        super().__init__(WideFeatures(self.toy), settings, device)
         torch.backends.cudnn.benchmark = True
         self.probed, self.last_probe = probed, 0.0
 
     @torch.no_grad()
     def save(self, out: Path) -> None:
-        seen = features(self.model.network, self.shown())  # type: ignore[arg-type]
-        seen = seen.unflatten(1, (-1, PLACES**2)).mean(2)  # the means over all places, channel by channel
         kept = {n: p.detach().contiguous() for n, p in self.model.named_parameters() if "network.head." not in n}
         state = {n: p if n.startswith("network.") else p.bfloat16() for n, p in kept.items()}
         write_tensors(state_of(out), state, self.metadata())
         kept = {name: p for name, p in kept.items() if name.startswith("network.")}
-        write_tensors(out, kept | {"feature_mean": seen.mean(0), "feature_std": seen.std(0)}, self.metadata())
+        # Features are measured on the network as its file will have it.
+        network = wide(self.toy, PLACES).to(self.device)
+        take(network, as_kept(kept))
+        seen = features(network, self.shown())
+        seen = seen.unflatten(1, (-1, PLACES**2)).mean(2)  # the means over all places, channel by channel
+        write_prior(out, kept | {"feature_mean": seen.mean(0), "feature_std": seen.std(0)}, self.metadata())
         if self.probed is not None and (self.ended or time.monotonic() - self.last_probe > PROBE_EVERY):
             self.last_probe = time.monotonic()
-            x, held = (features(self.model.network, i).double() for i in (self.probed.images, self.probed.score_images))  # type: ignore[arg-type]
-            found = ridge_accuracy(x, self.probed.labels, held, self.probed.score_labels)
-            print(f"{self.settings.process}: {self.step:,} steps, linear probe {100 * found:.2f} %", flush=True)
+            for places in (1, PLACES):
+                found = 100 * self._probe(network, places)
+                print(
+                    f"{self.settings.process}: {self.step:,} steps, linear probe, {places}: {found:.2f} %", flush=True
+                )
+
+    def _probe(self, network: WideNetwork, places: int) -> float:
+        assert self.probed is not None
+        x, held = (features(network, i) for i in (self.probed.images[:PROBED], self.probed.score_images))
+        parts = [averaged(t.unflatten(1, (-1, PLACES, PLACES)), places).double() for t in (x, held)]
+        return ridge_accuracy(parts[0], self.probed.labels[:PROBED], parts[1], self.probed.score_labels)
 
     def shown(self) -> Tensor:
         """Images of the process as the network takes them, from the middle of the pool's."""
@@ -90,7 +116,7 @@ class WideLearning(Learning):
         state = state_of(out)
         if not state.is_file():
             return
-        tensors, metadata = read_tensors(state, key=FORMAT, version=VERSION, what="prior", fix="Delete it")
+        tensors, metadata = read_tensors(state, key=STATE, version=VERSION, what="prior", fix="Delete it")
         if metadata["process"] != self.settings.process:
             raise SystemExit(f"{out}: is of {metadata['process']}. Delete it, or give the same process.")
         self.step, self.seconds = int(metadata["steps"]), float(metadata["seconds"])
@@ -104,13 +130,10 @@ class WideLearning(Learning):
     @torch.no_grad()
     def begin_from(self, path: Path) -> None:
         """Take the network of another prior, but nothing of its schedule."""
-        tensors, _ = read_tensors(path, key=FORMAT, version=VERSION, what="prior", fix="Give what learn.py wrote")
-        for name, p in self.model.network.named_parameters():
-            if not name.startswith("head."):
-                p.copy_(tensors[f"network.{name}"])
+        take(self.model.network, read_prior(path))  # type: ignore[arg-type]
 
     def metadata(self) -> dict[str, str]:
-        return {FORMAT: VERSION} | super().metadata()
+        return {STATE: VERSION} | super().metadata()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """WRN-16-4 from its prior under privacy: the head first, then all weights.
 
-    python -m experiments.leaderboard.wide.private --data DATA --prior wide.safetensors --table runs.csv \
+    python -m experiments.leaderboard.wide.private --data DATA --prior wide.npz --table runs.csv \
         --epsilons 1 --batch 2048 --steps 250 --views 4 --arms dp-steady:0.7 dp-sgd:0.06@0.2:dp-sgd:3 dp-steady:0.7@0
 
 An arm is METHOD:RATE, and after @ how its head is trained if not as ``--head`` says: SHARE:METHOD:RATE, or 0 for not at all.

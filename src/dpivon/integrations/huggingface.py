@@ -66,8 +66,8 @@ class per_example_loss:
         if self._shifts:
             logits, labels = logits[:, :-1], labels[:, 1:]
         each = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
-        counted = (labels != IGNORED).view(len(labels), -1).sum(1).clamp(min=1)
-        return each.view(len(labels), -1).sum(1) / counted
+        tokens = labels.unsqueeze(1).flatten(1)  # [B, 1] where an example has one label; B may be 0
+        return each.view_as(tokens).sum(1) / (tokens != IGNORED).sum(1).clamp(min=1)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels.constants import LooksAtConstants
 from dpivon.privacy.kernels.reference import Batch, RowModel, autocast, seen
 from dpivon.privacy.layers.uses import MEMORY_CAP, MEMORY_CAP_CUDA
 from dpivon.privacy.precision import compiled, full_precision
@@ -204,7 +205,12 @@ def record(
     # torch's own group normalisation on a GPU returns its channels first; the compiler's, which is made of these parts, as they
     # came. What is recorded must be what the compiler finds.
     parts: Any = get_decompositions(_GROUP_NORM) if channels_last else None
-    traced = make_fx(program, decomposition_table=parts)(*values)
+
+    def looked_at(*given: Tensor) -> Any:
+        with LooksAtConstants():  # type: ignore[no-untyped-call]
+            return program(*given)
+
+    traced = make_fx(looked_at, decomposition_table=parts)(*values)
     known = {p.data_ptr() for p in parameters}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
