@@ -4,8 +4,8 @@
     python -m benchmarks.train_throughput --batch 512 --seconds 15 --json train-throughput-h200.json
 
 Each is a process of its own and a whole run of the command: ledger, loader and account are those that users have. Steps are
-timed after the first 60, which compile. `before` is the eager path with a batch collated image by image and 256 at once, as
-version 0.2 had it.
+timed after the first 60, which compile. `bf16` is the captured step with `--precision bf16`; `before` is the eager path with a
+batch collated image by image and 256 at once, as version 0.2 had it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-PATHS = ("captured", "eager", "before")
+PATHS = ("bf16", "captured", "eager", "before")
 WARM = 60
 
 
@@ -58,10 +58,12 @@ def worker(args):
         "batch_size": args.batch,
     }
     given |= {"epochs": 1000, "lr": 0.1, "network": "paper"}
+    if args.worker == "bf16":
+        given["precision"] = "bf16"
     if args.worker == "before":
         kept.Rows = TensorDataset
         given["physical_batch_size"] = 256
-    if args.worker != "captured":
+    if args.worker in ("eager", "before"):
         made = CompiledStep.__init__
         CompiledStep.__init__ = lambda self, *a, **how: made(self, *a, **how | {"capture": False})
     charges, charge = [], Ledger.charge
@@ -125,16 +127,16 @@ def main():
                 print(f"{name}: failed", file=sys.stderr, flush=True)
                 continue
             rows[name] = row = json.loads(done.stdout.splitlines()[-1])
-            for other in ("eager", "before"):
-                if "captured" in rows and other in rows:
-                    rows["captured"][f"over_{other}"] = rows[other]["ms"] / rows["captured"]["ms"]
+            for own in rows.keys() & {"bf16", "captured"}:
+                for other in rows.keys() & {"eager", "before"}:
+                    rows[own][f"over_{other}"] = rows[other]["ms"] / rows[own]["ms"]
             print(f"{name:9s} {json.dumps(row)}", flush=True)
             if args.json:
                 gpu = torch.cuda.get_device_name() if args.device == "cuda" else args.device
                 facts = {"batch": args.batch, "images": args.images, "hardware": gpu, "torch": torch.__version__}
                 facts["command"] = " ".join(["python -m benchmarks.train_throughput", *sys.argv[1:]])
                 Path(args.json).write_text(json.dumps(facts | {"rows": rows}, indent=1))
-    print(json.dumps(rows.get("captured", {})))
+    print(json.dumps({name: row for name, row in rows.items() if name in ("bf16", "captured")}))
     return None
 
 
