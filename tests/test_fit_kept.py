@@ -192,6 +192,8 @@ def killed_and_resumed(folder: Path, moments: list[int], draw: random.Random) ->
                     time.sleep(0.012 * draw.random())
                     child.send_signal(signal.SIGKILL)
                     break
+            else:
+                raise AssertionError("the run had ended before it was killed")
         now = epsilons(history(read(folder / LEDGER), 0), DELTA)["rdp"]
         assert now >= spent
         spent = now
@@ -202,9 +204,11 @@ def killed_and_resumed(folder: Path, moments: list[int], draw: random.Random) ->
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path):
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_is_killed_five_times_goes_on_to_the_bit(tmp_path, seed):
     expected = row(dpivon.fit(network(), *data(), **PLAN, seed=7, out=tmp_path / "whole"))
-    got = killed_and_resumed(tmp_path / "killed", [5, 11], random.Random(1))
+    draw = random.Random(seed)
+    got = killed_and_resumed(tmp_path / "killed", [draw.randint(1, 8) for _ in range(5)], draw)
     assert torch.equal(got, expected)
 
 
