@@ -32,7 +32,7 @@ from dpivon.models import PaperCNN, TextEncoder, VisionTransformer, WideResNet
 from dpivon.optim import tensors
 from dpivon.privacy import clipping
 from dpivon.privacy.gradients import side_by_side
-from dpivon.privacy.layers import conv, memory, uses
+from dpivon.privacy.layers import bounded, conv, linear, memory, unsummed, uses
 from dpivon.privacy.precision import capturing
 
 BATCH = 2
@@ -84,6 +84,9 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch.object(clipping, "readable", return_value=False),
         mock.patch.object(side_by_side, "launches_cost", untraced),
         mock.patch.object(uses, "launches_cost", untraced),
+        mock.patch.object(bounded, "launches_cost", untraced),
+        mock.patch.object(linear, "launches_cost", untraced),
+        mock.patch.object(unsummed, "launches_cost", untraced),
         mock.patch.object(conv, "_in_cache", return_value=False),
         mock.patch.object(memory.Pool, "lend", lambda pool, shape, dtype: torch.empty(shape, dtype=dtype)),
     ):

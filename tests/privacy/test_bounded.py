@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import weighted_sum
 from dpivon.privacy.gradients.means import Widened
-from dpivon.privacy.gradients.side_by_side import in_blocks, split
+from dpivon.privacy.gradients.side_by_side import in_blocks, split, squared_norms
 from dpivon.privacy.layers import bounded
 from dpivon.privacy.layers.bounded import Bounded, BoundedTied, Unmade
-from dpivon.privacy.layers.uses import Outer, Rows, merge, settled, squared_norms
+from dpivon.privacy.layers.uses import Outer, Rows, merge, settled
 from dpivon.privacy.precision import padded, padded_empty
 
 B = 6

@@ -32,11 +32,11 @@ from dpivon.privacy.gradients.model_io import (
     tensors_in,
     version_of,
 )
-from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split
+from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split, squared_norms
 from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules, stored
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.uses import Dense, Use, merge, settled, squared_norms, views_of_examples
+from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.made_up import NotTried
 from dpivon.privacy.precision import capturing, without_autocast
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dpivon.privacy.layers.bounded import Bounded, Together, Unmade, together
 from dpivon.privacy.layers.convolved import Summed, one_matrix
 from dpivon.privacy.layers.made import Tied
+from dpivon.privacy.layers.unsummed import Biases, sum_normalisations
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 
@@ -32,14 +33,19 @@ def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) 
     ``uses`` is changed: what was copied is let go.
     """
     _make_together(uses)
+    biases = Biases(uses)
+    sum_normalisations(uses, biases)
     if not joint:
+        biases.sum_rest()
         return [([i], use) for i, use in enumerate(uses)]
     blocks: list[Block] = []
     for members in together(uses) if any(isinstance(use, Bounded) for use in uses) else ():
         some: Any = Together.of([uses[i] for i in members])  # type: ignore[misc]
         blocks.append((members, some))
+        biases.sum([uses[i].g for i in members], some.whole.g)  # type: ignore[union-attr]
         for i in members:
             uses[i] = None
+    biases.sum_rest()
     for partly in (False, True):
         waiting = {i: use for i, use in enumerate(uses) if isinstance(use, Summed) and use.partly == partly}
         if waiting:
@@ -88,6 +94,18 @@ def _rows(use: Any) -> Tensor:
     """Per-example gradients as rows of a matrix."""
     made: Tensor = use.materialise()
     return made if made.dim() == 2 else made.flatten(1)
+
+
+def squared_norms(uses: Sequence[Use]) -> list[Tensor]:
+    """The squared norms of several uses; a kind that has ``measured`` takes all of its own at once, in fewer launches."""
+    found = {i: use.squared_norm() for i, use in enumerate(uses) if not hasattr(use, "measured")}
+    kinds: dict[Any, list[int]] = {}
+    for i, use in enumerate(uses):
+        if i not in found:
+            kinds.setdefault(type(use).measured, []).append(i)  # type: ignore[attr-defined]
+    for measured, members in kinds.items():
+        found |= zip(members, measured([uses[i] for i in members]), strict=True)
+    return [found[i] for i in range(len(uses))]
 
 
 def dtype_of_sums(blocks: Sequence[Block]) -> torch.dtype:

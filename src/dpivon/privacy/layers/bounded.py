@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,12 @@ from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms
 from dpivon.privacy.layers.made import Tied, _added_up
+from dpivon.privacy.layers.unsummed import COPIED
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
 from dpivon.privacy.precision import ALIGNED, launches_cost, padded, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
-_COPIED = 64 * 2**20  # bytes of operands that are copied, to be measured and summed with others
 _UNIT = 2.0**-23  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
 _CHUNK = 1536  # columns of A or G over which a Gram matrix is added up at a time,
@@ -133,7 +134,13 @@ class Together:
         return cls(replace(uses[0], a=a, g=g), len(uses))
 
     def squared_norm(self) -> Tensor:
-        return self.whole.squared_norm().view(self.uses, -1).sum(0)
+        return self.measured([self])[0]
+
+    @staticmethod
+    def measured(several: Sequence[Together]) -> list[Tensor]:
+        """The squared norms of several, in fewer launches."""
+        found = _measured([some.whole for some in several])
+        return [squares.view(some.uses, -1).sum(0) for some, squares in zip(several, found, strict=True)]
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         return self.whole.weighted_sums(c.repeat(self.uses), self.uses).flatten()
@@ -148,7 +155,7 @@ def together(uses: Sequence[object]) -> list[list[int]]:
     for i, use in enumerate(uses):
         if type(use) is not Bounded or use.order is not None or not launches_cost(use.g):
             continue
-        if len(use.a) <= EXAMPLES_AT_ONCE and 2 * (use.a.numel() + use.g.numel()) <= _COPIED:
+        if len(use.a) <= EXAMPLES_AT_ONCE and 2 * (use.a.numel() + use.g.numel()) <= COPIED:
             alike.setdefault((use.a.shape, use.g.shape, use.transposed), []).append(i)
     found = []
     for members in alike.values():
@@ -178,7 +185,7 @@ class BoundedTied(Tied):
         if not self.head.by_grams:
             squares = self.head.squares_of_made(self._add_embedded)
             return upper_bound(squares, self.head.lengths + lengths, 2 * rounding * _UNIT + _HALVES)
-        squares, of_head = (found[0] for found in _by_grams([self.head]))
+        squares, of_head = _by_grams([self.head])
         read = self.head.g.gather(2, self.table.index.unsqueeze(1).expand(-1, t, -1))
         cross = (torch.bmm(wide(self.head.a), e.mT) * read).sum((1, 2), dtype=torch.float64)
         lost = (d + rounding) * _UNIT * (2 * of_head + lengths) * lengths
@@ -203,22 +210,24 @@ def upper_bound(squares: Tensor, lengths: Tensor, rounding: float) -> Tensor:
 
 
 def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
-    """Those that need Gram matrices of one size together."""
+    """Those that need Gram matrices of one size, and lose as much, together."""
     found: dict[int, Tensor] = {}
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[int, float, float], list[int]] = {}
     for i, use in enumerate(uses):
-        b, t, _ = use.a.shape
+        t = use.a.shape[1]
         if use.by_grams:
-            alike.setdefault((b, t), []).append(i)
+            alike.setdefault((t, _loss(use.a.shape[2]), _loss(use.g.shape[2])), []).append(i)
         else:
             squares = use.squares_of_made()
             found[i] = upper_bound(squares, use.lengths, 2 * t * _UNIT + _HALVES)
-    for (b, t), members in alike.items():
-        room = max(1, memory_cap(uses[members[0]].a) // (8 * b * t * t))
-        for start in range(0, len(members), room):
-            some = members[start : start + room]
+    for (t, _, _), members in alike.items():
+        room = memory_cap(uses[members[0]].a) // (8 * t * t)  # examples
+        while members:
+            sizes = [len(uses[i].a) for i in members]
+            count = max(1, sum(total <= room for total in accumulate(sizes)))
+            some, members = members[:count], members[count:]
             bounds = upper_bound(*_by_grams([uses[i] for i in some]), t * _UNIT + _HALVES)
-            found |= zip(some, bounds, strict=True)
+            found |= zip(some, bounds.split(sizes[:count]), strict=True)
     return [found[i] for i in range(len(uses))]
 
 
@@ -250,23 +259,24 @@ def _chunk(columns: int) -> int:
 
 
 def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
-    """‖H‖² from above, and L, each [uses, examples]."""
-    grams = [torch.stack([_gram(use._aligned[side]) for use in uses]) for side in (0, 1)]
-    squares = [gram.diagonal(dim1=2, dim2=3) for gram in grams]
+    """‖H‖² from above, and L, of the examples of one use after those of the other."""
+    both = [[_gram(use._aligned[side]) for use in uses] for side in (0, 1)]
+    grams = [some[0] if len(some) == 1 else torch.cat(some) for some in both]
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in grams]
     norms = [square.sqrt() for square in squares]
     widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
     of_a, of_g = map(_loss, widths)
     lost = of_a * _form(grams[1], norms[0]) + of_g * _form(grams[0], norms[1])
-    lengths = (norms[0].double() * norms[1].double()).sum(2)
+    lengths = (norms[0].double() * norms[1].double()).sum(1)
     lost += (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
-    traces = [square.sum(2, dtype=torch.float64) for square in squares]
-    lost += (traces[0] * widths[1] + traces[1] * widths[0]) * (grams[0].shape[2] * _LEAST)
-    return grams[0].mul_(grams[1]).sum((2, 3), dtype=torch.float64).clamp(min=0.0) + 1.01 * lost, lengths
+    traces = [square.sum(1, dtype=torch.float64) for square in squares]
+    lost += (traces[0] * widths[1] + traces[1] * widths[0]) * (grams[0].shape[1] * _LEAST)
+    return grams[0].mul_(grams[1]).sum((1, 2), dtype=torch.float64).clamp(min=0.0) + 1.01 * lost, lengths
 
 
 def _form(gram: Tensor, norms: Tensor) -> Tensor:
     """Σ_st ‖A_s‖‖A_t‖ |K_st|, the most that errors of the other Gram matrix can amount to, relative to its rows' norms."""
-    return ((gram.abs() @ norms.unsqueeze(3)).squeeze(3) * norms).sum(2, dtype=torch.float64)
+    return ((gram.abs() @ norms.unsqueeze(2)).squeeze(2) * norms).sum(1, dtype=torch.float64)
 
 
 def _gram(t: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, position_sums
+from dpivon.privacy.layers.bounded import Bounded
 from dpivon.privacy.layers.made import mapped
+from dpivon.privacy.layers.unsummed import Unsummed, left_unsummed
 from dpivon.privacy.layers.uses import Dense, Use, materialises, outer_or_dense
 from dpivon.privacy.precision import capturing, wide_dtype
 
@@ -166,8 +168,11 @@ def summed(g: Tensor, weight: Use | None) -> Use:
     """The use of a bias over several positions, g_i = Σ_t G_it, of g [B, T, p].
 
     Where kernels take the norms and sums of the layer's ``weight``, G is kept until backward is over. There the biases wait
-    too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.conv_ops`).
+    too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.conv_ops`). A weight in bf16 may
+    keep G too.
     """
+    if type(weight) is Bounded and left_unsummed(g):
+        return Unsummed(g)
     return Summed(g) if isinstance(weight, Convolved) and waits(g) else Dense(g.sum(1, dtype=wide_dtype(g)))
 
 

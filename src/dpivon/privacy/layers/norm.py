@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpivon.privacy.layers.convolved import Summed, waits
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
+from dpivon.privacy.layers.unsummed import Unsummed, left_unsummed
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import capturing
 
@@ -112,6 +113,13 @@ def rms_norm(layer: nn.RMSNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[T
 def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """Parameters in the shape of the last dimensions, against values of shape [B, …, *shape]."""
     shape = layer.normalized_shape
+    if left_unsummed(g):
+        x, g = (t.reshape(len(g), -1, *shape) for t in (x, g))
+        bias = getattr(layer, "bias", None)
+        known: dict[Tensor, Use] = {bias: Unsummed(g)} if bias is not None and bias.requires_grad else {}
+        if layer.weight is not None and layer.weight.requires_grad:
+            known[layer.weight] = Unsummed(g, x, (normalise, shape, layer.eps))
+        return known
     z = normalise(x.to(g.dtype), shape, eps=layer.eps)
     return _sums(layer, z.reshape(len(g), -1, *shape), g.reshape(len(g), -1, *shape), over=1)
 

@@ -276,15 +276,6 @@ class Rows:
         return Rows(index, g, self.shape)
 
 
-def squared_norms(uses: Sequence[Use]) -> list[Tensor]:
-    """The squared norms of several uses; a kind that has ``measured`` takes all of its own at once, in fewer launches."""
-    found = {i: use.squared_norm() for i, use in enumerate(uses) if not hasattr(use, "measured")}
-    rest = [i for i in range(len(uses)) if i not in found]
-    if rest:
-        found |= zip(rest, uses[rest[0]].measured([uses[i] for i in rest]), strict=True)  # type: ignore[attr-defined]
-    return [found[i] for i in range(len(uses))]
-
-
 def unfolded(use: Use) -> Use:
     """The same use as one of the kinds above. A use that knows norms and sums only has a method for it."""
     unfold = getattr(use, "unfolded", None)
