@@ -93,3 +93,15 @@ def test_attention_gets_a_mask_only_where_texts_are_padded(masked):
     assert len(forward) == 2
     assert step._compiles == masked
     assert all((node.kwargs.get("attn_mask") is not None) == masked for node in forward)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_with_gradient_checkpointing_learns_the_same(name):
+    """Layers run again in backward, where they must find what they found in forward."""
+    rows, found = Rows(name, "causal LM", masked=True), {}
+    for way in ("loop", "recorded"):
+        model = make(name, "causal LM")
+        model.gradient_checkpointing_enable()
+        found[way], step = trained(way, model, rows)
+    assert step.path == "captured"
+    torch.testing.assert_close(found["recorded"], found["loop"], rtol=1e-4, atol=1e-5)
