@@ -87,6 +87,24 @@ def test_in_bf16_one_example_moves_the_sum_by_at_most_C(name, task, tuning, monk
     check_neighbours(name, task, tuning, "cpu", monkeypatch)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("setting", ["gradient checkpointing", "use_cache", "no cache"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # tied embeddings; grouped-query attention
+def test_settings_that_change_how_a_model_runs_change_no_sum(name, setting):
+    model = make(name, "causal LM").double()
+    inputs, labels = make_batch(name, "causal LM", ROWS)
+    model.config.use_cache = setting == "use_cache"
+    expected = clipped_by_a_loop(model, inputs, labels, "causal LM")
+    if setting == "gradient checkpointing":
+        model.gradient_checkpointing_enable()
+        assert model.is_gradient_checkpointing
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (name == "gpt2")
+    assert getattr(model.config, "num_key_value_heads", 2) == (1 if name == "llama" else 2)
+    found, _ = released(model, inputs, labels)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "tuning"), sorted(REFUSED))

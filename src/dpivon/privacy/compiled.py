@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError, bad, check_whole
 from dpivon.optim.ivon import IVON
-from dpivon.privacy.gradients.bookkeeping import BookKeeper, has_rules
-from dpivon.privacy.gradients.model_io import map_tensors, others_in, structure, tensors_in
-from dpivon.privacy.kernels.padded import laid_out
+from dpivon.privacy.gradients.bookkeeping import BookKeeper
+from dpivon.privacy.gradients.model_io import map_tensors, others_in, rows_in, structure, tensors_in
+from dpivon.privacy.kernels.constants import ReadsValues, as_compiled
+from dpivon.privacy.kernels.padded import convolves, laid_out
 from dpivon.privacy.kernels.padded_step import PaddedStep
 from dpivon.privacy.kernels.whole_step import WholeStep, whole_step
 from dpivon.privacy.noise import os_generator
@@ -36,7 +37,8 @@ from dpivon.privacy.precision import without_autocast
 from dpivon.privacy.stack import room
 
 _MOST_PROGRAMS = 8  # of one step: each is compiled for minutes, so batches of ever new shapes run eagerly
-_SIDE, _IMAGES = 16, 32  # images of at least this side go through a CPU so many at a time, unless a number is given
+_IMAGES = 32  # go through a CPU at a time, unless a number is given
+_ALONE = "a layer without a rule runs example by example"
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 
@@ -61,11 +63,11 @@ class CompiledStep:
     ) -> None:
         self.optimizer, self.model, self.loss_fn = optimizer, model, loss_fn
         self.keeper: BookKeeper = optimizer.source
-        self.device = optimizer.params[0].device
-        self.samples = self.keeper.samples
+        self.device, self.samples = optimizer.params[0].device, self.keeper.samples
         fix = "Use what fits in memory, such as 64"
         self._most = None if most is None else check_whole("max_physical_batch_size", most, fix, at_least=1)
-        self._check = check
+        self._check = self._due = check  # the latter before the next eager pass
+        self._compiles = False  # whether the model is told that torch compiles it, since else it reads values
         self._people = people
         self._several = 1 if people is None else people.rows or 1  # rows of a person at most, where that is fixed
         self.capacity = capacity if self._most is None else min(capacity, max(1, self._most // self._several))
@@ -88,10 +90,8 @@ class CompiledStep:
         """One step. Returns the mean loss of the batch, which is computed from private data and not released: do not publish
         it, nor decide anything by it."""
         optimizer, draws = self.optimizer, self.optimizer.draws
-        rows = _rows(batch)
-        if self._check is not None:
-            self._check(batch if rows else None)
-            self._check = None
+        rows = rows_in(batch, 0)
+        self._make_sure(batch)
         if self._images is None:
             self._images = self.device.type == "cpu" and convolves(self.model, tensors_in(batch))
         key = self._key(batch) if self._reason is None else None
@@ -109,8 +109,8 @@ class CompiledStep:
             if draws is not None:
                 draws.redeemable = redeemable  # a batch that was released before stays released
             optimizer.zero_grad()
-            failed = self._reason is not None  # if not before, then in an earlier part
-            loss = self._eager(part) if program is None or failed else self._padded(program, part)
+            ready = self._programs.get(key)  # None also if it failed in an earlier part
+            loss = self._eager(part) if program is None or ready is None else self._padded(ready, part)
             optimizer.step()
             total = loss if total is None else total + loss
         assert total is not None
@@ -123,12 +123,22 @@ class CompiledStep:
         self._tried.add(key)
         if self._key(batch) != key:
             self._give_up("its forward changes attributes of the model")
+        elif self.keeper.ran_alone:
+            self._give_up(_ALONE)
         elif len(self._tried) > _MOST_PROGRAMS:
             self._give_up(f"batches, model or settings have had more than {_MOST_PROGRAMS} different forms")
 
     # ---- the eager step
 
+    def _make_sure(self, batch: Any) -> None:
+        """Try the loss on made-up numbers, if that is due."""
+        if self._due is not None:
+            with as_compiled(self._compiles):
+                self._due(batch if rows_in(batch, 0) else None)
+        self._due = None
+
     def _eager(self, batch: Any) -> Tensor:
+        self._make_sure(batch)
         try:
             return self._made_eagerly(batch)
         except RuntimeError as error:
@@ -143,7 +153,7 @@ class CompiledStep:
         batch = map_tensors(lambda t: laid_out(t.to(self.device, non_blocking=True), last), batch)
         total = torch.zeros((), device=self.device)
         for _ in range(self.samples):
-            with torch.enable_grad(), self._sample():
+            with as_compiled(self._compiles), torch.enable_grad(), self._sample():
                 losses = self._losses(batch)
                 with without_autocast(self.device.type):
                     mean = self.keeper.loss_reduction == "mean" and len(losses) > 0
@@ -157,7 +167,7 @@ class CompiledStep:
 
     def _losses(self, batch: Any) -> Tensor:
         losses: Any = self.loss_fn(self.model, batch)
-        rows = _rows(batch)
+        rows = rows_in(batch, 0)
         if not isinstance(losses, Tensor) or losses.shape != (rows,):
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             name = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
@@ -199,8 +209,7 @@ class CompiledStep:
         """From here on run half as many examples at once: after an error for want of memory the same batch may come again."""
         size = self.capacity * self._several if self._most is None else self._most
         if size == 1:
-            fix = "Use a smaller model or another device"
-            raise bad("max_physical_batch_size", 1, "not even one example fits", fix)
+            raise bad("max_physical_batch_size", 1, "not even one example fits", "Use a smaller model")
         self._most, self.capacity = size // 2, max(1, size // 2 // self._several)
         self._programs.clear()
 
@@ -217,26 +226,31 @@ class CompiledStep:
             return "grad_sample_mode leaves per-example gradients"
         if not keeper.batch_first:
             return "batch_first=False"
-        if not has_rules(keeper.module):
-            return "a layer without a rule runs example by example"
+        if keeper.ran_alone:
+            return _ALONE
         if any("_orig_mod" in layer._modules for layer in keeper.module.modules()):
-            return (
-                "torch.compile was called on the model, which is then not recorded: give make_private the model itself"
-            )
+            return "torch.compile was called on the model, so it is not recorded: give make_private the model itself"
         return None
 
     def _give_up(self, reason: str) -> None:
         self._reason = reason
-        self._programs.clear()
+        self._tell(False)
         message = f"engine.compile: the step is not captured, since {reason}. It runs eagerly, with the same result."
         warnings.warn(message, stacklevel=4)
+
+    def _tell(self, compiles: bool) -> None:
+        """Tell the model whether torch compiles it. Changed, it is another model: all checks are made again."""
+        self._programs.clear()
+        if compiles != self._compiles:
+            self._compiles, self._due = compiles, self._check
+            self.keeper._known.clear()
 
     def _program(self, key: Any, batch: Any) -> PaddedStep:
         """The program for batches like this one."""
         if key not in self._programs:
             parts = self.optimizer.params, self.optimizer._clipping, batch, self.capacity
             each = self.keeper.augmentations * self._several
-            self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts, each)
+            self._programs[key] = PaddedStep(self.keeper, self.model, self._losses, *parts, each, self._compiles)
         return self._programs[key]
 
     def _key(self, batch: Any) -> Any:
@@ -258,6 +272,7 @@ class CompiledStep:
             tuple((t.data_ptr(), t.requires_grad) for own, key in held if (t := own[key]) is not None),
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             self.optimizer._clipping,
+            self._compiles,
         )
 
     @cached_property
@@ -293,7 +308,7 @@ class CompiledStep:
         return rows // self.keeper.augmentations if people is None else len(people)
 
     def _load(self, program: PaddedStep, part: Any) -> None:
-        rows, of_people, draws = _rows(part), self.keeper.people, self.optimizer.draws
+        rows, of_people, draws = rows_in(part, 0), self.keeper.people, self.optimizer.draws
         people = None
         if of_people is not None and draws is not None and rows:
             itself = all(a is b for a, b in zip(tensors_in(part), tensors_in(draws.batch), strict=False))
@@ -314,8 +329,15 @@ class CompiledStep:
         except Exception as error:
             if program.captured:
                 raise
-            self._give_up(_line(error))
             self.optimizer.zero_grad()
+            if isinstance(error, ReadsValues) and self._check is not None and not self._compiles:
+                self._tell(True)
+                try:
+                    return self._eager(part)
+                except PrivacyError as refused:
+                    error = refused  # as it is the model has passed all checks
+                    self.optimizer.zero_grad()
+            self._give_up(_line(error))
             return self._eager(part)
 
 
@@ -368,12 +390,6 @@ class Compiles:
         )
 
 
-def convolves(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    """Whether these are images, large enough for their layout to matter, and the model has convolutions for them."""
-    large = any(t.dim() == 4 and min(t.shape[2:]) >= _SIDE for t in tensors)
-    return large and any(isinstance(layer, nn.Conv2d) for layer in model.modules())
-
-
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -382,12 +398,3 @@ def _some(batch: Any, examples: Tensor, each: int) -> Any:
     """These examples of a batch, each of so many rows."""
     index = examples if each == 1 else (examples.unsqueeze(1) * each + torch.arange(each)).flatten()
     return map_tensors(lambda t: t[index.to(t.device)], batch)
-
-
-def _rows(batch: Any) -> int:
-    """Rows of the batch: of its first tensor that has any dimension."""
-    rows = next((len(t) for t in tensors_in(batch) if t.dim()), None)
-    if rows is None:
-        fix = "Pass what the data loader returned"
-        raise bad("batch", type(batch).__name__, "holds no tensor with a row per example", fix)
-    return rows

@@ -19,8 +19,8 @@ from dpivon.durable.ledger import Ledger
 from dpivon.errors import BudgetSpent
 from dpivon.methods import Learner
 from dpivon.privacy import Checkpoints, PrivacyEngine
-from dpivon.privacy.compiled import LossFn, convolves
-from dpivon.privacy.kernels.padded import examples_at_once
+from dpivon.privacy.compiled import LossFn
+from dpivon.privacy.kernels.padded import convolves, examples_at_once
 from dpivon.train.artefacts import Line, Progress
 
 LINES = 25  # of progress, with an ε each, that a run of many short epochs has at least

@@ -165,7 +165,7 @@ class BookKeeper(LayerWatch):
             else layer.training
             for _, layer in self.tree.layers()
         )
-        known = structure((args, kwargs)), state
+        known = structure((args, kwargs)), state, torch.compiler.is_compiling()  # which models may ask too
         self._untried = None
         if known not in self._known:
             try:

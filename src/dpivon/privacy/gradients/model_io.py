@@ -74,7 +74,8 @@ def rows_in(batch: Any, dim: int) -> int:
     """How many rows a batch has in this dimension; an error if no tensor of it has one."""
     sizes = [t.shape[dim] for t in _tensors(batch) if t.dim() > dim]
     if not sizes:
-        raise PrivacyError("batch: holds no tensor with a batch dimension. Give a batch as the data loader returns it.")
+        what = f"batch={type(batch).__name__}: holds no tensor with a batch dimension"
+        raise PrivacyError(f"{what}. Give a batch as the data loader returns it.")
     return sizes[0]
 
 

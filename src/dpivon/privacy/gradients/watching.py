@@ -62,6 +62,7 @@ class LayerWatch(RowsOfBatch):
         self._expanded: set[nn.Module] = set()  # modules whose bare parameters are expanded to one copy per example
         self._one_row: set[nn.Module] = set()  # layers whose input of one row was expanded
         self.alone_now: set[nn.Module] = set()  # modules that run example by example
+        self.ran_alone = False  # whether any does, as far as passes have shown
         self._functions = False  # whether functions that the model calls by itself are watched
         self._scatter = scatter  # of a sharded model: from the sum of a whole parameter to the part that is kept here
         self._handles: list[Any] = []
@@ -244,6 +245,7 @@ class LayerWatch(RowsOfBatch):
             )
         self._patch(module, self._alone(module))
         self.alone_now.add(module)
+        self.ran_alone = True
 
     def _alone(self, module: nn.Module) -> Callable[..., Any]:
         alone, name = Alone(module, module.forward, self.dim), self.named(module)
@@ -258,6 +260,7 @@ class LayerWatch(RowsOfBatch):
             def observe(z: Tensor, uses: Uses) -> Tensor:
                 return self._observe(z, uses, batch_major=True, layer=name)
 
+            self.ran_alone = True
             self._unwatched.append(module)  # its children are part of it
             try:
                 return alone(observe, self.rows, args, kwargs)

@@ -27,7 +27,7 @@ from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.constants import LooksAtConstants
+from dpivon.privacy.kernels.constants import LooksAtConstants, LooksPastOperations
 from dpivon.privacy.kernels.reference import Batch, RowModel, autocast, seen
 from dpivon.privacy.layers.uses import MEMORY_CAP, MEMORY_CAP_CUDA
 from dpivon.privacy.precision import compiled, full_precision
@@ -35,6 +35,7 @@ from dpivon.privacy.precision import compiled, full_precision
 #: Of a row of weights, inputs, labels, places, and views if there are any; compiled, of the row's parameters in place of the
 #: row.
 Sums = Callable[..., Tensor]
+_SIDE = 16  # of images for which the layout matters on a CPU
 _GROUP_NORM = [torch.ops.aten.native_group_norm, torch.ops.aten.native_group_norm_backward]
 
 
@@ -207,7 +208,7 @@ def record(
     parts: Any = get_decompositions(_GROUP_NORM) if channels_last else None
 
     def looked_at(*given: Tensor) -> Any:
-        with LooksAtConstants():  # type: ignore[no-untyped-call]
+        with LooksAtConstants(), LooksPastOperations():  # type: ignore[no-untyped-call]
             return program(*given)
 
     traced = make_fx(looked_at, decomposition_table=parts)(*values)
@@ -219,10 +220,16 @@ def record(
     return traced
 
 
+def convolves(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
+    """Whether these are images, large enough for their layout to matter, and the model has convolutions for them."""
+    large = any(t.dim() == 4 and min(t.shape[2:]) >= _SIDE for t in tensors)
+    return large and any(isinstance(layer, nn.Conv2d) for layer in model.modules())
+
+
 def by_channels_last(model: nn.Module, device: torch.device) -> bool:
     """Whether images go through the network with their channels last: where its convolutions have kernels."""
-    convolves = any(isinstance(layer, nn.Conv2d) for layer in model.modules())
-    return convolves and conv_ops.enabled and conv_ops.device_takes(device)
+    has_convs = any(isinstance(layer, nn.Conv2d) for layer in model.modules())
+    return has_convs and conv_ops.enabled and conv_ops.device_takes(device)
 
 
 # ---- how many examples fit at once: a captured step cannot try and halve, so it must know before

@@ -21,6 +21,7 @@ from dpivon.privacy.forward_watch import marks
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import map_tensors, tensors_in
 from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.kernels.constants import as_compiled
 from dpivon.privacy.kernels.padded import by_channels_last, laid_out, leaves, record
 from dpivon.privacy.kernels.replay import Replay
 from dpivon.privacy.layers.groups import Groups
@@ -55,6 +56,7 @@ class PaddedStep:
         batch: a batch, for its structure and shapes.
         capacity: how many examples a padded batch holds.
         each: how many rows an example has, or of a person at most.
+        compiles: whether the model is told that torch compiles it.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class PaddedStep:
         batch: Any,
         capacity: int,
         each: int,
+        compiles: bool = False,
     ) -> None:
-        self.keeper, self.losses, self.clipping = keeper, losses, clipping
+        self.keeper, self.losses, self.clipping, self.compiles = keeper, losses, clipping, compiles
         self.each, self.capacity, self.like = each, capacity, batch
         self.device = device = params[0].device
         self.buffers = [t.new_zeros(capacity * each, *t.shape[1:], device=device) for t in tensors_in(batch)]
@@ -218,10 +221,11 @@ class PaddedStep:
 
     def _pass(self, model: nn.Module, batch: Any, spare: Tensor, counted: Tensor | None) -> Tensor:
         enabled, dtype = self._autocast
-        with torch.autocast(self.device.type, dtype, enabled=enabled):
-            losses = self.losses(batch)
-        losses = losses.masked_fill(spare, 0.0)
-        (losses if counted is None else losses * counted).sum().backward()
+        with as_compiled(self.compiles):  # also in backward, where a checkpoint runs layers again
+            with torch.autocast(self.device.type, dtype, enabled=enabled):
+                losses = self.losses(batch)
+            losses = losses.masked_fill(spare, 0.0)
+            (losses if counted is None else losses * counted).sum().backward()
         return losses.detach().float().sum()
 
 
