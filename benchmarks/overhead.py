@@ -2,6 +2,7 @@
 
     python -m benchmarks.overhead                             # this machine's CPU, one thread
     python -m benchmarks.overhead --models cnn --rounds 200 --json overhead.json
+    python -m benchmarks.overhead --transformers              # counts of Hugging Face's, beside plain training
 
 On a GPU such a loop waits for Python. Here the networks have the layers and tensors of those in ``benchmarks.step``, but are
 so thin, and batches so small, that arithmetic hardly counts; what is left is the host's work. The branches are those that a GPU
@@ -170,11 +171,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json")
+    parser.add_argument("--transformers", action="store_true", help="count those of Hugging Face, and time nothing")
     args = parser.parse_args()
     import warnings
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if args.transformers:
+        from benchmarks.launches import print_counts
+
+        print_counts()
+        return
     facts = {
         "command": " ".join(["python -m benchmarks.overhead", *sys.argv[1:]]),
         "hardware": f"{platform.machine()}, 1 thread",

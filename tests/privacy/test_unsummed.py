@@ -31,7 +31,7 @@ class Block(nn.Module):
         return x + self.two(self.rms(F.gelu(self.one(self.norm(x))).float()))
 
 
-def clipped_sums(*, as_gpu, spoiled=False, joint=True):
+def clipped_sums(*, as_gpu, spoiled=False, joint=True, left_out=None):
     """Of a batch of a few layers in bf16, and the kinds of uses that backward left."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(3)])
@@ -40,6 +40,7 @@ def clipped_sums(*, as_gpu, spoiled=False, joint=True):
     x = torch.randn(4, TOKENS, WIDTH)
     if spoiled:
         x[1, 3] = torch.inf
+    x = x if left_out is None else torch.cat([x[:left_out], x[left_out + 1 :]])
     clipping = FlatClipping(0.5)
     with as_on_a_gpu() if as_gpu else nullcontext(), mock.patch.object(bounded, "MADE_BYTES", 0):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -65,6 +66,14 @@ def test_sums_and_norms_are_those_of_each_by_itself(room, spoiled):
         assert torch.isfinite(one).all()
         assert float(one.norm()) > 0
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("left_out", range(4))
+def test_one_example_moves_the_sum_by_at_most_the_bound(left_out):
+    with_all, _ = clipped_sums(as_gpu=True)
+    without, _ = clipped_sums(as_gpu=True, left_out=left_out)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(with_all, without, strict=True)]).norm()
+    assert 0.25 < float(moved) <= 0.5 * (1 + 1e-5)
 
 
 def test_so_are_norms_where_every_parameter_is_clipped_by_itself():

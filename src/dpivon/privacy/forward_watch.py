@@ -107,16 +107,19 @@ class ForwardWatch:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What a forward must leave as it is."""
-        seen: dict[Tensor, str] = {}
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()  # by identity, which is what a tensor's own hash computes at length
         for name, layer in self._keeper.tree.layers():
-            owners = self._keeper.owners.get(layer, {})
-            for key, p in layer._parameters.items():
-                if p is not None:
-                    seen.setdefault(owners.get(key, p), f"{name}.{key}" if name else key)
-            for key, buffer in layer._buffers.items():
-                if buffer is not None:
-                    seen.setdefault(buffer, f"{name}.{key}" if name else key)
-        return {name: tensor for tensor, name in seen.items()}
+            owners = self._keeper.owners.get(layer) if self._keeper.owners else None
+            for held in (layer._parameters, layer._buffers):
+                for key, t in held.items():
+                    if t is None:
+                        continue
+                    t = t if owners is None else owners.get(key, t)
+                    if id(t) not in seen:
+                        seen.add(id(t))
+                        found[f"{name}.{key}" if name else key] = t
+        return found
 
     def _parts(self, held: dict[str, Tensor]) -> list[Tensor]:
         """What this rank keeps of them; a forward of a sharded model has whole copies."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+_NOTHING = nullcontext()
 ALIGNED = 8  # bf16 numbers that tensor cores read at once
 _F = TypeVar("_F", bound=Callable[..., object])
 _Options = dict[str, str | int | bool | Callable[..., object]]
@@ -46,7 +47,7 @@ def full_precision() -> Iterator[None]:
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
     """Nothing inside is computed in bf16 because the caller is inside an autocast."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 def as_multiplied(x: Tensor) -> Tensor:

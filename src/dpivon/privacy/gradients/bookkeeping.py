@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +24,9 @@ from torch import Tensor, nn
 from dpivon.errors import PrivacyError
 from dpivon.privacy.clipping import Clipping, clip_factors, dropped_examples
 from dpivon.privacy.gradients.means import Seed, intercept_backward, loss_of_each
-from dpivon.privacy.gradients.model_io import (
-    Unattributed,
-    check_unchanged,
-    map_tensors,
-    structure,
-    tensors_in,
-    version_of,
-)
+from dpivon.privacy.gradients.model_io import Arrival, Kept, Unattributed, Uses, map_tensors, structure, tensors_in
 from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neighbours, split, squared_norms
-from dpivon.privacy.gradients.watching import LayerWatch, Uses, has_rules, stored
+from dpivon.privacy.gradients.watching import LayerWatch, has_rules
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
@@ -54,7 +47,7 @@ class _Passes:
     """What the forward and backward passes of one step have left so far."""
 
     batches: list[Batch] = field(default_factory=lambda: [defaultdict(list)])
-    kept: list[tuple[Tensor, int | None]] = field(default_factory=list)  # what the uses hold, as it was
+    kept: Kept = field(default_factory=Kept)  # what the uses hold
     recorded: int | None = None  # the forward whose gradients arrived
     arrived: bool = False
     second: bool = False  # whether a second pass came where one is allowed
@@ -208,31 +201,7 @@ class BookKeeper(LayerWatch):
         if first:
             seed = torch.zeros((), device=z.device, requires_grad=True)
             z = Seed.apply(z, seed)  # type: ignore[no-untyped-call]
-        generation, origin, seen = self._generation, self._pass, [False]
-        alone = not self._running and torch._C._current_graph_task_id() == -1  # and not recomputed by a checkpoint
-        kept = [(t, version_of(t)) for t in saved if isinstance(t, Tensor)]
-
-        def arrived(g: Tensor) -> None:
-            if generation != self._generation or seen[0]:
-                raise PrivacyError(
-                    "A second backward through one forward, or one through the forward of an earlier batch: its examples would "
-                    "be clipped twice. Run forward and backward once for every step()."
-                )
-            if alone:
-                raise PrivacyError(
-                    f"{layer} was called outside the forward of its model, where two batches in one step would go unnoticed. "
-                    "Call the model that was made private."
-                )
-            seen[0] = True
-            check_unchanged(kept)
-            self._note_pass(origin)
-            g = g if batch_major else self._batch_major((g,))[0]
-            if first and capturing() and g.dtype == torch.bfloat16:
-                g = stored(g)
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():  # with create_graph=True
-                self._record(uses, g, layer)
-
-        z.register_hook(arrived)
+        z.register_hook(Arrival(self, uses, Kept(saved), first=first, batch_major=batch_major, layer=layer))
         return z
 
     def _note_pass(self, origin: int) -> None:
@@ -258,7 +227,10 @@ class BookKeeper(LayerWatch):
             use = use.grouped(positions) if positions > 1 else use
             use = self._groups.added_up(use) if self._groups.most > 1 else settled(use) if positions > 1 else use
             passes.batches[-1][p].append(use)
-            passes.kept += [(t, version_of(t)) for t in vars(use).values() if isinstance(t, Tensor)]
+            # Not by vars(), which makes one more object for every use.
+            passes.kept.add(
+                [getattr(use, name) for name in getattr(use, "__dataclass_fields__", ())] or vars(use).values()
+            )
             if self.keeps_gradients:
                 made = [merge(batch[p]).materialise() for batch in passes.batches if p in batch]
                 each = [(g.movedim(0, -1) * self._groups.shares(self._share, g)).movedim(-1, 0) for g in made]
@@ -312,9 +284,9 @@ class BookKeeper(LayerWatch):
     def _take(self, params: Sequence[Tensor]) -> list[Batch]:
         """The uses of every batch, once."""
         self._check(params)
-        check_unchanged(self._passes.kept)
+        self._passes.kept.check()
         batches = self._passes.batches
-        self._passes.batches, self._passes.kept, self._passes.taken = [defaultdict(list)], [], True
+        self._passes.batches, self._passes.kept, self._passes.taken = [defaultdict(list)], Kept(), True
         return batches
 
     def norms_and_sums(self, params: Sequence[Tensor], weights: Tensor) -> tuple[Tensor, list[Tensor]]:

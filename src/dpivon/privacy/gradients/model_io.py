@@ -7,7 +7,7 @@ exactly zero, and the release with its noise still happens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,14 @@ from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
+from dpivon.privacy.layers.registry import Rule
+from dpivon.privacy.layers.uses import Use
+from dpivon.privacy.precision import capturing, wide
 
 if TYPE_CHECKING:
     from dpivon.privacy.gradients.bookkeeping import BookKeeper
 
+Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 IGNORED = -100  # torch's default ignore_index
 
 
@@ -132,21 +136,116 @@ def has_ignored(value: Any) -> bool:
     return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
 
 
-def version_of(t: Tensor) -> int | None:
+# What is kept of a layer's output until its gradient arrives: one of each for every layer, with slots. With closures and pairs
+# Python's garbage collector, which counts objects that live on, would start about half as often again.
+
+
+class Kept:
+    """Tensors that must not change until they are read again, as they were when they were added."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, given: Iterable[Any] = ()) -> None:
+        self._tensors: list[Tensor] = []
+        self._versions: list[int | None] = []
+        self.add(given)
+
+    def add(self, given: Iterable[Any]) -> None:
+        """Also keep the tensors among these."""
+        for t in given:
+            if isinstance(t, Tensor):
+                self._tensors.append(t)
+                self._versions.append(_version_of(t))
+
+    def check(self) -> None:
+        """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
+        for t, version in zip(self._tensors, self._versions, strict=True):
+            if _version_of(t) != version:
+                raise PrivacyError(
+                    f"A layer's input of shape {tuple(t.shape)} was changed in place before its gradient was used: its "
+                    "per-example gradients would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
+                )
+
+
+def _version_of(t: Tensor) -> int | None:
     try:
         return t._version
     except RuntimeError:  # of an inference tensor
         return None
 
 
-def check_unchanged(kept: Sequence[tuple[Tensor, int | None]]) -> None:
-    """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
-    for t, version in kept:
-        if version_of(t) != version:
+class OfRule:
+    """The uses of a layer's parameters by its rule. ``widens``: the rule takes gradients in fp32 or better."""
+
+    __slots__ = ("_inputs", "_layer", "_rows", "_rule", "_widens")
+
+    def __init__(self, rule: Rule, layer: nn.Module, inputs: tuple[Any, ...], rows: RowsOfBatch, widens: bool) -> None:
+        self._rule, self._layer, self._inputs, self._rows, self._widens = rule, layer, inputs, rows, widens
+
+    def __call__(self, g: Tensor) -> Mapping[Tensor, Use]:
+        return self._rule(self._layer, self._rows._batch_major(self._inputs), wide(g) if self._widens else g)
+
+
+class Arrival:
+    """A hook on an output: its gradient becomes uses, once, and in the pass that made the output."""
+
+    __slots__ = (
+        "_alone",
+        "_batch_major",
+        "_first",
+        "_generation",
+        "_keeper",
+        "_kept",
+        "_layer",
+        "_pass",
+        "_seen",
+        "_uses",
+    )
+
+    def __init__(
+        self, keeper: BookKeeper, uses: Uses, kept: Kept, *, first: bool, batch_major: bool, layer: str
+    ) -> None:
+        self._keeper, self._uses, self._kept, self._layer = keeper, uses, kept, layer
+        self._first, self._batch_major, self._seen = first, batch_major, False
+        self._generation, self._pass = keeper._generation, keeper._pass
+        # And not recomputed by a checkpoint.
+        self._alone = not keeper._running and torch._C._current_graph_task_id() == -1
+
+    def __call__(self, g: Tensor) -> None:
+        keeper = self._keeper
+        if self._generation != keeper._generation or self._seen:
             raise PrivacyError(
-                f"A layer's input of shape {tuple(t.shape)} was changed in place before its gradient was used: its per-example "
-                "gradients would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
+                "A second backward through one forward, or one through the forward of an earlier batch: its examples would "
+                "be clipped twice. Run forward and backward once for every step()."
             )
+        if self._alone:
+            raise PrivacyError(
+                f"{self._layer} was called outside the forward of its model, where two batches in one step would go unnoticed. "
+                "Call the model that was made private."
+            )
+        self._seen = True
+        self._kept.check()
+        keeper._note_pass(self._pass)
+        g = g if self._batch_major else keeper._batch_major((g,))[0]
+        if self._first and g.dtype == torch.bfloat16 and capturing():
+            g = stored(g)
+        if not torch.is_grad_enabled():
+            keeper._record(self._uses, g, self._layer)
+            return
+        with torch.no_grad():  # with create_graph=True
+            keeper._record(self._uses, g, self._layer)
+
+
+@torch.library.custom_op("dpivon::stored", mutates_args=(), schema="(Tensor t) -> Tensor")
+def stored(t: Tensor) -> Tensor:
+    """The same numbers, in memory. What no product reads a compiler may compute anew for everyone who does: rounded once more,
+    what is added up would no longer be what was measured."""
+    return t.clone()
+
+
+@stored.register_fake
+def _(t: Tensor) -> Tensor:
+    return torch.empty_like(t)
 
 
 class Unattributed(PrivacyError):
@@ -180,8 +279,13 @@ class RowsOfBatch:
 
     def one_for_all(self, *given: Any) -> bool:
         """Whether all tensors of these have one row for the whole batch, such as its positions."""
-        tensors = [t for t in given if isinstance(t, Tensor)] if self._tried and self.rows not in (None, 0, 1) else []
-        return bool(tensors) and all(t.dim() > self.dim and t.shape[self.dim] == 1 for t in tensors)
+        found, dim = False, self.dim
+        for t in given if self._tried and self.rows not in (None, 0, 1) else ():
+            if isinstance(t, Tensor):
+                if t.dim() <= dim or t.shape[dim] != 1:
+                    return False
+                found = True
+        return found
 
     def one_each(self, t: Tensor) -> Tensor:
         """One row made one for every example."""

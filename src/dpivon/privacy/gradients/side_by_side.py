@@ -12,7 +12,7 @@ from torch import Tensor
 from dpivon.privacy.layers.bounded import Bounded, Together, Unmade, together
 from dpivon.privacy.layers.convolved import Summed, one_matrix
 from dpivon.privacy.layers.made import Tied
-from dpivon.privacy.layers.unsummed import Biases, sum_normalisations
+from dpivon.privacy.layers.unsummed import Biases, Unsummed, sum_normalisations
 from dpivon.privacy.layers.uses import Dense, Outer, Rows, Use
 from dpivon.privacy.precision import launches_cost, wide_dtype
 
@@ -33,19 +33,23 @@ def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) 
     ``uses`` is changed: what was copied is let go.
     """
     _make_together(uses)
-    biases = Biases(uses)
-    sum_normalisations(uses, biases)
+    biases = Biases(uses) if any(isinstance(use, Unsummed) for use in uses) else None
+    if biases is not None:
+        sum_normalisations(uses, biases)
     if not joint:
-        biases.sum_rest()
+        if biases is not None:
+            biases.sum_rest()
         return [([i], use) for i, use in enumerate(uses)]
     blocks: list[Block] = []
     for members in together(uses) if any(isinstance(use, Bounded) for use in uses) else ():
         some: Any = Together.of([uses[i] for i in members])  # type: ignore[misc]
         blocks.append((members, some))
-        biases.sum([uses[i].g for i in members], some.whole.g)  # type: ignore[union-attr]
+        if biases is not None:
+            biases.sum([uses[i].g for i in members], some.whole.g)  # type: ignore[union-attr]
         for i in members:
             uses[i] = None
-    biases.sum_rest()
+    if biases is not None:
+        biases.sum_rest()
     for partly in (False, True):
         waiting = {i: use for i, use in enumerate(uses) if isinstance(use, Summed) and use.partly == partly}
         if waiting:

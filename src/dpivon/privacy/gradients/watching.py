@@ -19,14 +19,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.gradients.functional import Functions
-from dpivon.privacy.gradients.model_io import RowsOfBatch, Tree, Unattributed, map_tensors, tensors_in
+from dpivon.privacy.gradients.model_io import OfRule, RowsOfBatch, Tree, Unattributed, Uses, map_tensors, tensors_in
 from dpivon.privacy.layers.fallback import Alone
 from dpivon.privacy.layers.linear import head, is_head
 from dpivon.privacy.layers.registry import Rule, by_name, forward_for, plain_type, rule_for, takes_bf16
 from dpivon.privacy.layers.uses import Dense, Use
 from dpivon.privacy.precision import as_multiplied, wide
 
-Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 #: Layers that do nothing with their input but multiply it.
 _PRODUCTS = {nn.Linear, NonDynamicallyQuantizableLinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, "transformers.Conv1D"}
 
@@ -168,7 +167,7 @@ class LayerWatch(RowsOfBatch):
                 self._watch(child)
 
     def _hook(self, layer: nn.Module, rule: Rule) -> None:
-        in_precision, multiplies = _precision_for(layer), bool({plain_type(layer), by_name(layer)} & _PRODUCTS)
+        widens, multiplies = not takes_bf16(layer), bool({plain_type(layer), by_name(layer)} & _PRODUCTS)
         name = self.named(layer)
 
         def before(layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -194,11 +193,13 @@ class LayerWatch(RowsOfBatch):
                     "formed. Return one tensor from the layer."
                 )
             given = (*args, *kwargs.values()) if kwargs else args
-            if any(output is t for t in given):
-                output = output.view_as(output)  # else a gradient of the input's other uses would count as this layer's
+            for t in given:
+                if output is t:
+                    output = output.view_as(t)  # else a gradient of the input's other uses would count as this layer's
+                    break
             inputs = tuple([t.detach() if isinstance(t, Tensor) else t for t in given])
-            uses = in_precision(lambda g: rule(layer, self._batch_major(inputs), g))
-            return self._observe(output, self._of_owner(layer, uses), inputs, layer=name)
+            uses = self._of_owner(layer, OfRule(rule, layer, inputs, self, widens))
+            return self._observe(output, uses, inputs, layer=name)
 
         self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         # Before a hook of the caller's changes z.
@@ -376,15 +377,3 @@ def _whole(p: Tensor) -> Uses:
 def _precision_for(layer: nn.Module) -> Callable[[Uses], Uses]:
     """How uses are given their gradients: in fp32 or better, unless the layer's rule asks for bf16 as it comes."""
     return (lambda uses: uses) if takes_bf16(layer) else (lambda uses: lambda g: uses(wide(g)))
-
-
-@torch.library.custom_op("dpivon::stored", mutates_args=(), schema="(Tensor t) -> Tensor")
-def stored(t: Tensor) -> Tensor:
-    """The same numbers, in memory. What no product reads a compiler may compute anew for everyone who does: rounded once more,
-    what is added up would no longer be what was measured."""
-    return t.clone()
-
-
-@stored.register_fake
-def _(t: Tensor) -> Tensor:
-    return torch.empty_like(t)
