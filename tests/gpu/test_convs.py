@@ -195,7 +195,7 @@ def test_the_compiled_program_of_a_transformer_gives_the_sums_of_the_loop(data, 
     got = program.clipped_sums(theta, batch, bound)
     error, usual = (float((sums - expected).norm() / expected.norm()) for sums in (got, materialised))
     assert error < (tolerance or 1.5 * usual)
-    traced = program._trace(0.5, False, theta[0], images, labels, batch.places[0])
+    traced = program._trace(0.5, theta[0], images, labels, batch.places[0])
     targets = [str(node.target) for node in traced.graph.nodes]
     assert sum("conv_sums" in target for target in targets) == 9  # four weights a layer, and the patches
     assert sum("position_sums" in target for target in targets) == 10  # their chunks, and all biases at once
@@ -241,7 +241,7 @@ def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype):
     got = program.clipped_sums(theta, batch, bound)
     error, usual = (float((sums - expected).norm() / expected.norm()) for sums in (got, unfolded))
     assert error < (1e-4 if dtype == torch.float32 else 1.5 * usual)
-    traced = program._trace(0.5, False, theta[0], images, labels, batch.places[0])
+    traced = program._trace(0.5, theta[0], images, labels, batch.places[0])
     kernels = [n for n in traced.graph.nodes if n.target is torch.ops.dpivon.conv_sums.default]
     convolutions = [m for m in program.step.model.modules() if isinstance(m, nn.Conv2d)]
     assert len(kernels) == len(convolutions)
@@ -316,7 +316,7 @@ def test_the_switch_turns_the_kernels_off(data):
     theta, batch = network.initial(0).unsqueeze(0).to(DEVICE), batch_of(data[0][:8], data[1][:8], 8, 8)
     with conv_ops.kernels(on=False):
         program = network.gradients(1, 8, DEVICE, torch.float32)
-        traced = program._trace(0.5, False, theta[0], batch.inputs, batch.labels, batch.places[0])
+        traced = program._trace(0.5, theta[0], batch.inputs, batch.labels, batch.places[0])
     assert not program.step.channels_last
     assert all("dpivon" not in str(node.target) for node in traced.graph.nodes)
     assert program.clipped_sums(theta, batch, bound).isfinite().all()
