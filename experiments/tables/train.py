@@ -201,15 +201,16 @@ def blocks(specs, net, mean, n, batch, steps, sigma):
             columns.append([float(values[key]) for key in keys])
         hyper = {key: torch.tensor(columns)[:, j : j + 1] for j, key in enumerate(keys)}
         noise = torch.tensor([[(sigma * specs[i].bound / batch) ** 2] for i in at])
-        rows = Rows(rule_of(method, "", net.matrices), averaged=True)
+        rows = Rows(rule_of(method, "", net.matrices), averaged=True, traced="trace" in defaults)
         found.append(Block(rows, slice(at[0], at[-1] + 1), hyper | {"noise_variance": noise}))
     return found
 
 
-def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False):
+def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False, watch=None):
     """The last iterates and their averages, [K, P] each. Specs of one method stand together.
 
     ``prior``: whether the network's own N(μ, v), around its start, is a prior; for methods that take one.
+    ``watch``: called after every step with its number and each method's (block, state).
     """
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
@@ -232,6 +233,8 @@ def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False):
             p.rows.step(s, g[p.place], normal[p.place], torch.tensor(t), p.hyper)
             for p, s in zip(parts, states, strict=True)
         ]
+        if watch is not None:
+            watch(t, list(zip(parts, states, strict=True)))
     return torch.cat([s["mean"] for s in states]), torch.cat([s["average"] for s in states])
 
 
