@@ -201,7 +201,7 @@ def blocks(specs, net, mean, n, batch, steps, sigma):
             columns.append([float(values[key]) for key in keys])
         hyper = {key: torch.tensor(columns)[:, j : j + 1] for j, key in enumerate(keys)}
         noise = torch.tensor([[(sigma * specs[i].bound / batch) ** 2] for i in at])
-        rows = Rows(rule_of(method, "", net.matrices), averaged=True, traced="trace" in defaults)
+        rows = Rows(rule_of(method, "", net.matrices), averaged=True)
         found.append(Block(rows, slice(at[0], at[-1] + 1), hyper | {"noise_variance": noise}))
     return found
 
