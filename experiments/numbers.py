@@ -58,12 +58,12 @@ def step(name: str, row: str, key: str, form: str) -> str:
     return file(f"benchmarks/results/step-{name}.json", f"rows/{row}/{key}", form)
 
 
-def better(scope: str, digits: str) -> str:
-    """The recipe's default against the baseline that is better on the test set: points with their interval."""
+def better(scope: str, digits: str, by: str = "test") -> str:
+    """The recipe's default against the baseline that is better on the test set, or by validation: points, interval."""
     with (ROOT / "experiments/strong_privacy/results/comparison/bars.csv").open(newline="") as bars:
         wanted = {"contender": "DP-Steady, default rate", "number": "1a", "scope": scope.replace("_", " ")}
         (row,) = [r for r in csv.DictReader(bars) if all(r[k] == v for k, v in wanted.items())]
-    mean, low, high = re.findall(r"[+-]\d+\.\d+", row["numbers"].split("on the test set")[1])
+    mean, low, high = re.findall(r"[+-]\d+\.\d+", row["numbers"].split("on the test set")[by == "test"])[:3]
     inside = ", ".join(unsigned(float(end), int(digits)) for end in (low, high))
     return f"{signed(float(mean), int(digits))} points [{inside}]"
 
