@@ -23,7 +23,7 @@ from typing import Any
 from dpivon.study.results import table
 from dpivon.study.results.summary import IVON
 from dpivon.study.results.table import Cells
-from experiments.posterior.__main__ import KINDS, Row, Table
+from experiments.posterior.__main__ import KINDS, TABLES, Row, Table, counted
 from experiments.strong_privacy import spread as spread_page
 from experiments.strong_privacy.compare.statistics import Interval, interval
 
@@ -58,12 +58,12 @@ def step(name: str, row: str, key: str, form: str) -> str:
     return file(f"benchmarks/results/step-{name}.json", f"rows/{row}/{key}", form)
 
 
-def better(scope: str, digits: str) -> str:
-    """The recipe's default against the baseline that is better on the test set: points with their interval."""
+def better(scope: str, digits: str, by: str = "test") -> str:
+    """The recipe's default against the baseline that is better on the test set, or by validation: points, interval."""
     with (ROOT / "experiments/strong_privacy/results/comparison/bars.csv").open(newline="") as bars:
         wanted = {"contender": "DP-Steady, default rate", "number": "1a", "scope": scope.replace("_", " ")}
         (row,) = [r for r in csv.DictReader(bars) if all(r[k] == v for k, v in wanted.items())]
-    mean, low, high = re.findall(r"[+-]\d+\.\d+", row["numbers"].split("on the test set")[1])
+    mean, low, high = re.findall(r"[+-]\d+\.\d+", row["numbers"].split("on the test set")[by == "test"])[:3]
     inside = ", ".join(unsigned(float(end), int(digits)) for end in (low, high))
     return f"{signed(float(mean), int(digits))} points [{inside}]"
 
@@ -147,6 +147,14 @@ def draws(side: str) -> str:
     found = differences(kinds, posterior().methods, "nll")
     beyond = sum(i.high < 0 if side == "lower" else i.low > 0 for i in found)
     return f"{beyond} of {len(found)}" if side == "lower" else str(beyond)
+
+
+def small(kind: str, side: str) -> str:
+    """In how many comparisons on tables iterates, or Gaussian draws, have a lower (or higher) NLL than the mean."""
+    kinds = [kind] if kind in KINDS else [k for k in KINDS if k not in ("iterates", "ensemble")]
+    path = ROOT / "experiments/posterior/results/small.csv"
+    lower, higher, every = (sum(n) for n in zip(*(counted(Table(path, t), kinds) for t in TABLES), strict=True))
+    return f"{lower} of {every}" if side == "lower" else str(higher)
 
 
 def spread(kind: str, map_: str, column: str, digits: str, charged: str = "0") -> str:
@@ -316,7 +324,23 @@ def unsigned(value: float, digits: int) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-_ALL = (file, cell, step, better, behind, ivon, width, epsilons, iterates, gain, draws, spread, platt, iterates_ece)
+_ALL = (
+    file,
+    cell,
+    step,
+    better,
+    behind,
+    ivon,
+    width,
+    epsilons,
+    iterates,
+    gain,
+    draws,
+    small,
+    spread,
+    platt,
+    iterates_ece,
+)
 _CHOOSING = (door, choice, price, repeated, choosing_table)
 _DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
 NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_CHOOSING, *_DIGITS)}

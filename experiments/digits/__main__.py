@@ -35,7 +35,7 @@ SEEDS, DECAY = (101, 102, 103), 0.95
 DEMO = ("dp-sgd", "dp-adam", "dp-ivon-gradsq", "dp-adambc", "dp-psgld")
 AVERAGED = ("dp-sgd", "dp-adam", "dp-adambc", "dp-ivon-gradsq")
 SCORES = ("accuracy", "nll", "ece", "brier")
-ROW = ("part", "method", "way", "seed", "epsilon", "noise_multiplier", *SCORES, "torch", "commit", "code")
+ROW = ("part", "method", "way", "seed", "epsilon", "noise_multiplier", *SCORES, "device", "torch", "commit", "code")
 Rows = list[dict[str, Any]]
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     a = parser.parse_args()
     torch.set_num_threads(1)
-    about = {"torch": torch.__version__, "commit": commit(), "code": code()}
+    about = {"device": "CPU", "torch": torch.__version__, "commit": commit(), "code": code()}
     for part, seed in ((name, s) for name in a.parts for s in PARTS[name][1]):
         if (part, str(seed)) not in {(row["part"], row["seed"]) for row in tables.read(a.table)}:
             rows = [row | about | {"part": part} for row in PARTS[part][0](seed)]

@@ -30,7 +30,7 @@ from experiments.tables.data import make
 
 RESULTS = Path(__file__).parent / "results" / "doors.csv"
 SCHEMA = Path(__file__).parents[2] / "examples" / "patients.yaml"
-ROW = ("part", "way", "seed", "epsilon", "metric", "value", "torch", "commit", "code")
+ROW = ("part", "way", "seed", "epsilon", "metric", "value", "device", "torch", "commit", "code")
 Scores = dict[str, float]
 
 
@@ -128,7 +128,7 @@ def planned() -> Iterator[tuple[str, str, int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    about = {"torch": torch.__version__, "commit": commit(), "code": code()}
+    about = {"device": "CPU", "torch": torch.__version__, "commit": commit(), "code": code()}
     for part, way, seed in planned():
         if (part, way, str(seed)) in {(r["part"], r["way"], r["seed"]) for r in tables.read(RESULTS)}:
             continue

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,14 @@ def scores(probs, y, prior):
     }
 
 
+def made(method):
+    """By what a row was made; this environment has no torch."""
+    package = "diffprivlib" if method == "dp-logistic" else "scikit-learn"
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=OUT.parents[1], check=False).stdout.strip()
+    return {"device": "CPU", "software": f"{package} {version(package)}", "commit": commit or "unknown"}
+
+
 def table(name, folder):
     """The rows of one table."""
     from diffprivlib.models import LogisticRegression as Private
@@ -59,7 +69,7 @@ def table(name, folder):
         return scores(model.predict_proba(features), labels, prior)
 
     def keep(method, epsilon, seed, model, **chosen):
-        own = {"table": name, "method": method, "epsilon": epsilon, "seed": seed, **chosen}
+        own = {"table": name, "method": method, "epsilon": epsilon, "seed": seed, **chosen, **made(method)}
         rows.append(own | {f"test_{k}": round(float(v), 5) for k, v in score(model, "test").items()})
 
     def private(epsilon, strength, seed):
@@ -90,6 +100,7 @@ def main():
     OUT.parent.mkdir(exist_ok=True)
     with OUT.open("w", newline="") as file:
         names = ["table", "method", "epsilon", "seed", "strength", *(k for k in rows[0] if k.startswith("test_"))]
+        names += ["device", "software", "commit"]
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(rows)

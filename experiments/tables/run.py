@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from dpivon.defaults import table_defaults
+from experiments.leaderboard.priors.tables import facts
 from experiments.tables.data import NAMES, UNSEEN, load
 from experiments.tables.train import HIDDEN, Net, Spec, evaluate, train
 
@@ -44,8 +45,9 @@ BOUNDS = (1.0, 3.0, 10.0)
 SEEDS = 5
 SIGMAS = Path(__file__).parent / "sigmas.json"
 KEYS = ("arm", "table", "epsilon", "network", "batch", "steps", "method", "lr", "bound", "seed", "iterate")
+MADE = ("device", "torch", "commit")
 SCORES = ("accuracy", "nll", "balanced_nll", "auc", "balanced_accuracy")
-FIELDS = (*KEYS, *(f"{part}_{s}" for part in ("validation", "test") for s in SCORES), "sigma", "seconds")
+FIELDS = (*KEYS, *(f"{part}_{s}" for part in ("validation", "test") for s in SCORES), "sigma", "seconds", *MADE)
 
 
 class Job(NamedTuple):
@@ -165,7 +167,7 @@ def work(given):
         for seed in range(1, 1 + SEEDS):
             found += rows([Spec(best["method"], best["lr"], best["bound"])], seed)
     seconds = round((time.monotonic() - began) / len(found), 3)
-    return [row | {"seconds": seconds} for row in found]
+    return [row | {"seconds": seconds} | facts(torch.device("cpu")) for row in found]
 
 
 def read(path):

@@ -206,10 +206,11 @@ def blocks(specs, net, mean, n, batch, steps, sigma):
     return found
 
 
-def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False):
+def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False, watch=None):
     """The last iterates and their averages, [K, P] each. Specs of one method stand together.
 
     ``prior``: whether the network's own N(μ, v), around its start, is a prior; for methods that take one.
+    ``watch``: called after every step with its number and each method's (block, state).
     """
     n = len(x)
     generator = torch.Generator().manual_seed(seed)
@@ -232,6 +233,8 @@ def train(net, specs, x, y, *, sigma, batch, steps, seed, prior=False):
             p.rows.step(s, g[p.place], normal[p.place], torch.tensor(t), p.hyper)
             for p, s in zip(parts, states, strict=True)
         ]
+        if watch is not None:
+            watch(t, list(zip(parts, states, strict=True)))
     return torch.cat([s["mean"] for s in states]), torch.cat([s["average"] for s in states])
 
 
