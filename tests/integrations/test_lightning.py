@@ -28,6 +28,10 @@ N, B, EPOCHS = 600, 100, 2
 
 @pytest.fixture(scope="module")
 def digits():
+    return some_digits()
+
+
+def some_digits() -> TensorDataset:
     raw = load_digits()
     x = torch.tensor(raw.data[:N], dtype=torch.float32) / 16
     return TensorDataset(x, torch.tensor(raw.target[:N]))
@@ -224,12 +228,65 @@ def test_several_optimizers_are_refused_by_lightning_itself(digits):
         trainer(callback()).fit(Two(), loader(digits))
 
 
-def test_a_checkpoint_without_an_account_is_not_resumed(digits, tmp_path):
-    first = trainer(callback())
-    first.fit(Digits(), loader(digits))
-    first.save_checkpoint(tmp_path / "run.ckpt")
-    with pytest.raises(dpivon.ArgumentError, match=r"ckpt_path=.*no account"):
-        trainer(callback(), max_epochs=3).fit(Digits(), loader(digits), ckpt_path=tmp_path / "run.ckpt")
+def losses(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def weights(posterior: Any) -> torch.Tensor:
+    return torch.cat([t.flatten() for part in (posterior.mean, posterior.variance) for t in part.values()])
+
+
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize("kind", ["ivon", "ivon2", "adam"])
+def test_with_a_loss_per_example_the_step_is_compiled_and_learns_the_same(digits, kind):
+    """Recorded on a CPU, padded, and replayed; with the scheduler, θ-samples and charges of the eager callback."""
+
+    def run(**options: Any) -> tuple[PrivateTraining, Any]:
+        private = callback(**options)
+        fitted = trainer(private, max_epochs=3)
+        module = Digits(kind)
+        fitted.fit(module, loader(digits), DataLoader(digits, batch_size=300))
+        assert fitted.global_step == 3 * N // B
+        assert fitted.optimizers[0].param_groups[0]["lr"] == pytest.approx((0.5 if kind != "adam" else 0.01) / 8)
+        return private, fitted
+
+    eager, _ = run()
+    assert eager.path == "eager (no loss_fn: training_step returns one loss for the batch)"
+    expected = weights(eager.posterior())
+    for capture, path in ((None, "eager (on cpu)"), (True, "captured")):
+        private, fitted = run(loss_fn=losses, capture=capture)
+        assert private.path == path
+        assert private.epsilon == eager.epsilon == pytest.approx(float(fitted.callback_metrics["epsilon"]))
+        torch.testing.assert_close(weights(private.posterior()), expected, rtol=1e-4, atol=1e-6)
+    (program,) = private._step._programs.values()
+    assert program.whole.prepared  # noise and update were in the program too
+
+
+def test_bf16_is_of_the_loss_alone(digits):
+    inside, charged = [], []
+
+    def in_bf16(model: nn.Module, batch: Any) -> torch.Tensor:
+        inside.append(torch.is_autocast_enabled("cpu"))
+        return losses(model, batch)
+
+    private = callback(loss_fn=in_bf16, network="net")
+    charge = private.engine.accountant.step
+    private.engine.accountant.step = lambda **terms: (
+        charged.append(torch.is_autocast_enabled("cpu")),
+        charge(**terms),
+    )
+    trainer(private, precision="bf16-mixed", max_epochs=1).fit(Digits(), loader(digits))
+    assert inside[-N // B :] == [True] * (N // B)  # those before tried it in double precision
+    assert charged == [False] * (N // B)
+
+
+def test_a_loss_that_is_not_one_per_example_is_refused_before_any_release(digits):
+    private = callback(loss_fn=lambda model, batch: losses(model, batch).mean())
+    with pytest.raises(dpivon.DpivonError, match="loss_fn"):
+        trainer(private).fit(Digits(), loader(digits))
+    assert len(private.engine.accountant) == 0
+    with pytest.raises(dpivon.ArgumentError, match=r"capture=True.*loss_fn"):
+        callback(capture=True)
 
 
 def test_one_callback_one_fit(digits):

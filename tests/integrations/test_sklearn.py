@@ -19,7 +19,9 @@ from sklearn.utils.estimator_checks import check_estimator
 import dpivon
 from dpivon import ArgumentError, PrivacyWarning
 from dpivon.bounds import Bounds
+from dpivon.durable import ledger
 from dpivon.integrations.sklearn import EXPECTED_FAILED_CHECKS, DPIVONClassifier, DPIVONRegressor
+from dpivon.privacy.compiled import CompiledStep
 
 QUICK: dict[str, Any] = {
     "epsilon": 8.0, "delta": 1e-3, "bounds": (-10, 10), "hidden": (), "epochs": 2, "samples": 4, "batch_size": 10_000,
@@ -172,6 +174,35 @@ def test_a_person_with_many_rows_is_one_of_n(cancer):
         classifier(rows_per_user=4).fit(x, y)
     with pytest.raises(ArgumentError, match="449 ids"):
         classifier().fit(x, y, user_ids=ids[1:])
+
+
+def test_a_fit_is_kept_in_a_folder_and_the_same_call_goes_on(cancer, tmp_path, monkeypatch):
+    x, y, test_x, _ = cancer
+    steps, step = [], CompiledStep.__call__
+
+    def dies(self: CompiledStep, batch: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 8:
+            raise KeyboardInterrupt
+        return step(self, batch)
+
+    monkeypatch.setattr(CompiledStep, "__call__", dies)
+    given = {"out": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        classifier(batch_size=90).fit(x, y, **given)
+    assert ledger.read(tmp_path / "run" / "ledger.jsonl").releases == 7
+    fitted = classifier(batch_size=90).fit(x, y, **given)
+    assert (fitted.n_iter_, fitted.path_) == (10, "eager (on cpu)")
+    assert (
+        ledger.read(tmp_path / "run" / "ledger.jsonl").releases == 10
+    )  # the lost steps were repeated, not charged again
+    made, again = len(steps), classifier(batch_size=90).fit(x, y, **given)
+    assert len(steps) == made  # finished: nothing is trained or charged
+    for name, mean in fitted.posterior_.mean.items():
+        assert torch.equal(again.posterior_.mean[name], mean)
+    with pytest.raises(ArgumentError, match="begun with other arguments"):
+        classifier(batch_size=80).fit(x, y, **given)
+    assert fitted.predict(test_x).shape == (len(test_x),)
 
 
 def test_weights_of_examples_are_refused(cancer):

@@ -39,17 +39,18 @@ def seeded() -> dpivon.PrivacyEngine:
     return dpivon.PrivacyEngine(generator=torch.Generator().manual_seed(3))
 
 
+def made_optimizer(kind, model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    draws = torch.Generator().manual_seed(1)
+    ivon = {"lr": 0.1, "ess": N, "generator": draws, "mc_samples": 2 if kind == "ivon2" else 1}
+    return torch.optim.AdamW(trained, lr=0.1) if kind == "adamw" else dpivon.IVON(trained, **ivon)
+
+
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("kind", ["ivon", "adamw"])
 def test_it_trains_as_the_plain_loop_in_parts_and_charges_a_logical_batch_once(kind, tmp_path):
     def optimizer(model):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        draws = torch.Generator().manual_seed(1)
-        return (
-            dpivon.IVON(trained, lr=0.1, ess=N, generator=draws)
-            if kind == "ivon"
-            else torch.optim.AdamW(trained, lr=0.1)
-        )
+        return made_optimizer(kind, model)
 
     model, engine = make("gpt2", "causal LM", "LoRA"), seeded()
     trainer = PrivateTrainer(
@@ -88,6 +89,61 @@ def test_it_trains_as_the_plain_loop_in_parts_and_charges_a_logical_batch_once(k
         assert bool(((information >= 0) & (information <= entropy)).all())
 
 
+@pytest.mark.campaign(keep=1)
+@pytest.mark.parametrize(("kind", "masked"), [("ivon2", True), ("adamw", False)])
+def test_the_captured_step_learns_what_the_eager_one_does(kind, masked, tmp_path):
+    """Recorded on a CPU; batches larger than a part run in several, and are one release."""
+
+    texts = rows()
+    for i, text in enumerate(texts if masked else ()):  # padded to one length, as a tokenizer does
+        used = torch.arange(6) < 3 + i % 4
+        text |= {"attention_mask": used.long(), "labels": text["labels"].where(used, -100)}
+
+    def trained(capture):
+        model, engine = make("gpt2", "causal LM", "LoRA"), seeded()
+        settings = arguments(tmp_path, num_train_epochs=3, gradient_accumulation_steps=1, per_device_train_batch_size=6)
+        settings.lr_scheduler_type = "linear"
+        trainer = PrivateTrainer(
+            model, settings, delta=1e-3, noise_multiplier=SIGMA, engine=engine, train_dataset=texts, capture=capture,
+            optimizers=(made_optimizer(kind, model), None),
+        )  # fmt: skip
+        sizes, note = [], trainer.training_step
+        trainer.training_step = lambda model, inputs, n: (sizes.append(len(inputs["labels"])), note(model, inputs))[1]
+        trainer.train()
+        assert max(sizes) > 6 >= min(sizes)
+        assert len(engine.accountant) == trainer.state.global_step == 12
+        return trainer, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    eager, expected = trained(None)
+    captured, found = trained(True)
+    assert (eager.path, captured.path) == ("eager (on cpu)", "captured")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert captured.epsilon == eager.epsilon
+    with pytest.raises(dpivon.PrivacyError, match="without a batch"):
+        captured._dp.step()
+    assert len(captured.engine.accountant) == 12
+
+
+def test_a_loss_of_ones_own_is_one_per_example(tmp_path):
+    class Scaled(PrivateTrainer):
+        def losses(self, model, inputs):
+            called.append(len(inputs["labels"]))
+            return 0.5 * super().losses(model, inputs)
+
+    class Whole(PrivateTrainer):
+        def compute_loss(self, model, inputs, **options):
+            return model(**inputs).loss
+
+    called = []
+    given = {"delta": 1e-3, "noise_multiplier": SIGMA, "train_dataset": rows()}
+    trainer = Scaled(make("gpt2", "causal LM", "LoRA"), arguments(tmp_path), engine=seeded(), **given)
+    trainer.train()
+    assert called
+    assert len(trainer.engine.accountant) == 3
+    with pytest.raises(ArgumentError, match=r"compute_loss='Whole.compute_loss'.*Override losses"):
+        Whole(make("gpt2", "causal LM"), arguments(tmp_path), **given)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_resumed_goes_on_with_its_ledger_and_stops_at_its_budget(tmp_path):
     def trainer(**options):
@@ -117,6 +173,13 @@ def test_a_run_that_is_resumed_goes_on_with_its_ledger_and_stops_at_its_budget(t
     third = trainer()
     with pytest.raises(BudgetSpent):
         third.train()
+    third.engine.ledger.close()
+    (tmp_path / "ledger.jsonl").unlink()
+    for engine, message in ((None, "not the ledger"), (dpivon.PrivacyEngine(), "the engine has no ledger")):
+        without = trainer(engine=engine)
+        with pytest.raises(dpivon.DpivonError, match=message):
+            without.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert len(without.engine.accountant) == 0
 
 
 @pytest.mark.parametrize(

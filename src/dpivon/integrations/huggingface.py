@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +15,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, IterableDataset
 
+from dpivon.durable.files import replace
+from dpivon.durable.ledger_mark import check_mark, mark
 from dpivon.errors import DpivonError, PrivacyError, bad, check_number, check_whole, need
+from dpivon.integrations.stepping import step_through
 from dpivon.optim.ivon import IVON
 from dpivon.posterior import Posterior
 from dpivon.predict import entropy
 from dpivon.privacy import DPOptimizer, PrivacyEngine
-from dpivon.privacy.gradients.model_io import IGNORED, map_tensors, tensors_in
+from dpivon.privacy.compiled import CompiledStep
+from dpivon.privacy.gradients.model_io import IGNORED
 from dpivon.privacy.losses import PerExampleLoss
 
 need("accelerate", "huggingface")
 need("transformers", "huggingface")
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402  (after the error that says how to get it)
 
-POSTERIOR, LEDGER = "posterior.safetensors", "ledger.jsonl"
+POSTERIOR, LEDGER, ACCOUNT = "posterior.safetensors", "ledger.jsonl", "account.json"
 
 
 class per_example_loss:
@@ -119,8 +124,12 @@ class PrivateTrainer(Trainer):
     ``per_device_train_batch_size``, and clipped, noised and charged once. The loss is :class:`per_example_loss`. Pass
     ``optimizers=(dpivon.IVON(…), None)`` for a posterior, which is saved beside the model as ``posterior.safetensors``.
 
-    The ledger is ``output_dir/ledger.jsonl``, and ``train(resume_from_checkpoint=…)`` goes on with its account. ε is in the
-    logs. The training loss is not, nor what depends on the size of a batch: private examples decide both, without noise.
+    The step is that of :meth:`dpivon.PrivacyEngine.compile`, captured on a GPU where the model allows it; ``path`` says which
+    was taken. For a loss of your own override :meth:`losses`.
+
+    The ledger is ``output_dir/ledger.jsonl``, and ``train(resume_from_checkpoint=…)`` goes on with its account; a checkpoint
+    without its ledger is refused. ε is in the logs. The training loss is not, nor what depends on the size of a batch:
+    private examples decide both, without noise.
 
     Args:
         model: as ``Trainer``'s.
@@ -130,10 +139,10 @@ class PrivateTrainer(Trainer):
         noise_multiplier: σ, instead of ``target_epsilon``.
         engine: a :class:`dpivon.PrivacyEngine`; by default a new one with the ledger.
         private: more arguments of :meth:`dpivon.PrivacyEngine.make_private`.
+        capture: as in :meth:`dpivon.PrivacyEngine.compile`: False for the eager step also on a GPU, as for batches that are
+            padded to ever new lengths.
         **options: those of ``Trainer``.
     """
-
-    path = "eager (the Trainer makes its own passes)"
 
     def __init__(
         self,
@@ -145,6 +154,7 @@ class PrivateTrainer(Trainer):
         noise_multiplier: float | None = None,
         engine: PrivacyEngine | None = None,
         private: Mapping[str, Any] | None = None,
+        capture: bool | None = None,
         **options: Any,
     ) -> None:
         if (target_epsilon is None) == (noise_multiplier is None):
@@ -153,6 +163,9 @@ class PrivateTrainer(Trainer):
         self.delta = check_number("delta", delta, "Use a probability well below 1/N", above=0.0, below=1.0)
         self.target_epsilon, self.noise_multiplier = target_epsilon, noise_multiplier
         _check(args, options)
+        if type(self).compute_loss is not Trainer.compute_loss:
+            problem = "is not called in training, which needs one loss per example"
+            raise bad("compute_loss", f"{type(self).__name__}.compute_loss", problem, "Override losses(model, inputs)")
         self._part = args.per_device_train_batch_size
         self._expected = self._part * args.gradient_accumulation_steps
         args = copy.copy(args)
@@ -164,12 +177,20 @@ class PrivateTrainer(Trainer):
             raise bad("train_dataset", type(self.train_dataset).__name__, "cannot be Poisson sampled", fix)
         self.engine = PrivacyEngine(ledger=self._folder() / LEDGER) if engine is None else engine
         self._private = {"max_grad_norm": args.max_grad_norm, "wrap_model": False, **(private or {})}
-        self._loss = per_example_loss(model)
+        self._loss, self._config = per_example_loss(model), getattr(model, "config", None)
         self._dp: DPOptimizer | None = None
+        self._step: CompiledStep | None = None
+        self._capture = capture
+        self._inputs: dict[str, Any] | None = None  # the batch that the next step is of
         self._planned: int | None = None
         self.add_callback(_Budget(self))
 
     # ---- results
+
+    @property
+    def path(self) -> str:
+        """``"captured"``, or ``"eager"`` with the reason."""
+        return "not begun" if self._step is None else self._step.path
 
     @property
     def epsilon(self) -> float:
@@ -223,7 +244,8 @@ class PrivateTrainer(Trainer):
             self._planned = epochs * len(made[2])
         _, self._dp, private_loader = made
         self.optimizer = self._dp
-        self.engine.check(lambda model, batch: self.compute_loss(model, batch))
+        self._step = self.engine.compile(self._losses, max_physical_batch_size=self._part, capture=self._capture)
+        step_through(self._dp, self._make_step)
         return private_loader
 
     @property
@@ -231,58 +253,55 @@ class PrivateTrainer(Trainer):
         """Whether as many releases were charged as ``target_epsilon`` was planned for, also by a run that was resumed."""
         return self._planned is not None and len(self.engine.accountant) >= self._planned
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """In training :class:`per_example_loss`, in evaluation the model's own."""
-        if not model.training:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+    def losses(self, model: nn.Module, inputs: Any) -> Tensor:
+        """[B], one loss per example of a training batch: that of :class:`per_example_loss`."""
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        loss = self._loss(outputs, inputs["labels"])
-        return (loss, outputs) if return_outputs else loss
+        return self._loss.per_example(outputs if isinstance(outputs, Tensor) else outputs["logits"], inputs["labels"])
+
+    def _losses(self, model: nn.Module, inputs: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self.losses(model, inputs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """One logical batch, in parts that fit into memory. Its loss stays here: what is returned is zero."""
-        assert self._dp is not None
+        """Note one logical batch, for the step that follows. Its loss stays there: what is returned is zero."""
         model.train()
-        inputs = dict(inputs)
-        rows = next((t.shape[0] for t in tensors_in(inputs) if t.dim()), 0)
-        starts = range(0, max(rows, 1), self._part)
-        for start in starts:
-            last = start == starts[-1]
-            self._dp.begin_micro_batch(first=start == 0, last=last)
-            self._dp.zero_grad()
-            self._backward(model, self._prepare_inputs(self._some(inputs, start)))
-            if not last:
-                self._dp.step()
+        self._inputs = dict(inputs)
         return torch.zeros((), device=self.args.device)
 
-    def _some(self, inputs: Any, start: int) -> Any:
-        return map_tensors(lambda t: t[start : start + self._part] if t.dim() else t, inputs)
+    def _make_step(self, closure: Any) -> None:
+        """One logical batch, in parts that fit into memory; the step that the Trainer asks of its optimizer."""
+        assert self._step is not None
+        if self._inputs is None:
+            raise PrivacyError("optimizer.step() without a batch: nothing was released. Leave the step to train().")
+        inputs, self._inputs = self._inputs, None
+        self._step(inputs)
 
     def _folder(self, given: str | None = None) -> Path:
         return Path(given or self.args.output_dir or ".")
-
-    def _backward(self, model: nn.Module, inputs: Any) -> None:
-        assert self._dp is not None
-
-        def once() -> None:
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs)
-            self.accelerator.backward(loss)
-
-        inner = self._dp.original_optimizer
-        for _ in range(inner.mc_samples if isinstance(inner, IVON) else 0):
-            with self._dp.sampled_params(train=True):
-                once()
-        if not isinstance(inner, IVON):
-            once()
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         return None  # every example was clipped; what is raw stays unseen
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         return None
+
+    # ---- going on from a checkpoint
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.engine.ledger is not None:
+            replace(Path(output_dir) / ACCOUNT, json.dumps(mark(self.engine.ledger.record)).encode())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        ledger, noted = self.engine.ledger, Path(checkpoint) / ACCOUNT
+        if ledger is None or not noted.exists():
+            problem = "the engine has no ledger" if ledger is None else f"it holds no {ACCOUNT}, so no account"
+            fix = "Resume what was begun with a ledger, with that ledger, or load the weights and add their ε"
+            raise bad("resume_from_checkpoint", checkpoint, problem, fix)
+        check_mark(ledger.path, ledger.record, json.loads(noted.read_text(encoding="utf-8")))
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- what is said about private data
 

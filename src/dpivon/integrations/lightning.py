@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dpivon.durable.ledger_mark import check_mark, mark
 from dpivon.errors import DpivonError, PrivacyError, PrivacyWarning, bad, check_number, need
+from dpivon.integrations.stepping import step_through
 from dpivon.privacy import DPOptimizer, PrivacyEngine
+from dpivon.privacy.compiled import CompiledStep, LossFn
 from dpivon.privacy.made_up import NotTried
 
 need("lightning.pytorch", "lightning")
@@ -31,10 +34,16 @@ class PrivateTraining(Callback):  # type: ignore[misc]
     all trainable parameters, ``network="net"``, and call that. For IVON the step is run at a draw of θ, or
     at several (``mc_samples``). ε is logged as ``epsilon`` at the end of every epoch.
 
+    With ``loss_fn`` the step is that of :meth:`dpivon.PrivacyEngine.compile`, captured on a GPU, and ``training_step`` is not
+    called. ``path`` says which step was taken.
+
+    ``trainer.fit(…, ckpt_path=…)`` goes on with the account if ``engine`` has the ledger that the run was begun with. Noise and
+    batches are new from there, steps that were lost stay charged, and training stops where the budget does.
+
     Refused, because the guarantee would not hold or could not be checked: manual optimization (and with it several
-    optimizers), gradient accumulation by the Trainer, its gradient clipping, more than one device, fp16, resuming from a
-    checkpoint (the account is not in it), reloading of data loaders. What ``training_step`` logs is a function of private
-    examples and is warned of.
+    optimizers), gradient accumulation by the Trainer, its gradient clipping, more than one device, fp16, a checkpoint
+    without its ledger, reloading of data loaders. What ``training_step`` logs is a function of private examples and is
+    warned of.
 
     Args:
         delta: δ of the reported ε, and of ``target_epsilon``.
@@ -43,6 +52,8 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         noise_multiplier: … or give σ.
         network: name of the submodule to train, if it is not the LightningModule itself.
         engine: a :class:`dpivon.PrivacyEngine`; a new one by default.
+        loss_fn: ``loss_fn(model, batch)`` returns one loss per example; the model is the LightningModule, or ``network``.
+        capture: with ``loss_fn``, as in :meth:`dpivon.PrivacyEngine.compile`: False for the eager step also on a GPU.
         **options: those of :meth:`dpivon.PrivacyEngine.make_private`.
     """
 
@@ -56,6 +67,8 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         epochs: int | None = None,
         network: str | None = None,
         engine: PrivacyEngine | None = None,
+        loss_fn: LossFn | None = None,
+        capture: bool | None = None,
         **options: Any,
     ) -> None:
         if (target_epsilon is None) == (noise_multiplier is None):
@@ -67,17 +80,28 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         if options.get("grad_sample_mode") == "ghost":
             problem = "returns a criterion, and the loss is inside training_step"
             raise bad("grad_sample_mode", "ghost", problem, "Leave it out")
+        if capture and loss_fn is None:
+            problem = "but training_step returns one loss for the batch"
+            raise bad("capture", capture, problem, "Give loss_fn too, which returns one loss per example")
         self.delta = check_number("delta", delta, "Use a probability well below 1/N", above=0.0, below=1.0)
         self.max_grad_norm, self.target_epsilon, self.noise_multiplier = max_grad_norm, target_epsilon, noise_multiplier
         self.epochs, self.network, self.options = epochs, network, options
         self.engine = PrivacyEngine() if engine is None else engine
+        self.loss_fn, self.capture = loss_fn, capture
         self.optimizer: DPOptimizer | None = None
+        self._step: CompiledStep | None = None
+        self._most: int | None = None  # releases, if this fit goes on with a plan for target_epsilon
+        self._noted: dict[str, Any] | None = None  # of the ledger, by the checkpoint that is resumed
         self._metrics: set[str] = {"epsilon"}
 
     # ---- results
 
-    #: Lightning runs ``training_step``, which returns one loss for the batch; a captured step needs one per example.
-    path = "eager (training_step returns one loss for the batch)"
+    @property
+    def path(self) -> str:
+        """``"captured"``, or ``"eager"`` with the reason."""
+        if self.loss_fn is None:
+            return "eager (no loss_fn: training_step returns one loss for the batch)"
+        return "not begun" if self._step is None else self._step.path
 
     @property
     def epsilon(self) -> float:
@@ -103,10 +127,28 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         made = self._make_private(trainer, self._network(pl_module), trainer.optimizers[0], loader)
         _, self.optimizer, private_loader = made
         trainer.strategy.optimizers = [self.optimizer]
-        self._check_loss(pl_module)
+        if trainer.ckpt_path is not None and self.target_epsilon is not None:
+            self._most = self._epochs(trainer) * len(private_loader)
+        if self.loss_fn is None:
+            self._check_loss(pl_module)
+        else:
+            self._compile(trainer, self.loss_fn)
         # The one place that is not public in Lightning. Should it ever stop working, the first step is refused, since no batch
         # was drawn for it: DPOptimizer counts draws of its own loader.
         source.instance = private_loader
+
+    def _compile(self, trainer: Trainer, loss_fn: LossFn) -> None:
+        """Make Lightning's training step the compiled one."""
+        assert self.optimizer is not None
+
+        def losses(model: nn.Module, batch: Any) -> Tensor:
+            with trainer.precision_plugin.train_step_context():  # of the loss alone: clipping and noise stay outside
+                return loss_fn(model, batch)
+
+        step = self._step = self.engine.compile(losses, capture=self.capture)
+        # Lightning calls backward on what its step returns: on a number that depends on nothing.
+        vars(trainer.strategy)["training_step"] = lambda batch, *_: step(batch).detach().requires_grad_()
+        step_through(self.optimizer, lambda closure: closure())
 
     def _check_loss(self, pl_module: LightningModule) -> None:
         """Try training_step on made-up batches, without its logs; where it takes none, the first step says so."""
@@ -136,14 +178,17 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         }
         if self.noise_multiplier is not None:
             return self.engine.make_private(noise_multiplier=self.noise_multiplier, **shared)
-        epochs = trainer.max_epochs if self.epochs is None else self.epochs
+        assert self.target_epsilon is not None
+        return self.engine.make_private_with_epsilon(
+            target_epsilon=self.target_epsilon, target_delta=self.delta, epochs=self._epochs(trainer), **shared
+        )
+
+    def _epochs(self, trainer: Trainer) -> int:
+        epochs: int | None = trainer.max_epochs if self.epochs is None else self.epochs
         if epochs is None or epochs < 1:
             problem = "and the Trainer has no max_epochs, so the noise for target_epsilon cannot be chosen"
             raise bad("epochs", self.epochs, problem, "Give the Trainer max_epochs, or this callback epochs")
-        assert self.target_epsilon is not None
-        return self.engine.make_private_with_epsilon(
-            target_epsilon=self.target_epsilon, target_delta=self.delta, epochs=epochs, **shared
-        )
+        return epochs
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         if self.network is None:
@@ -170,8 +215,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]
             problem = "would clip scaled or rounded gradients"
             raise bad("precision", trainer.precision, problem, f"Use one of {', '.join(map(repr, _PRECISIONS))}")
         if trainer.ckpt_path is not None:
-            problem = "holds no account of what was spent"
-            raise bad("ckpt_path", trainer.ckpt_path, problem, "Start from its weights and add its ε to this run's")
+            self._check_account(str(trainer.ckpt_path))
         for name, harmless, why in (
             ("accumulate_grad_batches", 1, "batches would be summed before clipping"),
             ("gradient_clip_val", None, "is not the clipping that the noise is calibrated to"),
@@ -181,10 +225,34 @@ class PrivateTraining(Callback):  # type: ignore[misc]
             if getattr(trainer, name) not in (harmless, None):
                 raise bad(name, getattr(trainer, name), why, f"Leave it at {harmless!r}; a large batch_size is fine")
 
+    # ---- going on from a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of Lightning notes of the account: which ledger, and how much is in it."""
+        return {} if self.engine.ledger is None else mark(self.engine.ledger.record)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._noted = None  # of a checkpoint that was loaded before this one
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._noted = state_dict
+
+    def _check_account(self, path: str) -> None:
+        ledger = self.engine.ledger
+        if ledger is None:
+            fix = "Give engine=PrivacyEngine(ledger=…) with the ledger that the run was begun with"
+            raise bad("ckpt_path", path, "holds no account of what was spent, and the engine has no ledger", fix)
+        if not self._noted:
+            fix = "Resume what was begun with engine=PrivacyEngine(ledger=…), or load the weights and add their ε"
+            raise bad("ckpt_path", path, "was not written by a run with a ledger", fix)
+        check_mark(ledger.path, ledger.record, self._noted)
+
     # ---- what is said about private data
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._warn_of_new_metrics(trainer)
+        if self._most is not None and len(self.engine.accountant) >= self._most:
+            trainer.should_stop = True  # steps that were lost are charged, so the budget ends before the epochs do
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -198,6 +266,7 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         pl_module.log("epsilon", self.epsilon, prog_bar=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        vars(trainer.strategy).pop("training_step", None)
         self._warn_of_new_metrics(trainer)  # those logged once an epoch are known only now
 
     def _warn_of_new_metrics(self, trainer: Trainer) -> None:

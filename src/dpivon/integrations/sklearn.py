@@ -11,12 +11,12 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_classifier
+from sklearn.base import ClassifierMixin, RegressorMixin, is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -27,6 +27,7 @@ from dpivon.defaults import TableDefaults, table_defaults
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, Loss, fit
 from dpivon.gaussian import GaussianNoise, interval, unscaled
+from dpivon.integrations.fit_count import CountsFits
 from dpivon.methods import describe
 from dpivon.models import TableMLP
 from dpivon.multilabel import multilabel_loss
@@ -45,15 +46,7 @@ EXPECTED_FAILED_CHECKS = {
 }
 
 
-@dataclass
-class _Family:
-    """An estimator and its clones: how often they were fitted or cloned, which is how often the data was used."""
-
-    fits: int = 0
-    clones: int = 0
-
-
-class _Private(BaseEstimator):  # type: ignore[misc]
+class _Private(CountsFits):
     """What classifier and regressor share: public scaling, one call of :func:`dpivon.fit`, fixed posterior draws."""
 
     epsilon: float | None
@@ -82,7 +75,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
     # ---- training
 
     def _train(
-        self, X: Array, target: Tensor, outputs: int, loss: Loss, user_ids: Any, not_supported: dict[str, Any]
+        self, X: Array, target: Tensor, outputs: int, loss: Loss, user_ids: Any, out: Any, not_supported: dict[str, Any]
     ) -> None:
         for name, value in not_supported.items():
             if value is not None:
@@ -121,6 +114,7 @@ class _Private(BaseEstimator):  # type: ignore[misc]
             seed=noise_seed,
             user_ids=people,
             progress=False,
+            out=out,
         )
         self.bounds_, self.predict_seed_ = bounds, predict_seed
         self.model_, self.posterior_, self.budget_ = fitted.model, fitted.posterior, fitted.budget
@@ -169,31 +163,6 @@ class _Private(BaseEstimator):  # type: ignore[misc]
         )
         draw = check_random_state(self.random_state)
         return tuple(int(s) for s in draw.randint(2**62, size=3, dtype=np.int64))  # type: ignore[return-value]
-
-    # ---- how often the data was used
-
-    def _family(self) -> _Family:
-        return self.__dict__.setdefault("_relatives", _Family())
-
-    def __sklearn_clone__(self) -> Any:
-        new = BaseEstimator.__sklearn_clone__(self)
-        self._family().clones += 1
-        new._relatives = self._family()
-        return new
-
-    def _note_fit(self) -> None:
-        family = self._family()
-        family.fits += 1
-        times = max(family.fits, family.clones)
-        if times > 1:
-            warnings.warn(
-                f"epsilon={self.epsilon!r}: is the cost of one fit, and this estimator and its clones are at fit {times}. "
-                f"Together they spend up to ε = {times} × {self.epsilon!r} and {times} × δ on data they share, and scores on "
-                "held-out rows of it are not covered at all. `dpivon budget --tuning` gives the cost of choosing the best; "
-                "choose on public data where you can.",
-                PrivacyWarning,
-                stacklevel=4,
-            )
 
     # ---- predicting
 
@@ -293,8 +262,11 @@ class DPIVONClassifier(_Tags, ClassifierMixin, _Private):  # type: ignore[misc]
     ) -> None:
         self._keep(locals())
 
-    def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONClassifier:
-        """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
+    def fit(self, X: Any, y: Any, user_ids: Any = None, out: Any = None, **not_supported: Any) -> DPIVONClassifier:
+        """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows.
+
+        ``out`` keeps the run in a folder, as :func:`dpivon.fit` does: the same call goes on where it was stopped.
+        """
         several = np.asarray(y).ndim == 2 and np.asarray(y).shape[1] > 1
         X, y = self._read(X, y, multi_output=several)
         check_classification_targets(y)
@@ -304,7 +276,7 @@ class DPIVONClassifier(_Tags, ClassifierMixin, _Private):  # type: ignore[misc]
             problem = "y has labels that are not among them"
             raise bad("classes", self.classes, problem, "Name every label that may occur")
         outputs, loss = (index.shape[1], multilabel_loss) if several else (len(classes), cross_entropy)
-        self._train(X, torch.as_tensor(index), outputs, loss, user_ids, not_supported)
+        self._train(X, torch.as_tensor(index), outputs, loss, user_ids, out, not_supported)
         self.classes_, self._several = classes, several
         return self
 
@@ -371,12 +343,15 @@ class DPIVONRegressor(_Tags, RegressorMixin, _Private):  # type: ignore[misc]
     ) -> None:
         self._keep(locals())
 
-    def fit(self, X: Any, y: Any, user_ids: Any = None, **not_supported: Any) -> DPIVONRegressor:
-        """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows."""
+    def fit(self, X: Any, y: Any, user_ids: Any = None, out: Any = None, **not_supported: Any) -> DPIVONRegressor:
+        """Train within (ε, δ), for one row or, with the id of every row's person, for one person with all their rows.
+
+        ``out`` keeps the run in a folder, as :func:`dpivon.fit` does: the same call goes on where it was stopped.
+        """
         X, y = self._read(X, y, y_numeric=True)
         target_bounds, noise = Bounds.check("target_bounds", self.target_bounds, 1), GaussianNoise.given(self.noise_std)
         target = torch.as_tensor(target_bounds.scale(y), dtype=torch.float32)
-        self._train(X, target, noise.outputs, noise, user_ids, not_supported)
+        self._train(X, target, noise.outputs, noise, user_ids, out, not_supported)
         self.target_bounds_, self.noise_ = target_bounds, noise
         return self
 

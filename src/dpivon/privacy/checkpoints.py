@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation
 from dpivon.durable.ledger import Record
+from dpivon.durable.ledger_mark import check_mark, mark
 from dpivon.durable.tensors import bytes_of, held_tensors
-from dpivon.errors import PrivacyError, PrivacyWarning, bad
+from dpivon.errors import PrivacyWarning, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.rule_optimizer import RuleOptimizer
 from dpivon.privacy.accounting.recorded import LEDGER
@@ -164,7 +165,7 @@ class Checkpoints:
             "passes": passes,
             "position": position,
             "inside": inside or pending or position > 0,
-            "ledger": {"id": record.id, "position": self._journal.position, "counts": record.counts()},
+            "ledger": {**mark(record), "position": self._journal.position},
             "key": torch.frombuffer(bytearray(self._journal.key), dtype=torch.uint8),
             "last": self._journal.last.hex(),
             "config": self._fingerprint(),
@@ -280,15 +281,7 @@ class Checkpoints:
 
     def _check(self, state: Mapping[str, Any], record: Record) -> None:
         fix = "Go on with what the run was begun with, or begin another in another folder"
-        path, counts = self._ledger.path, record.counts()
-        if state["ledger"]["id"] != record.id:
-            raise PrivacyError(f"{path}: is not the ledger of this run's checkpoints. Put back the right one.")
-        for terms, n in state["ledger"]["counts"].items():
-            if counts.get(terms, 0) < n:
-                raise PrivacyError(
-                    f"{path}: holds {counts.get(terms, 0)} releases of a kind of which the checkpoint knows {n}: it was cut "
-                    "short or replaced by an older copy. Put back the newest."
-                )
+        check_mark(self._ledger.path, record, state["ledger"])
         ours, begun = self._fingerprint(), {"mechanism": Mechanism.name, "unit": "", **state["config"]}
         if "clipping" not in begun:  # from before it was written down: of a list of bounds there was their norm alone
             ours["max_grad_norm"] = self._optimizer.first_spec.max_grad_norm

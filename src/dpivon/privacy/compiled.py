@@ -397,4 +397,4 @@ def _line(error: Exception) -> str:
 def _some(batch: Any, examples: Tensor, each: int) -> Any:
     """These examples of a batch, each of so many rows."""
     index = examples if each == 1 else (examples.unsqueeze(1) * each + torch.arange(each)).flatten()
-    return map_tensors(lambda t: t[index.to(t.device)], batch)
+    return map_tensors(lambda t: t[index.to(t.device)] if t.dim() else t, batch)
