@@ -71,9 +71,7 @@ class CompiledStep:
         self._people = people
         self._several = 1 if people is None else people.rows or 1  # rows of a person at most, where that is fixed
         self.capacity = capacity if self._most is None else min(capacity, max(1, self._most // self._several))
-        self._tried: set[Any] = (
-            set()
-        )  # kinds of batches and states of the model that were run eagerly, under all checks
+        self._tried: set[Any] = set()  # kinds of batches and states of the model that ran eagerly, under all checks
         self._images: bool | None = None  # whether batches are images for convolutions on a CPU; None before the first
         self._programs: dict[Any, PaddedStep] = {}
         self._places = os_generator()  # who sits where in a padded batch, and in which part of a large one
@@ -319,6 +317,7 @@ class CompiledStep:
         """The clipped sum of a part, for the optimizer to take; by an eager pass if that fails before it was captured."""
         self._load(program, part)
         try:
+            program.record()
             for k in range(self.samples):
                 with self._sample():
                     program.note_theta(k)

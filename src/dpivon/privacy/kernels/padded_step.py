@@ -150,12 +150,17 @@ class PaddedStep:
 
     @torch.no_grad()
     def _run(self) -> tuple[Tensor, Tensor]:
-        with full_precision(), without_autocast(self.device.type):
-            if self._recorded is None:
-                self._recorded = self._record()
+        self.record()
         return self.at(self.thetas)
 
     # ---- recording
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Record the program, unless it is. Nothing is drawn for it: what fails here has used up no draw of the run."""
+        if self._recorded is None:
+            with full_precision(), without_autocast(self.device.type):
+                self._recorded = self._record()
 
     def _record(self) -> Callable[..., tuple[Tensor, Tensor]]:
         device, keeper = self.device, self.keeper
