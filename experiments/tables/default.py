@@ -1,15 +1,14 @@
-"""What each method reaches in `dpivon.fit` at its one default step size: rows of the table in docs/methods.md.
+"""What each method reaches at its one default step size: rows of the table in docs/methods.md.
 
-    python -m experiments.tables.default --csv CSV --data CIFAR     # results/default.csv; what has rows is left out
+    python -m experiments.tables.default --csv CSV     # results/default.csv; what has rows is left out
 
 - six real tables: scikit-learn's `wine`, `diabetes` and `cancer`; `pima`, `phoneme` and `adult` from the folder CSV, which has
   pima-indians-diabetes.csv, phoneme.csv and adult-train.csv of https://github.com/jbrownlee/Datasets (commit d20fcb6). A
-  network with 64 hidden units; three seeds, each with its own split;
-- `digits`: scikit-learn's images, the small CNN, the demo's split, three seeds;
-- `cifar10`: 10,000 of its training images, the paper's CNN, three seeds, the first 2,000 test images, 8 draws. Few steps only:
-  docs/methods.md takes many from a GPU study.
+  network with 64 hidden units; every seed has its own split;
+- `digits`: scikit-learn's images, the small CNN, the demo's split.
 
-Few is about 24 steps, many is 40 epochs; b = N/8 (16 to 1024; 512 for `cifar10`), C = 1. One thread.
+Few is about 24 steps, many is 40 epochs; b = N/8 (16 to 1024), C = 1, three seeds, one thread. The methods and ε of a seed are
+one stack, whose rows are what `dpivon.fit` trains one at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import csv
 import math
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,23 +26,25 @@ import torch
 from torch import Tensor, nn
 
 import dpivon
-from dpivon.data import load_cifar10, load_digits, normalised
+from dpivon.data import load_digits
 from dpivon.errors import PrivacyWarning
 from dpivon.machine import cpu_name
 from dpivon.methods import METHODS
 from dpivon.metrics import evaluate
-from dpivon.models import PaperCNN, SmallCNN
+from dpivon.models import SmallCNN
+from dpivon.stacked import Run, Stack
+from dpivon.stacked.networks import cross_entropy, network_for
 from dpivon.study.results.table import code, commit
 from experiments.leaderboard.priors import tables
 from experiments.tables.data import _declared, _real, _split
 
 RESULTS = Path(__file__).parent / "results" / "default.csv"
-EPSILONS, FEW, MANY = (0.5, 1.0, 3.0, 8.0), 24, 40  # steps, epochs
+EPSILONS, SEEDS, FEW, MANY = (0.5, 1.0, 3.0, 8.0), 3, 24, 40  # steps, epochs
 COMPARED = ("dp-steady", "dp-sgd", "dp-adam", "dp-ivon-gradsq")
 REAL = ("wine", "diabetes", "cancer", "pima", "phoneme", "adult")
 FILES = {"pima": "pima-indians-diabetes.csv", "phoneme": "phoneme.csv", "adult": "adult-train.csv"}
-KEY = ("data", "length", "method", "epsilon", "seed")
-FACTS = ("examples", "batch_size", "steps", "lr", "delta", "noise_multiplier", "epsilon_spent")
+FACTS = ("examples", "batch_size", "steps", "delta", "noise_multiplier", "epsilon_spent", "lr")
+KEY = ("data", "length", "seed", "method", "epsilon")
 ROW = (*KEY, *FACTS, "accuracy", "nll", "seconds", "hardware", "torch", "commit", "code")
 
 
@@ -56,7 +56,6 @@ class Task(NamedTuple):
     network: Any
     delta: float
     batch_size: int
-    draws: int = 32
 
 
 def table(name: str, seed: int, folder: Path | None) -> Task:
@@ -85,60 +84,57 @@ def _read(name: str, seed: int, folder: Path | None) -> Any:
     return _split(np.concatenate(parts, 1), np.unique(labels, return_inverse=True)[1], seed)
 
 
-def images(name: str, folder: Path | None) -> Task:
-    if name == "digits":
-        d = load_digits()
-        return Task(d.train.x, d.train.y, d.test.x, d.test.y, SmallCNN, 1e-4, len(d.train) // 8)
-    if folder is None:
-        raise SystemExit("data=None: CIFAR-10 is read from a folder. Give it by --data.")
-    found = load_cifar10(folder)
-    (x, y), (test_x, test_y) = normalised(found.train[np.arange(10_000)]), normalised(found.test[np.arange(2000)])
-    return Task(x, y, test_x, test_y, PaperCNN, 1e-5, 512, 8)
+def digits() -> Task:
+    d = load_digits()
+    return Task(d.train.x, d.train.y, d.test.x, d.test.y, SmallCNN, 1e-4, len(d.train) // 8)
 
 
-def trained(task: Task, length: str, method: str, epsilon: float, seed: int) -> dict[str, Any]:
+def trained(task: Task, length: str, seed: int) -> list[dict[str, Any]]:
+    """Every method at every ε, from the same first weights."""
     began, each = time.perf_counter(), math.ceil(len(task.x) / task.batch_size)
     torch.manual_seed(seed)
     model, epochs = task.network(), max(1, round(FEW / each)) if length == "few" else MANY
-    plan: dict[str, Any] = {"batch_size": task.batch_size, "epochs": epochs, "delta": task.delta, "seed": 1 + seed}
-    fitted = dpivon.fit(model, task.x, task.y, method=method, target_epsilon=epsilon, progress=False, **plan)
-    draws = min(task.draws, METHODS[method].samples)
-    probs = fitted.predict(task.test_x, draws, generator=torch.Generator().manual_seed(seed)).probs
-    facts = (len(task.x), task.batch_size, fitted.budget.steps, METHODS[method].lr, task.delta)
-    row = dict(zip(FACTS, (*facts, fitted.budget.noise_multiplier, fitted.epsilon), strict=True))
-    scores = evaluate(probs, task.test_y)
-    return row | {k: scores[k] for k in ("accuracy", "nll")} | {"seconds": time.perf_counter() - began}
-
-
-def planned(names: list[str]) -> Iterator[tuple[str, str, float, int, str]]:
-    for name in names:
-        for length in ("few",) if name == "cifar10" else ("few", "many"):
-            for epsilon in EPSILONS:
-                for seed in range(3):
-                    yield from ((name, length, epsilon, seed, method) for method in COMPARED)
+    shape: dict[str, Any] = {"dataset_size": len(task.x), "batch_size": task.batch_size, "delta": task.delta}
+    plans = {e: dpivon.budget(**shape, epochs=epochs, target_epsilon=e) for e in EPSILONS}
+    keys = [(method, e) for method in COMPARED for e in EPSILONS]
+    runs = [
+        Run(m, 1 + i + 100 * seed, plans[e].noise_multiplier, 1.0, METHODS[m].lr, task.batch_size)
+        for i, (m, e) in enumerate(keys)
+    ]
+    network, steps = network_for(model, cross_entropy, None, "flat"), plans[EPSILONS[0]].steps
+    start = network.pack(model).unsqueeze(0).repeat(len(runs), 1)
+    stack = Stack(runs, network, task.x, task.y, start=start, steps=steps)
+    for _ in stack.train(steps):
+        pass
+    rows = []
+    for i, (run, (method, e)) in enumerate(zip(runs, keys, strict=True)):
+        made = stack.model(i, averaged=run.averaged), stack.posterior(i, averaged=run.averaged)
+        draws = torch.Generator().manual_seed(seed)
+        probs = dpivon.predict(*made, task.test_x, METHODS[method].samples, generator=draws).probs
+        scores, plan = evaluate(probs, task.test_y), plans[e]
+        facts = (len(task.x), task.batch_size, steps, task.delta, plan.noise_multiplier, plan.epsilon, run.lr)
+        row = {"method": method, "epsilon": e} | dict(zip(FACTS, facts, strict=True))
+        rows.append(row | {k: scores[k] for k in ("accuracy", "nll")})
+    return [row | {"seconds": (time.perf_counter() - began) / len(rows)} for row in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, help="the folder of the downloaded tables")
-    parser.add_argument("--data", type=Path, help="the folder of CIFAR-10")
-    parser.add_argument("--tasks", nargs="*", default=[*REAL, "digits", "cifar10"])
+    parser.add_argument("--tasks", nargs="*", default=[*REAL, "digits"], choices=[*REAL, "digits"])
     parser.add_argument("--table", type=Path, default=RESULTS)
     a = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PrivacyWarning)  # seeds are given, and the data is public
     about = {"hardware": f"{cpu_name()}, one thread", "torch": torch.__version__, "commit": commit(), "code": code()}
-    kept: dict[tuple[str, int], Task] = {}
-    for name, length, epsilon, seed, method in planned(a.tasks):
-        own = {"data": name, "length": length, "method": method, "epsilon": epsilon, "seed": seed}
-        if tuple(map(str, own.values())) in {tuple(r[k] for k in KEY) for r in tables.read(a.table)}:
+    for name, length, seed in ((n, way, s) for n in a.tasks for way in ("few", "many") for s in range(SEEDS)):
+        own = {"data": name, "length": length, "seed": seed}
+        if tuple(map(str, own.values())) in {tuple(r[k] for k in KEY[:3]) for r in tables.read(a.table)}:
             continue
-        split = seed if name in REAL else 0
-        if (name, split) not in kept:
-            kept = {k: v for k, v in kept.items() if k[0] == name}
-            kept[name, split] = table(name, seed, a.csv) if name in REAL else images(name, a.data)
-        row = own | trained(kept[name, split], length, method, epsilon, seed) | about
-        tables.append(a.table, [{k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}], ROW)
+        task = digits() if name == "digits" else table(name, seed, a.csv)
+        rows = [own | row | about for row in trained(task, length, seed)]
+        rounded = [{k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+        tables.append(a.table, rounded, ROW)
 
 
 if __name__ == "__main__":
