@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo study docs reproduce test test-all browser lint conformance audit faults fuzz bad-input newcomer clean
 
 help:
-	@echo "make demo        train three private methods on real data, table and plots in demo-output/ (about a minute)"
+	@echo "make demo        train four private methods on real data, table and plots in demo-output/ (about a minute)"
 	@echo "make study       a small grid of private runs on digits, figures in study-output/ (about ten minutes)"
 	@echo "make reproduce   train a sample of published cells again and hold them to their tables (under ten minutes)"
 	@echo "make docs        the documentation as a site in site/, links checked; open site/index.html"

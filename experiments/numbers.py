@@ -26,6 +26,7 @@ from dpivon.study.results.table import Cells
 from experiments.posterior.__main__ import KINDS, TABLES, Row, Table, counted
 from experiments.strong_privacy import spread as spread_page
 from experiments.strong_privacy.compare.statistics import Interval, interval
+from experiments.tables import default_page
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!--n:([^>]*?)-->)(.*?)(<!--/n-->)", re.DOTALL)
@@ -194,7 +195,8 @@ def demo_table() -> str:
         [r["method"], r["way"], f"{float(r['epsilon']):.3f}", f"{100 * float(r['accuracy']):.1f} %"]
         + [f"{float(r[k]):.3f}" for k in ("nll", "ece", "brier")]
         for r in digit_rows()
-        if (r["part"], r["seed"]) == ("demo", "0") and r["method"] in ("DP-SGD", "DP-Adam", "DP-IVON-Gradsq")
+        if (r["part"], r["seed"]) == ("demo", "0")
+        and r["method"] in ("DP-SGD", "DP-Adam", "DP-IVON-Gradsq", "DP-Steady")
     ]
     return lines(head, body)
 
@@ -246,6 +248,17 @@ def door(part: str, metric: str, how: str, form: str, factor: str = "1") -> str:
     return (" to " if how == "range" else " and ").join(
         format(v, form) for v in ((min(values), max(values)) if how == "range" else values)
     )
+
+
+def default_table() -> str:
+    """Which default a person should get, by data, number of steps and ε."""
+    return lines(["data", *(f"ε = {e:g}" for e in default_page.EPSILONS)], default_page.body())
+
+
+def shortfall(method: str, length: str) -> str:
+    """How far a method at its default rate is behind the best of its cell, with few steps or many."""
+    mean, most, first, least, cells = default_page.behind(method, length)
+    return f"{mean:.1f} points on average, {most:.1f} at most; first in {first} of {cells}, lowest NLL in {least}"
 
 
 @cache
@@ -342,7 +355,7 @@ _ALL = (
     iterates_ece,
 )
 _CHOOSING = (door, choice, price, repeated, choosing_table)
-_DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table)
+_DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table, default_table, shortfall)
 NUMBERS: dict[str, Callable[..., str]] = {f.__name__: f for f in (*_ALL, *_CHOOSING, *_DIGITS)}
 
 

@@ -143,7 +143,8 @@ def test_stacks(call: Callable[[], Any], words: tuple[str, ...]) -> None:
     refused(call, *words)
 
 
-FIT: dict[str, Any] = {"lr": 0.1, "batch_size": 4, "epochs": 1, "delta": 1e-3, "noise_multiplier": 1.0}
+FIT: dict[str, Any] = {"method": "dp-ivon-gradsq", "lr": 0.1, "batch_size": 4, "epochs": 1}
+FIT |= {"delta": 1e-3, "noise_multiplier": 1.0}
 
 
 @pytest.mark.parametrize(

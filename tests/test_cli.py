@@ -120,8 +120,10 @@ def test_demo_runs_from_the_command_line_and_may_write_again(tmp_path: Path) -> 
     for words in (
         "ε ≤ 8 at δ = 0.0001",
         "DP-IVON-Gradsq",
+        "DP-Steady",
         "32 samples",
-        "posterior.safetensors",
+        "posterior-dp-ivon-gradsq.safetensors",
+        "posterior-dp-steady.safetensors",
         "others may be better",
     ):
         assert words in " ".join(result.stdout.split())

@@ -54,6 +54,8 @@ def test_table_is_complete(finished: tuple[Path, list[Result]]) -> None:
         ("DP-Adam", 0),
         ("DP-IVON-Gradsq", 0),
         ("DP-IVON-Gradsq", 32),
+        ("DP-Steady", 0),
+        ("DP-Steady", 32),
     ]
     for r in results:
         assert all(math.isfinite(v) for v in asdict(r).values() if isinstance(v, float))
@@ -84,13 +86,13 @@ def test_files_hold_what_was_returned(finished: tuple[Path, list[Result]]) -> No
         lines = list(csv.DictReader(file))
     assert [line["method"] for line in lines] == [r.method for r in results]
     assert [float(line["nll"]) for line in lines] == [r.nll for r in results]
-    with open(folder / "diagnostics.csv", newline="") as file:
+    with open(folder / "diagnostics-dp-ivon-gradsq.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == results[-1].steps
     assert all(row["private"] == "True" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["reliability.png", "posterior_width.png"])
+@pytest.mark.parametrize("name", ["reliability.png", "posterior_width-dp-ivon-gradsq.png"])
 def test_pictures_have_content(finished: tuple[Path, list[Result]], name: str) -> None:
     from matplotlib.image import imread
 
@@ -106,10 +108,11 @@ def test_pictures_have_content(finished: tuple[Path, list[Result]], name: str) -
     assert float(pixels[[0, -1]].min()) > 0.9
 
 
-def test_saved_posterior_gives_the_same_predictions(finished: tuple[Path, list[Result]]) -> None:
+@pytest.mark.parametrize("method", ["dp-ivon-gradsq", "dp-steady"])
+def test_saved_posterior_gives_the_same_predictions(finished: tuple[Path, list[Result]], method: str) -> None:
     folder, results = finished
-    row = results[-1]
-    posterior = Posterior.load(folder / "posterior.safetensors")
+    row = next(r for r in results if (METHODS[method].title, 32) == (r.method, r.samples))
+    posterior = Posterior.load(folder / f"posterior-{method}.safetensors")
     assert float(posterior.metadata["epsilon"]) == pytest.approx(row.epsilon, rel=1e-5)
     test = load_digits().test
     with one_thread():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import dpivon
 from dpivon.audit.stack_session import TracedNetwork
@@ -28,7 +29,8 @@ def test_digits_are_learnt_within_the_budget(digits):
     torch.manual_seed(0)
     blocks = []
     fitted = dpivon.fit(
-        SmallCNN(), x[:1400], y[:1400], lr=0.5, batch_size=200, epochs=15, target_epsilon=8.0, delta=1e-4, seed=1,
+        SmallCNN(), x[:1400], y[:1400], method="dp-ivon-gradsq", lr=0.5, batch_size=200, epochs=15, target_epsilon=8.0,
+        delta=1e-4, seed=1,
         on_progress=lambda done, steps: blocks.append((done, steps)),
     )  # fmt: skip
     assert fitted.epsilon <= 8.0
@@ -75,7 +77,8 @@ def test_a_label_that_is_no_class_counts_for_nothing_and_raises_nothing(digits, 
 def test_frozen_parameters_get_neither_noise_nor_steps(digits):
     model = SmallCNN()
     model.features.requires_grad_(False)
-    fitted = dpivon.fit(model, *digits, lr=0.1, batch_size=64, epochs=1, noise_multiplier=1.0, delta=1e-5, seed=3)
+    plan = {"batch_size": 64, "epochs": 1, "noise_multiplier": 1.0, "delta": 1e-5, "seed": 3}
+    fitted = dpivon.fit(model, *digits, method="dp-ivon-gradsq", lr=0.1, **plan)
     for name, p in fitted.model.named_parameters():
         frozen = name.startswith("features")
         assert torch.equal(p, model.get_parameter(name)) is frozen
@@ -107,9 +110,27 @@ def test_a_loss_of_ones_own(digits):
 
 def test_a_wrong_plan_is_refused_by_name(digits):
     with pytest.raises(dpivon.ArgumentError, match="target_epsilon"):
-        dpivon.fit(SmallCNN(), *digits, lr=0.1, batch_size=64, epochs=1, delta=1e-5)
+        dpivon.fit(SmallCNN(), *digits, batch_size=64, epochs=1, delta=1e-5)
     with pytest.raises(dpivon.ArgumentError, match="method"):
         dpivon.fit(SmallCNN(), *digits, lr=0.1, batch_size=64, epochs=1, delta=1e-5, noise_multiplier=1.0, method="sgd")
+    with pytest.raises(dpivon.ArgumentError, match=r"method='ivon': cannot be fitted\. Use one of 'dp-sgd', "):
+        dpivon.fit(SmallCNN(), *digits, batch_size=64, epochs=1, delta=1e-5, noise_multiplier=1.0, method="ivon")
+
+
+@pytest.mark.parametrize("method", [None, "dp-steady", "dp-sgd", "dp-ivon-gradsq"])
+def test_a_rate_that_is_not_given_is_the_methods_own(digits: tuple[Tensor, Tensor], method: str | None) -> None:
+    """And a method that is not given is dp-steady: the same weights to the bit, with a folder or without."""
+    x, y = digits[0][:120].flatten(1), digits[1][:120]
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    plan: dict[str, Any] = {"batch_size": 40, "epochs": 2, "noise_multiplier": 1.0, "delta": 1e-3, "seed": 1}
+    own = {None: 3.5, "dp-steady": 3.5, "dp-sgd": 0.1, "dp-ivon-gradsq": 1.0}[method]
+    named = {} if method is None else {"method": method}
+    for data in ((x, y), (TensorDataset(x, y),)):
+        given = dpivon.fit(model, *data, method=method or "dp-steady", lr=own, **plan)
+        left_out = dpivon.fit(model, *data, **named, **plan)
+        assert all(torch.equal(mean, given.posterior.mean[name]) for name, mean in left_out.posterior.mean.items())
+        assert all(torch.equal(std, given.posterior.std[name]) for name, std in left_out.posterior.std.items())
 
 
 @pytest.mark.parametrize("method", ["dp-sgd", "dp-adam"])

@@ -25,6 +25,7 @@ from dpivon.privacy.temperature import HALVINGS
 
 DELTA = 1e-3
 PLAN: dict[str, Any] = {
+    "method": "dp-ivon-gradsq",
     "lr": 0.2,
     "batch_size": 20,
     "epochs": 4,

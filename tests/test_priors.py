@@ -83,7 +83,14 @@ def test_a_prior_of_any_network_is_one_for_fit_and_goes_on_for_longer(tmp_path: 
     with pytest.raises(ArgumentError, match="is of process 'spectra', not 'gabor'"):
         dpivon.priors.learn(network, out, **options | {"process": "gabor"}, **SMALL)
     x, y = torch.randn(40, 1, 8, 8), torch.randint(0, 4, (40,))
-    common = {"lr": 0.1, "batch_size": 8, "epochs": 1, "noise_multiplier": 1.0, "delta": 1e-3}
+    common = {
+        "method": "dp-ivon-gradsq",
+        "lr": 0.1,
+        "batch_size": 8,
+        "epochs": 1,
+        "noise_multiplier": 1.0,
+        "delta": 1e-3,
+    }
     assert dpivon.fit(network, x, y, prior=out, **common).posterior.matches(network)
 
 

@@ -69,7 +69,7 @@ def test_an_earlier_private_posterior_composes_to_the_stated_epsilon() -> None:
     """Two years of one model on the same people: the second leaves room for what the first released."""
     torch.manual_seed(0)
     model, x, y = torch.nn.Linear(4, 3), torch.randn(60, 4), torch.randint(0, 3, (60,))
-    common = {"lr": 0.1, "batch_size": 20, "epochs": 2, "delta": 1e-3}
+    common = {"method": "dp-ivon-gradsq", "lr": 0.1, "batch_size": 20, "epochs": 2, "delta": 1e-3}
     first = dpivon.fit(model, x, y, target_epsilon=1.0, **common)
     history = [tuple(entry) for entry in first.account.history]
     second = dpivon.fit(first.model, x, y, prior=first.posterior, also=history, target_epsilon=2.0, **common)

@@ -108,4 +108,5 @@ def test_scikit_learn_follows_it() -> None:
     assert made.score(X, y) > 0.85
     classifier = DPIVONClassifier(epsilon=3.0, method="dp-sgd")
     assert classifier._settings(300, 3.0).method == "dp-sgd"
-    assert DPIVONRegressor(epsilon=3.0)._settings(300, 3.0).method == "dp-ivon-gradsq"
+    regression = DPIVONRegressor(epsilon=3.0)._settings(300, 3.0)
+    assert (regression.method, regression.lr) == ("dp-steady", pytest.approx(1.05))

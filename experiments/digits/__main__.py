@@ -2,7 +2,7 @@
 
     python -m experiments.digits      # ε = 4, δ = 1e-4, 40 epochs, b = 256, C = 1: results/rows.csv; what has rows is left out
 
-- ``demo``: `dpivon demo` with five methods and five seeds, on the 300 test digits;
+- ``demo``: `dpivon demo` with six methods and five seeds, on the 300 test digits;
 - ``ema``: the last iterate and the averaged ones of the same runs, three seeds, on the validation digits;
 - ``ensemble``: K members of DP-Adam whose *joint* ε is the stated one, so each member has more noise; the same digits.
 """
@@ -22,6 +22,7 @@ import torch
 import dpivon
 from dpivon.data import load_digits
 from dpivon.demo import BATCH_SIZE, DELTA, EPOCHS, EPSILON, MAX_GRAD_NORM, OPTIONS, run_demo, train
+from dpivon.demo import METHODS as METHODS_SHOWN
 from dpivon.methods import METHODS
 from dpivon.metrics import evaluate
 from dpivon.models import SmallCNN
@@ -32,7 +33,7 @@ from experiments.leaderboard.priors import tables
 
 RESULTS = Path(__file__).parent / "results" / "rows.csv"
 SEEDS, DECAY = (101, 102, 103), 0.95
-DEMO = ("dp-sgd", "dp-adam", "dp-ivon-gradsq", "dp-adambc", "dp-psgld")
+DEMO = (*METHODS_SHOWN, "dp-adambc", "dp-psgld")
 AVERAGED = ("dp-sgd", "dp-adam", "dp-adambc", "dp-ivon-gradsq")
 SCORES = ("accuracy", "nll", "ece", "brier")
 ROW = ("part", "method", "way", "seed", "epsilon", "noise_multiplier", *SCORES, "device", "torch", "commit", "code")

@@ -30,10 +30,9 @@ import torch
 import dpivon
 from dpivon.models import MLP, SmallCNN
 from dpivon.optim.average import window_decay
-from dpivon.recipe import RATE
 from dpivon.stacked import AnyNetwork, Run, Stack
 from experiments.strong_privacy.mlp import BatchedMLP, graded
-from experiments.strong_privacy.recipe import BOUND, OUT, Digits, Fashion, hardware, score
+from experiments.strong_privacy.recipe import BOUND, OUT, RATE, Digits, Fashion, hardware, score
 
 EPSILONS = (0.5, 1.0, 3.0, 8.0)
 SEEDS, DRAWS, RATES = 3, 8, (0.01, 0.03, 0.1)

@@ -28,14 +28,16 @@ import torch
 
 import dpivon
 from dpivon.data import load_digits, load_fashion_mnist, normalised
+from dpivon.methods import METHODS
 from dpivon.privacy.temperature import clipped_sum, temperature_cost, temperature_noise
-from dpivon.recipe import RATE, WIDTH
+from dpivon.recipe import WIDTH
 from dpivon.stacked import Run, Stack
 from dpivon.temperature import log_probabilities, temper
 from experiments.strong_privacy.mlp import BatchedMLP, graded, layers
 from experiments.strong_privacy.stacked_temperature import calibrate_stack
 
 OUT = Path(__file__).parent / "results"
+RATE = METHODS["dp-steady"].lr
 
 
 EPSILONS = (0.3, 1.0, 3.0, 8.0)

@@ -6,8 +6,8 @@ import json
 import math
 from statistics import fmean, stdev
 
-from dpivon.recipe import RATE, WORTH, blur
-from experiments.strong_privacy.recipe import ABLATED, BOUND, COMPARED, DEFAULT, EPSILONS, WAYS, chosen, score
+from dpivon.recipe import WORTH, blur
+from experiments.strong_privacy.recipe import ABLATED, BOUND, COMPARED, DEFAULT, EPSILONS, RATE, WAYS, chosen, score
 
 
 def cell(rows, kind, key):

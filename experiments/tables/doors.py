@@ -3,7 +3,8 @@
     python -m experiments.tables.doors     # results/doors.csv; what has rows is left out
 
 - ``patients``: the example's table, eight seeds;
-- ``diabetes``: regression on scikit-learn's data, two splits, beside ordinary least squares without privacy;
+- ``diabetes``: regression on scikit-learn's data, two methods at their default step sizes and four ε, three splits, beside
+  ordinary least squares without privacy; ``friedman``: the same on 3,000 rows of scikit-learn's generator;
 - ``digits``: images of scikit-learn's digits, two methods at their default step sizes and four ε, three seeds;
 - ``rare``: 5,000 made-up patients of whom 15 % are positive (the table "imbalanced"), three seeds: plain, with known
   shares of the classes, and with these and balanced costs.
@@ -68,12 +69,24 @@ def diabetes(seed: int, way: str) -> tuple[float, Scores]:
 
     data = load_diabetes()
     order = np.random.default_rng(seed).permutation(len(data.data))
-    x, y = data.data[order], data.target[order]
-    (a, b), (c, d) = (x[:342], y[:342]), (x[342:], y[342:])
+    return regression(seed, way, data.data[order], data.target[order], 342, (-0.2, 0.2), "0:400")
+
+
+def friedman(seed: int, way: str) -> tuple[float, Scores]:
+    from sklearn.datasets import make_friedman1
+
+    x, y = make_friedman1(4000, n_features=8, noise=1.0, random_state=seed)
+    return regression(seed, way, x, y, 3000, (0, 1), "0:30")
+
+
+def regression(
+    seed: int, way: str, x: Any, y: Any, n: int, bounds: tuple[float, float], target: str
+) -> tuple[float, Scores]:
+    (a, b), (c, d), (method, epsilon) = (x[:n], y[:n]), (x[n:], y[n:]), way.split()
     write("train.csv", a, b), write("test.csv", c, d)
     spent, found = trained(
-        f"train.csv --schema {schema(x, -0.2, 0.2, '')} --task regression --target-bounds 0:400 --epsilon 3 --delta 1e-5 "
-        f"--dataset-size 342 --test test.csv --seed {seed}"
+        f"train.csv --schema {schema(x, *bounds, '')} --task regression --target-bounds {target} --method {method} "
+        f"--epsilon {epsilon} --delta 1e-5 --dataset-size {n} --test test.csv --seed {seed}"
     )
     ones = np.ones((len(a), 1))
     fit = np.linalg.lstsq(np.hstack([a, ones]), b, rcond=None)[0]
@@ -111,12 +124,13 @@ def digits(seed: int, way: str) -> tuple[float, Scores]:
     return spent, {"accuracy": found["mc_accuracy"], "nll": found["mc_nll"]}
 
 
-#: Ways of the digits: what is the default, and what was until it was compared.
-DIGITS = tuple(f"{method} {target:g}" for target in (0.5, 1, 3, 8) for method in ("dp-steady", "dp-ivon-gradsq"))
+#: What is the default, and the paper's method.
+WAYS = tuple(f"{method} {target:g}" for target in (0.5, 1, 3, 8) for method in ("dp-steady", "dp-ivon-gradsq"))
 PLAN = {
-    "digits": (digits, DIGITS, range(3)),
+    "digits": (digits, WAYS, range(3)),
     "patients": (patients, ("",), range(8)),
-    "diabetes": (diabetes, ("",), range(2)),
+    "diabetes": (diabetes, WAYS, range(3)),
+    "friedman": (friedman, WAYS, range(3)),
     "rare": (rare, ("plain", "prior", "balanced"), range(3)),
 }
 

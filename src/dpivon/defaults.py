@@ -5,7 +5,7 @@ above the noise.
 
 - **Network** (``table``, :class:`dpivon.models.TableMLP`). One hidden layer from N·min(ε, 2) = 30,000 on, below it a linear
   classifier: beyond ε = 2 it is the rows that are few, and no longer the noise that is strong.
-- **Method.** ``dp-steady``, whose step is in units of the weights and whose result is the average of the last iterates.
+- **Method.** :data:`METHOD`, whose step is in units of the weights and whose result is the average of the last iterates.
 - **C** is near the norm of a linear classifier's gradients there, and grows with N·ε: noise is what a large C costs.
 - **Batches** are large and steps few: at a fixed ε the noise of T steps depends on T and hardly on b.
 """
@@ -16,6 +16,11 @@ import math
 from dataclasses import dataclass
 
 from dpivon.errors import check_number, check_whole
+
+#: The method of every door where none is named: one rate serves every ε (docs/methods.md has the measurements).
+METHOD = "dp-steady"
+#: Of a method's step size where a number is predicted: residuals do not saturate as probabilities do.
+OF_NUMBERS = 0.3
 
 NETWORK_FROM, LARGE_EPSILON = 30_000, 2.0  # N·ε, and the ε beyond which more of it does not stand for more rows
 COUNTED_FROM = 1000  # N·ε per class, from which on counting the classes costs little and says much
@@ -58,7 +63,7 @@ def table_defaults(dataset_size: int, epsilon: float, batch_size: int | None = N
     batch = min(n, check_whole("batch_size", batch_size or 2048, "Use the expected batch", at_least=1))
     steps = min(400 * excess, 1600) if network else 100
     return TableDefaults(
-        method="dp-steady",
+        method=METHOD,
         network="table",
         hidden=HIDDEN if network else (),
         max_grad_norm=round(2 * min(max(worth / 1000, 1.0), 125.0) ** (1 / 3), 2),

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dpivon.defaults import METHOD
 from dpivon.errors import bad
+from dpivon.methods import METHODS
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
@@ -24,7 +26,7 @@ from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.engine import PrivacyEngine
 from dpivon.privacy.people import People
 from dpivon.stacked.networks import cross_entropy, network_for
-from dpivon.stacked.run import Run
+from dpivon.stacked.run import Run, stackable
 from dpivon.stacked.stack import Stack
 from dpivon.terminal import Bar
 
@@ -69,15 +71,15 @@ def fit(
     inputs: Tensor | Dataset[Any],
     labels: Tensor | None = None,
     *,
-    lr: float,
     batch_size: int,
     epochs: int,
     delta: float,
     target_epsilon: float | None = None,
     noise_multiplier: float | None = None,
+    lr: float | None = None,
     max_grad_norm: float = 1.0,
     dataset_size: int | None = None,
-    method: str = "dp-ivon-gradsq",
+    method: str = METHOD,
     options: Mapping[str, float] | None = None,
     loss: Loss = cross_entropy,
     dtype: torch.dtype = torch.float32,
@@ -106,24 +108,27 @@ def fit(
     data may be larger than the device, and with ``out`` every release is in the ledger before it is made, and a run that was
     stopped or killed goes on with the same call, on a CPU to the bit.
 
-    >>> fitted = dpivon.fit(model, x, y, lr=1.0, batch_size=256, epochs=20, target_epsilon=3.0, delta=1e-5)
+    >>> fitted = dpivon.fit(model, x, y, batch_size=256, epochs=20, target_epsilon=3.0, delta=1e-5)
     >>> fitted.predict(test_x).probs
 
-    Give either ``target_epsilon`` or ``noise_multiplier``. The model and the data are on one device, or go to ``device``.
+    Give either ``target_epsilon`` or ``noise_multiplier``. ``dp-steady`` needs no tuning; :func:`dpivon.steady` adds a private
+    temperature to it. The model and the data are on one device, or go to ``device``.
 
     Args:
         model: the network; it is copied.
         inputs: as the model takes them, normalised by public constants, one example per row; or a ``Dataset`` of such pairs.
         labels: one per example.
-        lr: the paper's step size α, not multiplied by h₀ + δ as :class:`dpivon.IVON` does.
         batch_size: the expected batch b.
         epochs: length of the run, in epochs of ⌈N/b⌉ steps.
         delta: δ, well below 1/N.
         target_epsilon: the ε to stay within.
         noise_multiplier: σ instead.
+        lr: the step size; None takes the method's own. That of ``dp-steady`` has no unit and serves every ε; the others' were
+            chosen on the digits at ε = 4. For a squared error take a third of it: about 1. That of a DP-IVON is the paper's α,
+            not multiplied by h₀ + δ as in :class:`dpivon.IVON`.
         max_grad_norm: C.
         dataset_size: the public N if it is not simply ``len(inputs)``; q = b/N.
-        method: a name of ``dpivon methods`` that can be stacked.
+        method: a name of ``dpivon methods`` that can be stacked; ``"dp-ivon-gradsq"`` is the paper's.
         options: the method's own, such as ``{"ess": …, "hess_init": …}``.
         loss: ``loss(outputs, labels)`` returns one loss per example.
         accountant: ``"pld"`` (the tightest), ``"prv"`` or ``"rdp"`` (the paper's).
@@ -149,6 +154,9 @@ def fit(
 
     A method that averages its iterates returns the average.
     """
+    if method not in stackable():
+        raise bad("method", method, "cannot be fitted", f"Use one of {', '.join(map(repr, stackable()))}")
+    lr = METHODS[method].lr if lr is None else lr
     if device is not None:
         model = copy.deepcopy(model).to(device)
         inputs = inputs.to(device) if isinstance(inputs, Tensor) else inputs

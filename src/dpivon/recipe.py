@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from dpivon.defaults import METHOD
 from dpivon.durable.files import read_json, replace
 from dpivon.errors import BudgetSpent, PrivacyWarning, check_number
 from dpivon.fit import Fitted, fit
@@ -36,9 +37,6 @@ from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.temperature import BOUND, calibrate_temperature, temperature_cost, temperature_noise
 from dpivon.temperature import Tempered
-
-#: r, the step in units of the weights.
-RATE = 3.5
 
 #: How much of the iterates' spread is width, with a temperature and without.
 WIDTH, WIDTH_ALONE = 0.25, 1.0
@@ -100,8 +98,9 @@ def steady(
         model,
         inputs,
         labels,
-        method="dp-steady",
-        **{"lr": RATE, "options": own, **options},
+        method=METHOD,
+        options=own,
+        **options,
         batch_size=batch_size,
         epochs=epochs,
         delta=delta,

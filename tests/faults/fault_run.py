@@ -88,6 +88,7 @@ def train_fit(folder: Path, witness: Path, *, save_every: int = 3) -> str:
 
     KeptRun._step = shown
     plan = {
+        "method": "dp-ivon-gradsq",
         "batch_size": BATCH,
         "epochs": EPOCHS,
         "delta": 1e-3,

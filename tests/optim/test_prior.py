@@ -144,8 +144,9 @@ def test_fit_takes_a_file(tmp_path) -> None:
     variances = []
     for prior in (None, tmp_path / "prior.safetensors"):
         fitted = dpivon.fit(
-            model, x, y, lr=0.1, prior=prior, noise_multiplier=1.0, delta=1e-3, batch_size=16, epochs=1, seed=1
-        )
+            model, x, y, method="dp-ivon-gradsq", lr=0.1, prior=prior, noise_multiplier=1.0, delta=1e-3, batch_size=16,
+            epochs=1, seed=1,
+        )  # fmt: skip
         variances.append(torch.cat([v.flatten() for v in fitted.posterior.variance.values()]))
     assert (variances[1] < variances[0]).all()  # a tight prior makes a tight posterior
     assert (variances[1] < 1e-4).all()  # and tighter than itself

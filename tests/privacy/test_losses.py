@@ -319,24 +319,25 @@ def test_what_is_no_loss_an_example_is_refused(call, message):
 
 # ---- fit and stacks take one loss an example
 
+FIT: dict[str, Any] = {"method": "dp-ivon-gradsq", "lr": 0.1, "batch_size": 4, "epochs": 1, "delta": 1e-3}
+FIT |= {"noise_multiplier": 1.0}
+
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, weighted_function], ids=["mean", "weighted"])
 def test_a_scalar_loss_in_fit_is_refused(loss):
     x, y = data()
     with pytest.raises(ArgumentError, match=r"loss=.*one loss an example"):
-        dpivon.fit(mlp(), x, y, lr=0.1, batch_size=4, epochs=1, delta=1e-3, noise_multiplier=1.0, loss=loss)
+        dpivon.fit(mlp(), x, y, **FIT, loss=loss)
 
 
 def test_a_loss_of_several_rows_in_fit_is_refused():
     x, y = data()
     with pytest.raises(PrivacyError, match=r"loss on made-up inputs.*PerExampleLoss"):
-        dpivon.fit(mlp(), x, y, lr=0.1, batch_size=4, epochs=1, delta=1e-3, noise_multiplier=1.0, loss=contrastive)
+        dpivon.fit(mlp(), x, y, **FIT, loss=contrastive)
 
 
 def test_fit_takes_the_losses_of_a_per_example_loss():
     x, y = data()
     loss = PerExampleLoss(nn.CrossEntropyLoss(weight=WEIGHT)).per_example
-    fitted = dpivon.fit(
-        mlp(), x, y, lr=0.1, batch_size=4, epochs=1, delta=1e-3, noise_multiplier=1.0, loss=loss, seed=1
-    )
+    fitted = dpivon.fit(mlp(), x, y, **FIT, loss=loss, seed=1)
     assert fitted.posterior.num_parameters == sum(p.numel() for p in mlp().parameters())

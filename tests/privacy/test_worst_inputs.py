@@ -111,6 +111,7 @@ def test_fit_adds_up_what_it_measured(monkeypatch):
     x, y = torch.cat([half, half * (1 + 3e-7)], 1), torch.zeros(40, dtype=torch.long)
     model = NETWORKS["shared and wide"]()
     plan = {"batch_size": 40, "dataset_size": 40, "epochs": 1, "lr": 0.1, "delta": 1e-5, "noise_multiplier": 1.0}
+    plan |= {"method": "dp-ivon-gradsq"}
     for rows in (slice(0, 40), slice(1, 40)):
         dpivon.fit(model, x[rows], y[rows], max_grad_norm=1e-2, seed=1, **plan)
     assert len(sums) == 2

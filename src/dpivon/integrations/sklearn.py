@@ -23,7 +23,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from dpivon.bounds import Bounds
-from dpivon.defaults import TableDefaults, table_defaults
+from dpivon.defaults import METHOD, OF_NUMBERS, TableDefaults, table_defaults
 from dpivon.errors import PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, Loss, fit
 from dpivon.gaussian import GaussianNoise, interval, unscaled
@@ -133,8 +133,8 @@ class _Private(CountsFits):
         if self.method is None and self.lr is None and self.network is None and is_classifier(self):
             rule = table_defaults(n, epsilon, self.batch_size)
         else:
-            method = describe(self.method or ("dp-steady" if is_classifier(self) else "dp-ivon-gradsq"))
-            lr = method.lr if self.lr is None else self.lr
+            method = describe(self.method or METHOD)
+            lr = method.lr * (1.0 if is_classifier(self) else OF_NUMBERS) if self.lr is None else self.lr
             rule = TableDefaults(method.name, "mlp", (64,), 1.0, lr, 256, 20)
         names = ("hidden", "batch_size", "epochs", "max_grad_norm")
         return replace(rule, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})

@@ -13,6 +13,7 @@ from dpivon.report.page import clean
 
 #: Without frames above and to the right.
 STYLE = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
+_ACROSS = 4  # panels in a row
 Confusion = tuple[tuple[str, ...], list[list[int]]]
 
 
@@ -36,11 +37,17 @@ def _figure(chart: Chart, panels: Sequence[Panel], y: Axis) -> Any:
     from matplotlib.figure import Figure
 
     height = 4.0 if not y.names else 1.2 + 0.28 * len(y.names)
-    figure = Figure(figsize=(max(5.2, 4.0 * len(panels)), height), layout="constrained", dpi=130)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, panel in zip(axes, panels, strict=True):
+    rows = math.ceil(len(panels) / _ACROSS)
+    across = math.ceil(len(panels) / rows)
+    figure = Figure(figsize=(max(5.2, 4.0 * across), rows * height), layout="constrained", dpi=130)
+    grid = figure.subplots(rows, across, sharey=True, squeeze=False)
+    axes = list(grid.flat)
+    for axis, panel in zip(axes, panels, strict=False):
         _panel(axis, panel, chart.x, y)
-    axes[0].set_ylabel(_plain(y.label))
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis in grid[:, 0]:
+        axis.set_ylabel(_plain(y.label))
     if len(panels[0].series) > 1:
         legend(figure, axes[:1], [])
     figure.suptitle(_plain(chart.title), fontsize=11)

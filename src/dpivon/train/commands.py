@@ -90,7 +90,7 @@ _FLAGS = {
     "method": _Flag(
         str,
         _MODEL,
-        "By its name in `dpivon methods`; dp-steady, or for a regression dp-ivon-gradsq.",
+        "By its name in `dpivon methods`; dp-steady unless it is given.",
         complete=_method_names,
     ),
     "option": _Flag(list[str], _MODEL, "NAME=VALUE of the method; repeat it."),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from dpivon.decisions import Decision, Positive, Share, check_names, complete_prior, shares_of
-from dpivon.defaults import COUNTED_FROM, table_defaults
+from dpivon.defaults import COUNTED_FROM, METHOD, OF_NUMBERS, table_defaults
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad, check_choice
 from dpivon.methods import METHODS
@@ -30,10 +30,9 @@ from dpivon.yaml_files import read_yaml, validated
 
 Whole = Annotated[int, Field(ge=1, le=10**9)]
 COUNT: Literal["count"] = "count"  # the prior that is counted with noise, and charged
-METHOD, NUMBERS, EPOCHS = "dp-steady", "dp-ivon-gradsq", 40  # of classes, and of a regression
+EPOCHS = 40
 AT_ONCE = 4096  # rows of a table, which are short
 _LARGEST, _WANDER = 0.5, 0.5  # of the share of IVON's step size: set on public data at ε from 0.5 to 8
-_OF_NUMBERS = 0.3  # of the step size: residuals do not saturate as probabilities do; set on diabetes and made-up data
 PRIVATE_METHODS = tuple(name for name in METHODS if name.startswith("dp"))
 
 #: What may be different when a run goes on: none of it changes what is released, or what a release costs.
@@ -282,8 +281,7 @@ def _plain(value: Any) -> Any:
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """What is not given yet. Of values that cannot be used something is returned too: validation will name them."""
-    usual = NUMBERS if given.get("task") == "regression" else METHOD
-    method = METHODS.get(str(given.get("method") or usual), METHODS[usual])
+    method = METHODS.get(str(given.get("method") or METHOD), METHODS[METHOD])
     try:
         n = max(1, int(given["dataset_size"]))
     except (TypeError, ValueError, OverflowError):
@@ -306,7 +304,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("lr") is not None:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
-    return {**found, "lr": method.lr * share * (_OF_NUMBERS if given.get("task") == "regression" else 1.0)}
+    return {**found, "lr": method.lr * share * (OF_NUMBERS if given.get("task") == "regression" else 1.0)}
 
 
 def _answers(given: Mapping[str, Any], n: int) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from dpivon.privacy.export import export
 from dpivon.privacy.kernels.reference import autocast
 from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
-from dpivon.stacked.run import stackable
 from dpivon.terminal import Bar
 from dpivon.train.artefacts import Line, write_json
 from dpivon.train.kept import Data, KeptRun, as_batch, at_once, loader_of
@@ -162,8 +161,6 @@ def _at_mean(model: nn.Module, state: Mapping[str, Tensor], posterior: Posterior
 def _learner(
     model: nn.Module, n: int, lr: float, method: str, options: dict[str, Any], seeds: Seeds, device: torch.device
 ) -> Learner:
-    if method not in stackable():
-        raise bad("method", method, "cannot be fitted", f"Use one of {', '.join(map(repr, stackable()))}")
     if "rescale_lr" in describe(method).defaults:
         options.setdefault("rescale_lr", False)  # fit's step size is the paper's
     averaged = {name: options.pop(name) for name in ("ema", "trace") if name in options}
