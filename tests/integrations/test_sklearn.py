@@ -111,7 +111,7 @@ def test_regression_states_its_uncertainty():
     x, y = load_diabetes(return_X_y=True)
     private = DPIVONRegressor(
         epsilon=8.0, delta=1e-3, bounds=(-0.2, 0.2), target_bounds=(0, 400), noise_std=0.3, hidden=(), epochs=40, lr=0.3,
-        batch_size=64,
+        batch_size=64, method="dp-ivon-gradsq",
     )  # fmt: skip
     private.fit(x[:350], y[:350])
     mean, std = private.predict(x[350:], return_std=True)
@@ -131,6 +131,7 @@ def test_missing_values_and_a_learned_noise():
     y = 8 * x[:, 0] + draw.normal(0, 1, 500)
     x[::2, 1] = np.nan
     known = {"epsilon": 8.0, "delta": 1e-4, "bounds": (-1, 1), "target_bounds": (-10, 10), "hidden": (), "lr": 0.2}
+    known |= {"method": "dp-ivon-gradsq"}
     with pytest.raises(ValueError, match="NaN"):
         DPIVONRegressor(**known).fit(x, y)
     private = DPIVONRegressor(**known, noise_std="learned", allow_nan=True, batch_size=64, epochs=15).fit(x, y)
