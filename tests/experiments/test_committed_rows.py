@@ -125,7 +125,10 @@ def budgets(path: str) -> Iterator[tuple[float, tuple[Releases, float, str]]]:
     yield from sorted(seen, key=repr)
 
 
-@pytest.mark.parametrize("path", [p for p in STATED if STATED[p] is not of_tables])
+BY_PLD = pytest.param("tables/results/default.csv", marks=pytest.mark.slow)  # which takes its time
+
+
+@pytest.mark.parametrize("path", [*(p for p in STATED if STATED[p] not in (of_tables, of_default)), BY_PLD])
 def test_every_row_spent_what_its_releases_cost(path: str) -> None:
     for said, (releases, at, accountant) in budgets(path):
         assert cost(releases, at, accountant) == pytest.approx(said, rel=1e-3), releases

@@ -65,7 +65,7 @@ def trained(way: str, model, rows: Rows):
     return torch.cat([p.detach().flatten() for p in optimizer.params]), step
 
 
-@pytest.mark.campaign(keep=6)
+@pytest.mark.campaign(keep=3)
 @pytest.mark.parametrize(("name", "task", "tuning"), CASES)
 def test_a_stock_model_is_recorded_and_learns_as_in_the_eager_loop(name, task, tuning, record_property):
     rows = Rows(name, task, masked=True)
@@ -95,6 +95,7 @@ def test_attention_gets_a_mask_only_where_texts_are_padded(masked):
     assert all((node.kwargs.get("attn_mask") is not None) == masked for node in forward)
 
 
+@pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_model_with_gradient_checkpointing_learns_the_same(name):
     """Layers run again in backward, where they must find what they found in forward."""
