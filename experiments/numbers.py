@@ -49,9 +49,10 @@ def file(path: str, keys: str, form: str, factor: str = "1") -> str:
 
 
 def cell(page: str, row: str, column: str) -> str:
-    """A cell of a page that another command writes from its table: of the first row that begins so."""
+    """A cell of a page that another command writes from its table: of the first row that begins so, with these cells."""
     found = (line.strip("| \n").split(" | ") for line in (ROOT / page).read_text().splitlines())
-    return next(cells for cells in found if cells[0] == row.replace("_", " "))[int(column)]
+    begins = row.replace("_", " ").split("/")
+    return next(cells for cells in found if cells[: len(begins)] == begins)[int(column)]
 
 
 def step(name: str, row: str, key: str, form: str) -> str:
