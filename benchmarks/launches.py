@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks import transformers as whole
+from benchmarks import transformer_steps as whole
 from benchmarks.overhead import Counting, as_on_a_gpu
 from dpivon.optim import tensors
 from dpivon.privacy import mechanism, precision
