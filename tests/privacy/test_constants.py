@@ -75,9 +75,45 @@ def of_a_shape(x: Tensor) -> Tensor:
     return x * len(x[x > 3])
 
 
+def of_sparse_values(x: Tensor) -> Tensor:
+    return x * x.to_sparse()._nnz()
+
+
+def of_packed_rows(x: Tensor) -> Tensor:
+    lengths = (x.sum(1) > 6).long() + 1
+    packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
+    return x * len(packed.data)
+
+
+def of_data_unless_that_is_refused(x: Tensor) -> Tensor:
+    try:
+        return x if bool(x.sum() > 0) else -x
+    except RuntimeError:
+        return x - x.mean(0)
+
+
+def of_a_list_unless_that_is_refused(x: Tensor) -> Tensor:
+    try:
+        return x * sum(x[0].tolist())
+    except RuntimeError:
+        return x - x.mean(0)
+
+
+def of_an_array_that_shares_what_data_is_written_to(x: Tensor) -> Tensor:
+    kept = torch.zeros(4)
+    array = kept.numpy()
+    kept.copy_(x[0])
+    return x * float(array.sum())
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        of_sparse_values,
+        of_packed_rows,
+        of_data_unless_that_is_refused,
+        of_a_list_unless_that_is_refused,
+        of_an_array_that_shares_what_data_is_written_to,
         of_data,
         of_a_list,
         of_an_array,

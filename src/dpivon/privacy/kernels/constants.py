@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: These read memory without an operation that could be recorded.
 _PAST_OPERATIONS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+#: The shapes of their results depend on values, though torch does not tag them so.
+_UNTAGGED = {torch.ops.aten._pack_padded_sequence, torch.ops.aten._to_sparse}
 
 
 class ReadsValues(RuntimeError):
@@ -31,31 +33,61 @@ class ReadsValues(RuntimeError):
         super().__init__(f"its forward reads data-dependent values ({getattr(func, '__name__', func)})")
 
 
-class LooksAtConstants(TorchDispatchMode):
-    """While a program is recorded, lets it read numbers that no input of it has part in, and no others."""
+@contextmanager
+def constants_alone() -> Iterator[None]:
+    """While a program is recorded, lets it read numbers that no input of it has part in, and no others.
+
+    Raises:
+        ReadsValues: at such a read, and again at the end: a program that catches the error has gone another way than the one
+            that was checked.
+    """
+    refused: list[ReadsValues] = []
+    with _Operations(refused), _PastOperations(refused):
+        yield
+    if refused:
+        raise refused[0]
+
+
+class _Operations(TorchDispatchMode):
+    """Reads by operations."""
+
+    def __init__(self, refused: list[ReadsValues]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refused = refused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _constant(args[0]):
             with disable_proxy_modes_tracing():
                 return func(*args)
-        if torch.Tag.dynamic_output_shape in func.tags and _shape_of_values(func, args, kwargs):
-            raise ReadsValues(func)
+        if _shape_of_values(func, args, kwargs):
+            raise _noted(self._refused, func)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             if torch.Tag.data_dependent_output in func.tags:
-                raise ReadsValues(func) from error
+                raise _noted(self._refused, func) from error
             raise
 
 
-class LooksPastOperations(TorchFunctionMode):
-    """The same of methods that copy values out of a tensor."""
+class _PastOperations(TorchFunctionMode):
+    """Reads by methods that copy values out of a tensor, or share its memory."""
+
+    def __init__(self, refused: list[ReadsValues]) -> None:
+        super().__init__()
+        self._refused = refused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PAST_OPERATIONS and not _constant(args[0]):
-            raise ReadsValues(func)
+        if func in _PAST_OPERATIONS and not (func is Tensor.tolist and _constant(args[0])):
+            raise _noted(
+                self._refused, func
+            )  # also of a constant whose memory is shared: data may be written to it later
         return func(*args, **(kwargs or {}))
+
+
+def _noted(refused: list[ReadsValues], func: Any) -> ReadsValues:
+    refused.append(ReadsValues(func))
+    return refused[-1]
 
 
 @contextmanager
@@ -77,6 +109,10 @@ def as_compiled(on: bool = True) -> Iterator[None]:
 
 def _shape_of_values(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the shape of the result depends on values, so that a GPU would be waited for: not with indices in numbers."""
+    if func.overloadpacket in _UNTAGGED:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
     if func is torch.ops.aten.index.Tensor:
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return kwargs.get("output_size") is None
