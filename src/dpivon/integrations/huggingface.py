@@ -177,7 +177,7 @@ class PrivateTrainer(Trainer):
             raise bad("train_dataset", type(self.train_dataset).__name__, "cannot be Poisson sampled", fix)
         self.engine = PrivacyEngine(ledger=self._folder() / LEDGER) if engine is None else engine
         self._private = {"max_grad_norm": args.max_grad_norm, "wrap_model": False, **(private or {})}
-        self._loss, self._config = per_example_loss(model), getattr(model, "config", None)
+        self._loss = per_example_loss(model)
         self._dp: DPOptimizer | None = None
         self._step: CompiledStep | None = None
         self._capture = capture
