@@ -269,3 +269,15 @@ def test_a_pickle_holds_no_rows_and_no_seed(cancer):
     assert int(derived).to_bytes(8, "little") not in data
     for row in x[:20]:
         assert row.tobytes() not in data
+
+
+def test_a_folder_is_not_reused_with_other_bounds_or_rows(cancer, tmp_path):
+    """What was learned on features of one scale would be asked about those of another."""
+    x, y, _, _ = cancer
+    fitted = classifier().fit(x, y, out=tmp_path)
+    again = classifier().fit(x, y, out=tmp_path)
+    for one, other in zip(again.model_.parameters(), fitted.model_.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for changed, rows in ((classifier(bounds=(0, 2 * CANCER_HIGH)), x), (classifier(), x[::-1].copy())):
+        with pytest.raises(ArgumentError, match="out="):
+            changed.fit(rows, y, out=tmp_path)
