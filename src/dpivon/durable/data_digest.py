@@ -1,4 +1,4 @@
-"""A digest of the data of a run, under a key that only its checkpoints hold: whoever lacks the key learns nothing from it."""
+"""A digest of the data of a run, under a key that only its checkpoints hold."""
 
 from __future__ import annotations
 

@@ -288,9 +288,11 @@ class PrivateTrainer(Trainer):
     # ---- going on from a checkpoint
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        noted = Path(output_dir) / ACCOUNT
+        noted.unlink(missing_ok=True)  # of another run's checkpoint, which this one overwrites
         super()._save_optimizer_and_scheduler(output_dir)
         if self.engine.ledger is not None:
-            replace(Path(output_dir) / ACCOUNT, json.dumps(mark(self.engine.ledger.record)).encode())
+            replace(noted, json.dumps(mark(self.engine.ledger.record)).encode())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
