@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def train(
     settings |= {"unit": "" if people is None else people.unit}
     settings |= {"augment": None if augment is None else asdict(augment)}
     settings |= {} if prior is None else {"prior": prior.digest}
+    settings |= {"loss": repr(loss)} if is_dataclass(loss) else {}  # of a function there is no telling what it does
     engine = PrivacyEngine(accountant=plan.accountant)
     folder = None if out is None else _folder(Path(out), settings)
     if folder is not None and (folder / SUMMARY).exists():
