@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -212,3 +213,13 @@ def test_torch_itself_is_not_told():
     with as_compiled(), pytest.raises(RuntimeError, match="shapes"):
         layer(torch.ones(2, 5))
     assert called
+
+
+def test_of_two_that_overlap_the_last_to_end_restores_what_was():
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(as_compiled())
+        second.enter_context(as_compiled())
+        first.close()
+        assert torch.compiler.is_compiling()
+        second.close()
+        assert not torch.compiler.is_compiling()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _PAST_OPERATIONS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 #: The shapes of their results depend on values, though torch does not tag them so.
 _UNTAGGED = {torch.ops.aten._pack_padded_sequence, torch.ops.aten._to_sparse}
+
+_is_compiling = torch.compiler.is_compiling
+_told, _telling = 0, Lock()  # how many runs are inside `as_compiled`; two of them may overlap in threads
 
 
 class ReadsValues(RuntimeError):
@@ -93,18 +97,25 @@ def _noted(refused: list[ReadsValues], func: Any) -> ReadsValues:
 @contextmanager
 def as_compiled(on: bool = True) -> Iterator[None]:
     """Inside, if on, ``torch.compiler.is_compiling()`` is true for models, and for torch itself what it was: modules of torch
-    would leave out hooks that the book-keeper needs after an error."""
-    original = torch.compiler.is_compiling
-
-    def answer() -> bool:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return original() or not f"{asks}.".startswith("torch.")
-
-    torch.compiler.is_compiling = answer if on else original
+    would leave out hooks that the book-keeper needs after an error. It is so in all threads, since backward has its own."""
+    global _told
+    if not on:
+        yield
+        return
+    with _telling:
+        _told += 1
+        torch.compiler.is_compiling = _answer
     try:
         yield
     finally:
-        torch.compiler.is_compiling = original
+        with _telling:
+            _told -= 1
+            torch.compiler.is_compiling = _answer if _told else _is_compiling
+
+
+def _answer() -> bool:
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    return _is_compiling() or not f"{asks}.".startswith("torch.")
 
 
 def _shape_of_values(func: Any, args: Any, kwargs: Any) -> bool:
