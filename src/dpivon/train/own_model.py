@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dpivon.durable.data_digest import data_digest
 from dpivon.durable.files import read_json, replace, sync_folder
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
+from dpivon.gaussian import GaussianNoise
 from dpivon.machine import hardware_name
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
@@ -88,7 +89,7 @@ def train(
     settings |= {"unit": "" if people is None else people.unit}
     settings |= {"augment": None if augment is None else asdict(augment)}
     settings |= {} if prior is None else {"prior": prior.digest}
-    settings |= {"loss": repr(loss)} if is_dataclass(loss) else {}  # of a function there is no telling what it does
+    settings |= {"noise_std": loss.std} if isinstance(loss, GaussianNoise) else {}
     engine = PrivacyEngine(accountant=plan.accountant)
     folder = None if out is None else _folder(Path(out), settings)
     if folder is not None and (folder / SUMMARY).exists():
