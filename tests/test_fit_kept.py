@@ -215,3 +215,43 @@ def test_a_run_that_is_killed_five_times_goes_on_to_the_bit(tmp_path, seed):
 
 if __name__ == "__main__":
     _child(sys.argv[1])
+
+
+def other_rows(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x + 1.0, y
+
+
+def other_labels(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x, 1 - y
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize("changed", [other_rows, other_labels])
+def test_a_finished_run_is_not_returned_for_other_data(tmp_path, changed, as_dataset):
+    options = PLAN | {"epochs": 1, "out": tmp_path}
+    fitted = dpivon.fit(network(), *([TensorDataset(*data())] if as_dataset else data()), **options)
+    again = dpivon.fit(network(), *([TensorDataset(*data())] if as_dataset else data()), **options)
+    assert torch.equal(row(again), row(fitted))
+    other = changed(*data())
+    with pytest.raises(dpivon.ArgumentError, match=r"out=.*other data"):
+        dpivon.fit(network(), *([TensorDataset(*other)] if as_dataset else other), **options)
+    assert read(tmp_path / LEDGER).releases == fitted.budget.steps
+
+
+def test_nor_for_rows_of_other_people(tmp_path):
+    options = PLAN | {"epochs": 1, "out": tmp_path, "dataset_size": 100, "rows_per_user": 2}
+    ids = torch.arange(200) // 2
+    fitted = dpivon.fit(network(), *data(), user_ids=ids, **options)
+    assert torch.equal(row(dpivon.fit(network(), *data(), user_ids=ids, **options)), row(fitted))
+    with pytest.raises(dpivon.ArgumentError, match=r"out=.*other data"):
+        dpivon.fit(network(), *data(), user_ids=torch.arange(200) % 100, **options)
+
+
+def test_a_finished_run_without_checkpoints_says_that_data_are_not_compared(tmp_path):
+    options = PLAN | {"epochs": 1, "out": tmp_path}
+    fitted = dpivon.fit(network(), *data(), **options)
+    for path in tmp_path.glob("release-*.safetensors"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="not compared"):
+        again = dpivon.fit(network(), *data(), **options)
+    assert torch.equal(row(again), row(fitted))

@@ -146,7 +146,9 @@ def fit(
         on_progress: ``on_progress(done, steps)`` is called after every block.
         progress: a bar on stderr with live ε and the time left; by default where stderr is a terminal.
         out: a folder for ledger, checkpoints, progress and the model, as that of ``dpivon train``: ``dpivon ledger``,
-            ``report`` and ``export`` read it. All but its ``model/`` is as secret as the data.
+            ``report`` and ``export`` read it. All but its ``model/`` is as secret as the data. The same call on a finished
+            folder returns what it holds. Other settings and other data are refused; what a function ``loss`` does is not
+            compared.
         evaluate: called with what predicts after every epoch. Its numbers are in ``progress.jsonl`` as not private: do not
             publish them, nor decide anything by them.
         physical_batch_size: with ``out``, ``user_ids``, ``evaluate`` or a ``Dataset``: how many examples run at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import dpivon
@@ -69,6 +70,18 @@ def test_a_run_goes_on_with_its_ledger_and_stops_at_its_budget(digits, tmp_path,
     with pytest.raises(dpivon.PrivacyError, match="target_epsilon"):  # from the same checkpoint there is nothing left
         trainer(third).fit(Digits(), loader(digits), ckpt_path=tmp_path / "run.ckpt")
     assert third.epsilon == second.epsilon
+
+
+def test_after_an_error_the_trainer_runs_the_step_of_its_next_fit(digits, tmp_path):
+    fitted = trainer(callback(loss_fn=losses))
+    fitted.callbacks.append(Stop(tmp_path / "run.ckpt", save=2, stop=3))
+    with pytest.raises(RuntimeError, match="killed"):
+        fitted.fit(Digits(), loader(digits))
+    module, private = Digits(), callback()
+    fitted.callbacks[:] = [private]
+    fitted.fit(module, loader(digits))
+    assert len(private.engine.accountant) > 0
+    assert not torch.equal(module.net[0].weight, Digits().net[0].weight)
 
 
 def refused(private: PrivateTraining, data: Any, path: Any, message: str) -> None:

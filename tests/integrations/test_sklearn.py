@@ -270,3 +270,24 @@ def test_a_pickle_holds_no_rows_and_no_seed(cancer):
     assert int(derived).to_bytes(8, "little") not in data
     for row in x[:20]:
         assert row.tobytes() not in data
+
+
+def test_a_folder_is_not_reused_with_other_bounds_or_rows(cancer, tmp_path):
+    """What was learned on features of one scale would be asked about those of another."""
+    x, y, _, _ = cancer
+    fitted = classifier().fit(x, y, out=tmp_path)
+    again = classifier().fit(x, y, out=tmp_path)
+    for one, other in zip(again.model_.parameters(), fitted.model_.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for changed, rows in ((classifier(bounds=(0, 2 * CANCER_HIGH)), x), (classifier(), x[::-1].copy())):
+        with pytest.raises(ArgumentError, match="out="):
+            changed.fit(rows, y, out=tmp_path)
+
+
+def test_nor_with_another_noise_of_the_target(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    options = QUICK | {"target_bounds": (-4, 4), "epochs": 1}
+    DPIVONRegressor(noise_std=0.1, **options).fit(x, x[:, 0], out=tmp_path)
+    assert DPIVONRegressor(noise_std=0.1, **options).fit(x, x[:, 0], out=tmp_path).noise_.std == 0.1
+    with pytest.raises(ArgumentError, match=r"out=.*other arguments"):
+        DPIVONRegressor(noise_std=2.0, **options).fit(x, x[:, 0], out=tmp_path)

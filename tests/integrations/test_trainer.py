@@ -182,6 +182,23 @@ def test_a_run_that_is_resumed_goes_on_with_its_ledger_and_stops_at_its_budget(t
         assert len(without.engine.accountant) == 0
 
 
+def test_a_checkpoint_that_a_run_without_a_ledger_overwrote_is_not_resumed_with_the_earlier_ledger(tmp_path):
+    def trainer(**options):
+        settings = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+        model = make("gpt2", "causal LM", "LoRA")
+        return PrivateTrainer(model, settings, delta=1e-3, noise_multiplier=SIGMA, train_dataset=rows(), **options)
+
+    first = trainer()
+    first.train()
+    first.engine.ledger.close()
+    assert (tmp_path / "checkpoint-1" / "account.json").exists()
+    trainer(engine=dpivon.PrivacyEngine()).train()
+    third = trainer()
+    with pytest.raises(dpivon.DpivonError, match="no account"):
+        third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    third.engine.ledger.close()
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("label_smoothing_factor", 0.1), ("torch_compile", True), ("max_grad_norm", 0.0), ("auto_find_batch_size", True)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -75,9 +76,45 @@ def of_a_shape(x: Tensor) -> Tensor:
     return x * len(x[x > 3])
 
 
+def of_sparse_values(x: Tensor) -> Tensor:
+    return x * x.to_sparse()._nnz()
+
+
+def of_packed_rows(x: Tensor) -> Tensor:
+    lengths = (x.sum(1) > 6).long() + 1
+    packed = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(2), lengths, batch_first=True, enforce_sorted=False)
+    return x * len(packed.data)
+
+
+def of_data_unless_that_is_refused(x: Tensor) -> Tensor:
+    try:
+        return x if bool(x.sum() > 0) else -x
+    except RuntimeError:
+        return x - x.mean(0)
+
+
+def of_a_list_unless_that_is_refused(x: Tensor) -> Tensor:
+    try:
+        return x * sum(x[0].tolist())
+    except RuntimeError:
+        return x - x.mean(0)
+
+
+def of_an_array_that_shares_what_data_is_written_to(x: Tensor) -> Tensor:
+    kept = torch.zeros(4)
+    array = kept.numpy()
+    kept.copy_(x[0])
+    return x * float(array.sum())
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        of_sparse_values,
+        of_packed_rows,
+        of_data_unless_that_is_refused,
+        of_a_list_unless_that_is_refused,
+        of_an_array_that_shares_what_data_is_written_to,
         of_data,
         of_a_list,
         of_an_array,
@@ -176,3 +213,13 @@ def test_torch_itself_is_not_told():
     with as_compiled(), pytest.raises(RuntimeError, match="shapes"):
         layer(torch.ones(2, 5))
     assert called
+
+
+def test_of_two_that_overlap_the_last_to_end_restores_what_was():
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(as_compiled())
+        second.enter_context(as_compiled())
+        first.close()
+        assert torch.compiler.is_compiling()
+        second.close()
+        assert not torch.compiler.is_compiling()

@@ -177,7 +177,7 @@ class PrivateTrainer(Trainer):
             raise bad("train_dataset", type(self.train_dataset).__name__, "cannot be Poisson sampled", fix)
         self.engine = PrivacyEngine(ledger=self._folder() / LEDGER) if engine is None else engine
         self._private = {"max_grad_norm": args.max_grad_norm, "wrap_model": False, **(private or {})}
-        self._loss, self._config = per_example_loss(model), getattr(model, "config", None)
+        self._loss = per_example_loss(model)
         self._dp: DPOptimizer | None = None
         self._step: CompiledStep | None = None
         self._capture = capture
@@ -288,9 +288,11 @@ class PrivateTrainer(Trainer):
     # ---- going on from a checkpoint
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        noted = Path(output_dir) / ACCOUNT
+        noted.unlink(missing_ok=True)  # of another run's checkpoint, which this one overwrites
         super()._save_optimizer_and_scheduler(output_dir)
         if self.engine.ledger is not None:
-            replace(Path(output_dir) / ACCOUNT, json.dumps(mark(self.engine.ledger.record)).encode())
+            replace(noted, json.dumps(mark(self.engine.ledger.record)).encode())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

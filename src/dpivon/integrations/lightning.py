@@ -265,6 +265,9 @@ class PrivateTraining(Callback):  # type: ignore[misc]
         self._warn_of_new_metrics(trainer)
         pl_module.log("epsilon", self.epsilon, prog_bar=True)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        vars(trainer.strategy).pop("training_step", None)  # the Trainer may fit something else next
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         vars(trainer.strategy).pop("training_step", None)
         self._warn_of_new_metrics(trainer)  # those logged once an epoch are known only now

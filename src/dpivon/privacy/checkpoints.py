@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
 import signal
@@ -19,9 +18,9 @@ import torch
 from torch.optim import Optimizer
 
 from dpivon.durable.checkpoint import Rotation
+from dpivon.durable.data_digest import data_digest
 from dpivon.durable.ledger import Record
 from dpivon.durable.ledger_mark import check_mark, mark
-from dpivon.durable.tensors import bytes_of, held_tensors
 from dpivon.errors import PrivacyWarning, bad
 from dpivon.optim.ivon import IVON
 from dpivon.optim.rule_optimizer import RuleOptimizer
@@ -319,13 +318,8 @@ class Checkpoints:
         """Keyed, as everything that is a function of the data; once, since it may be large."""
         if self._digest_of_data is not None and self._digest_of_data[0] == key:
             return self._digest_of_data[1]
-        total = hmac.new(key, f"{len(self._dataset)} {self._dataset_digest}".encode(), hashlib.sha256)
-        if self._sampler.people is not None:
-            total.update(bytes_of(self._sampler.people.of_row))
-        for value in held_tensors(self._dataset):
-            total.update(f"{value.dtype} {list(value.shape)}".encode())
-            total.update(bytes_of(value))
-        self._digest_of_data = key, total.hexdigest()
+        people = None if self._sampler.people is None else self._sampler.people.of_row
+        self._digest_of_data = key, data_digest(key, self._dataset, people, self._dataset_digest)
         return self._digest_of_data[1]
 
     # ---- signals

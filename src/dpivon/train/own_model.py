@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from os import PathLike
@@ -21,9 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpivon._version import __version__
+from dpivon.durable.checkpoint import Rotation
+from dpivon.durable.data_digest import data_digest
 from dpivon.durable.files import read_json, replace, sync_folder
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.errors import bad
+from dpivon.gaussian import GaussianNoise
 from dpivon.machine import hardware_name
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
@@ -40,7 +44,7 @@ from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
 from dpivon.terminal import Bar
 from dpivon.train.artefacts import Line, write_json
-from dpivon.train.kept import Data, KeptRun, as_batch, at_once, loader_of
+from dpivon.train.kept import Data, KeptRun, Rows, as_batch, at_once, loader_of
 from dpivon.train.loop import Seeds
 from dpivon.train.published import FOLDER
 
@@ -84,9 +88,11 @@ def train(
     settings |= {"unit": "" if people is None else people.unit}
     settings |= {"augment": None if augment is None else asdict(augment)}
     settings |= {} if prior is None else {"prior": prior.digest}
+    settings |= {"noise_std": loss.std} if isinstance(loss, GaussianNoise) else {}
     engine = PrivacyEngine(accountant=plan.accountant)
     folder = None if out is None else _folder(Path(out), settings)
     if folder is not None and (folder / SUMMARY).exists():
+        _check_data(folder, data, people)
         engine.attach_ledger(folder / LEDGER).close()
         engine._limit = _limit(settings, plan)
         on_progress(plan.steps, plan.steps)
@@ -138,6 +144,21 @@ def train(
 
 def _limit(settings: Mapping[str, Any], plan: Budget) -> Limit:
     return Limit(settings["epsilon"], plan.delta, plan.noise_multiplier, plan.sample_rate, plan.steps)
+
+
+def _check_data(folder: Path, data: Data, people: People | None) -> None:
+    """Refuse other data than those that a finished run was trained on, as a run that goes on does."""
+    state = Rotation(folder).read(tidy=False)
+    if state is None:
+        warnings.warn(
+            f"{folder}: has no checkpoint left, so the data are not compared with those of its run.", stacklevel=4
+        )
+        return
+    dataset = Rows(*data) if isinstance(data, tuple) else data
+    found = data_digest(bytes(state["key"].tolist()), dataset, None if people is None else people.of_row)
+    if found != state["data"]:
+        fix = "Give the data it was begun with, or another folder"
+        raise bad("out", str(folder), "holds a finished run on other data", fix)
 
 
 def _finished(folder: Path, model: nn.Module, device: torch.device) -> tuple[nn.Module, Posterior | SampledPosterior]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: These read memory without an operation that could be recorded.
 _PAST_OPERATIONS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+#: The shapes of their results depend on values, though torch does not tag them so.
+_UNTAGGED = {torch.ops.aten._pack_padded_sequence, torch.ops.aten._to_sparse}
+
+_is_compiling = torch.compiler.is_compiling
+_told, _telling = 0, Lock()  # how many runs are inside `as_compiled`; two of them may overlap in threads
 
 
 class ReadsValues(RuntimeError):
@@ -31,52 +37,93 @@ class ReadsValues(RuntimeError):
         super().__init__(f"its forward reads data-dependent values ({getattr(func, '__name__', func)})")
 
 
-class LooksAtConstants(TorchDispatchMode):
-    """While a program is recorded, lets it read numbers that no input of it has part in, and no others."""
+@contextmanager
+def constants_alone() -> Iterator[None]:
+    """While a program is recorded, lets it read numbers that no input of it has part in, and no others.
+
+    Raises:
+        ReadsValues: at such a read, and again at the end: a program that catches the error has gone another way than the one
+            that was checked.
+    """
+    refused: list[ReadsValues] = []
+    with _Operations(refused), _PastOperations(refused):
+        yield
+    if refused:
+        raise refused[0]
+
+
+class _Operations(TorchDispatchMode):
+    """Reads by operations."""
+
+    def __init__(self, refused: list[ReadsValues]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refused = refused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _constant(args[0]):
             with disable_proxy_modes_tracing():
                 return func(*args)
-        if torch.Tag.dynamic_output_shape in func.tags and _shape_of_values(func, args, kwargs):
-            raise ReadsValues(func)
+        if _shape_of_values(func, args, kwargs):
+            raise _noted(self._refused, func)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             if torch.Tag.data_dependent_output in func.tags:
-                raise ReadsValues(func) from error
+                raise _noted(self._refused, func) from error
             raise
 
 
-class LooksPastOperations(TorchFunctionMode):
-    """The same of methods that copy values out of a tensor."""
+class _PastOperations(TorchFunctionMode):
+    """Reads by methods that copy values out of a tensor, or share its memory."""
+
+    def __init__(self, refused: list[ReadsValues]) -> None:
+        super().__init__()
+        self._refused = refused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PAST_OPERATIONS and not _constant(args[0]):
-            raise ReadsValues(func)
+        if func in _PAST_OPERATIONS and not (func is Tensor.tolist and _constant(args[0])):
+            raise _noted(
+                self._refused, func
+            )  # also of a constant whose memory is shared: data may be written to it later
         return func(*args, **(kwargs or {}))
+
+
+def _noted(refused: list[ReadsValues], func: Any) -> ReadsValues:
+    refused.append(ReadsValues(func))
+    return refused[-1]
 
 
 @contextmanager
 def as_compiled(on: bool = True) -> Iterator[None]:
     """Inside, if on, ``torch.compiler.is_compiling()`` is true for models, and for torch itself what it was: modules of torch
-    would leave out hooks that the book-keeper needs after an error."""
-    original = torch.compiler.is_compiling
-
-    def answer() -> bool:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return original() or not f"{asks}.".startswith("torch.")
-
-    torch.compiler.is_compiling = answer if on else original
+    would leave out hooks that the book-keeper needs after an error. It is so in all threads, since backward has its own."""
+    global _told
+    if not on:
+        yield
+        return
+    with _telling:
+        _told += 1
+        torch.compiler.is_compiling = _answer
     try:
         yield
     finally:
-        torch.compiler.is_compiling = original
+        with _telling:
+            _told -= 1
+            torch.compiler.is_compiling = _answer if _told else _is_compiling
+
+
+def _answer() -> bool:
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    return _is_compiling() or not f"{asks}.".startswith("torch.")
 
 
 def _shape_of_values(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the shape of the result depends on values, so that a GPU would be waited for: not with indices in numbers."""
+    if func.overloadpacket in _UNTAGGED:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
     if func is torch.ops.aten.index.Tensor:
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     return kwargs.get("output_size") is None

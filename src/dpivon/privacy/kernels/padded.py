@@ -27,7 +27,7 @@ from dpivon.privacy.augmentation import Augmentation, of_every_view
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, FLAT, Clipping
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.kernels.constants import LooksAtConstants, LooksPastOperations
+from dpivon.privacy.kernels.constants import constants_alone
 from dpivon.privacy.kernels.reference import Batch, RowModel, autocast, seen
 from dpivon.privacy.layers.uses import MEMORY_CAP, MEMORY_CAP_CUDA
 from dpivon.privacy.precision import compiled, full_precision
@@ -208,7 +208,7 @@ def record(
     parts: Any = get_decompositions(_GROUP_NORM) if channels_last else None
 
     def looked_at(*given: Tensor) -> Any:
-        with LooksAtConstants(), LooksPastOperations():  # type: ignore[no-untyped-call]
+        with constants_alone():
             return program(*given)
 
     traced = make_fx(looked_at, decomposition_table=parts)(*values)
