@@ -15,6 +15,7 @@ import dpivon.privacy.kernels.padded_step as padded_step
 import dpivon.privacy.kernels.whole_step as whole_step
 from dpivon.audit.session import PATHS
 from dpivon.optim.rows import _Group
+from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.compiled import CompiledStep
 from dpivon.privacy.kernels.padded_step import PaddedStep
 from dpivon.privacy.kernels.whole_step import WholeStep
@@ -201,7 +202,11 @@ def theta_of_the_last_step() -> dict[str, Patch | str]:
 
 def program_of_the_old_bound() -> dict[str, Patch | str]:
     """What a program was recorded for does not include C."""
-    blind = attr(CompiledStep, "_key", lambda original: lambda self, batch: original(self, batch)[:-1])
+
+    def without(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(part for part in key if not isinstance(part, Clipping))
+
+    blind = attr(CompiledStep, "_key", lambda original: lambda self, batch: without(original(self, batch)))
     fixed = "C is fixed for the life of a stack"
     return _only_here(blind, "nothing is recorded: every step clips anew", stacked=fixed, captured=fixed)
 
