@@ -75,6 +75,7 @@ def test_a_kept_run_learns_what_its_folder_says_and_again_it_is_finished(tmp_pat
         dpivon.fit(network(), *data(), **options | {"lr": 0.3}, out=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_dataset_is_trained_on_as_tensors_are_and_evaluated_beside(tmp_path):
     options = PLAN | {"seed": 3, "augment": None}
     tensors = dpivon.fit(network(), *data(), **options, out=tmp_path / "a")
@@ -238,6 +239,7 @@ def test_a_finished_run_is_not_returned_for_other_data(tmp_path, changed, as_dat
     assert read(tmp_path / LEDGER).releases == fitted.budget.steps
 
 
+@pytest.mark.slow
 def test_nor_for_rows_of_other_people(tmp_path):
     options = PLAN | {"epochs": 1, "out": tmp_path, "dataset_size": 100, "rows_per_user": 2}
     ids = torch.arange(200) // 2

@@ -68,6 +68,7 @@ def test_it_passes_with_views_too(path: str, views: int) -> None:
     assert sum(f.holds is True for f in findings) >= 14
 
 
+@pytest.mark.slow
 @pytest.mark.campaign(keep=1)
 @pytest.mark.parametrize("path", PEOPLE_PATHS)
 def test_it_passes_with_people_too(path: str) -> None:

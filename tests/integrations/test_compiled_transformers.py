@@ -65,7 +65,7 @@ def trained(way: str, model, rows: Rows):
     return torch.cat([p.detach().flatten() for p in optimizer.params]), step
 
 
-@pytest.mark.campaign(keep=3)
+@pytest.mark.campaign(keep=2)
 @pytest.mark.parametrize(("name", "task", "tuning"), CASES)
 def test_a_stock_model_is_recorded_and_learns_as_in_the_eager_loop(name, task, tuning, record_property):
     rows = Rows(name, task, masked=True)

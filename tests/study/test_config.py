@@ -98,6 +98,7 @@ def test_rounding_is_never_down():
         assert rounded_up(sigma) == expected
 
 
+@pytest.mark.slow
 def test_a_plan_of_some_classes_comes_back_and_others_stay_as_they_were(resolved, tmp_path):
     plan = resolved(ROBUSTNESS)
     plan.write(tmp_path / "p.json")

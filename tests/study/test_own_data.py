@@ -261,6 +261,7 @@ def test_what_only_built_in_images_have_is_refused(study):
             study("own_study:four", **more)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     blocks = re.findall(r"^```(python|yaml)\n(.*?)^```", DOCS.read_text(), re.S | re.M)
     monkeypatch.chdir(tmp_path)

@@ -273,6 +273,7 @@ def test_a_gpu_that_the_cluster_lacks_is_named(cluster, tmp_path):
         run_with("ray", PLAN, tmp_path, Settings(quiet=True, device="cuda"), TWO)
 
 
+@pytest.mark.slow
 def test_networks_by_import_path_are_found_where_the_driver_finds_them(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_on_ray.py").write_text(

@@ -58,6 +58,7 @@ def test_it_predicts_as_the_run_does(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text().count("abstain") > answers.count("abstain") == 0
 
 
+@pytest.mark.slow
 def test_three_lines_of_plain_pytorch_predict(folder: Path, tmp_path: Path) -> None:
     """In a process that cannot import dpivon; the lines are those of the model card."""
     assert all(line.replace("published", "FOLDER") in (folder / "published" / "model-card.md").read_text()

@@ -184,6 +184,7 @@ def test_a_missing_label_is_refused_before_step_0_by_its_column(
     assert decision.each[1].costs == ()
 
 
+@pytest.mark.slow
 def test_the_estimator_takes_a_matrix_of_labels() -> None:
     draw = np.random.default_rng(0)
     X = draw.uniform(0, 1, (2000, 2))

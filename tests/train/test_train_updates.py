@@ -231,6 +231,7 @@ def test_it_starts_at_the_earlier_mean_with_the_last_layer_and_the_prior_where_t
             torch.testing.assert_close(given["prior_decay"], 1 / (earlier.variance[name] * group["ess"]))
 
 
+@pytest.mark.slow
 def test_a_line_torn_before_the_first_release_charges_one_more_and_not_the_earlier_run_again(
     years: Any, tmp_path: Path
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_line_torn_before_the_first_release_charges_one_more_and_not_the_earli
     assert found["epsilon"] <= 3.0
 
 
+@pytest.mark.slow
 def test_people_compose_and_rows_do_not_follow_them(tmp_path: Path) -> None:
     options = clinic(tmp_path) | {"unit": "patient", "dataset_size": 100, "batch_size": 20, "epochs": 1, "delta": 1e-3}
     header, *cells = [line.split(",") for line in (tmp_path / "train.csv").read_text().splitlines()]
