@@ -69,10 +69,9 @@ run)
 check) studies check ;;
 plan)
     cat <<'P'
-WRN-16-4 from leaderboard/wide/results/wide-places.npz, by leaderboard/wide/gpu.sh full (PRIOR=that file); compiling takes 90 s
-   130  on validation images, r below .7: --places 4 --epsilons 1 --steps 160 --views 1 --arms dp-steady:0.25 dp-steady:0.5
-   170  judged: --judge --places 4 --epsilons 1 --batch 4096 --steps 250 --views 4 --arms chosen
-   170  the same at ε = 3 and at 8, each after its own choice of r
+WRN-16-4 from leaderboard/wide/results/wide-places.npz, by leaderboard/wide/gpu.sh full (PRIOR=that file); compiling takes 100 s
+    60  on validation images, baselines: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-sgd:0.6 dp-adam:0.003
+   450  judged again, --seed 1: --judge --places 4 --epsilons 1 3 8 --batch 4096 --steps 400 --views 4 --arms chosen
 the same runs at ε = 7.5: train and score 20 runs, then fifteen corruptions
    170  7.5:base
    150  7.5:shift
