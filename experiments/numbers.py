@@ -30,7 +30,7 @@ from experiments.tables import default_page
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!--n:([^>]*?)-->)(.*?)(<!--/n-->)", re.DOTALL)
-GAINS = ("dp-sgd", "dp-adam", IVON)  # whose own iterates beat their mean
+GAINS = ("dp-sgd", "dp-adam", IVON)  # whose own iterates beat their mean at ε = 1 and 3
 
 
 def pages() -> list[Path]:
@@ -108,15 +108,22 @@ def posterior() -> Table:
     return Table(ROOT / "experiments/posterior/results/rows.csv")
 
 
-def differences(kinds: Sequence[str], methods: Sequence[str], column: str, factor: float = 1.0) -> list[Interval]:
+def differences(
+    kinds: Sequence[str],
+    methods: Sequence[str],
+    column: str,
+    factor: float = 1.0,
+    epsilons: Sequence[str] = (),
+    condition: str = "clean",
+) -> list[Interval]:
     """Tempered predictors less the tempered mean, by method, kind and ε."""
     t, found = posterior(), []
     for method in methods:
         for kind in kinds:
-            for eps in t.epsilons:
+            for eps in epsilons or t.epsilons:
                 if scale := t.scale(method, eps, kind):
-                    ours = t.get(method, eps, kind, scale, "temperature", "clean")
-                    base = t.get(method, eps, "mean", "", "temperature", "clean")
+                    ours = t.get(method, eps, kind, scale, "temperature", condition)
+                    base = t.get(method, eps, "mean", "", "temperature", condition)
                     if (one := t.less(ours, base, column, factor)) is not None:
                         found.append(one)
     return found
@@ -135,18 +142,18 @@ def iterates(method: str) -> str:
     return f"{shown} points and {' / '.join(signed(i.mean, 3) for i in losses)} of NLL"
 
 
-def gain() -> str:
-    """The same over the three methods that gain, as a range with the ends of its intervals."""
-    found = differences(["iterates"], GAINS, "accuracy", 100.0)
+def gain(*epsilons: str) -> str:
+    """The same over three methods at some ε, as a range with the ends of its intervals."""
+    found = differences(["iterates"], GAINS, "accuracy", 100.0, epsilons)
     means = [i.mean for i in found]
     ends = f"[{unsigned(min(i.low for i in found), 1)}, {unsigned(max(i.high for i in found), 1)}]"
     return f"{unsigned(min(means), 1)} to {unsigned(max(means), 1)} points ({ends})"
 
 
-def draws(side: str) -> str:
+def draws(side: str, condition: str = "clean") -> str:
     """In how many comparisons Gaussian draws have a lower (or higher) NLL than the mean, beyond their interval."""
     kinds = [k for k in KINDS if k not in ("iterates", "ensemble")]
-    found = differences(kinds, posterior().methods, "nll")
+    found = differences(kinds, posterior().methods, "nll", condition=condition)
     beyond = sum(i.high < 0 if side == "lower" else i.low > 0 for i in found)
     return f"{beyond} of {len(found)}" if side == "lower" else str(beyond)
 
@@ -175,8 +182,19 @@ def platt(digits: str) -> str:
     return ends(found, int(digits))
 
 
-def iterates_ece(digits: str) -> str:
-    return ends([i.mean for i in differences(["iterates"], GAINS, "ece")], int(digits))
+def iterates_ece(digits: str, condition: str = "clean") -> str:
+    """By how much the iterates' ECE is above that of the mean; under corruption, below, for every method."""
+    if condition == "clean":
+        return ends([i.mean for i in differences(["iterates"], GAINS, "ece")], int(digits))
+    found = differences(["iterates"], posterior().methods, "ece", condition=condition)
+    return ends([-i.mean for i in found], int(digits))
+
+
+def set_size(epsilon: str) -> str:
+    """How many of CIFAR-10's classes a prediction set of the mean has, by the ε of its thresholds."""
+    with (ROOT / "experiments/posterior/results/sets.csv").open(newline="") as file:
+        rows = [r for r in csv.DictReader(file) if (r["predictor"], r["set_epsilon"]) == ("mean", epsilon)]
+    return f"{fmean(float(r['size']) for r in rows):.1f}"
 
 
 @cache
@@ -354,6 +372,7 @@ _ALL = (
     spread,
     platt,
     iterates_ece,
+    set_size,
 )
 _CHOOSING = (door, choice, price, repeated, choosing_table)
 _DIGITS = (demo_table, demo_seeds, ema_table, ensemble_table, default_table, shortfall)
