@@ -134,6 +134,27 @@ def test_frozen_parameters_are_left_out() -> None:
     assert b not in average._average
 
 
+def test_parameters_of_several_dtypes_and_ages_are_each_averaged_over_their_own_iterates() -> None:
+    params = [nn.Parameter(torch.full((n,), 100.0, dtype=d)) for n, d in ((2, torch.float64), (3, torch.float32))]
+    params += [nn.Parameter(torch.full((4,), 100.0, dtype=torch.float64)), nn.Parameter(torch.zeros(1))]
+    params[2].requires_grad_(False)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    average, iterates = EMA(optimizer, DECAY, trace=1.0), [[] for _ in params]  # type: ignore[var-annotated]
+    for step in range(8):
+        params[2].requires_grad_(step >= 3)
+        for p in params:
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+        optimizer.step()
+        for p, own in zip(params, iterates, strict=True):
+            own += [p.detach().double().clone()] if p.requires_grad else []
+    for p, own in zip(params, iterates, strict=True):
+        tolerance = 1e-10 if p.dtype == torch.float64 else 1e-5
+        mean = closed_form(own)
+        torch.testing.assert_close(average.average(p).double(), mean, rtol=tolerance, atol=tolerance)
+        spread = closed_form([(m - mean).square() for m in own])
+        torch.testing.assert_close(average._spread[p].double(), spread, rtol=100 * tolerance, atol=tolerance)
+
+
 def test_a_decay_near_one_is_the_plain_mean() -> None:
     values = torch.randn(50, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     average = values[0]

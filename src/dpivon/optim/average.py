@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from dpivon.errors import DpivonError, bad
 from dpivon.optim.parameters import full_dtype, full_mean, parameter_names
 from dpivon.optim.rule import check_hyper, debias
-from dpivon.optim.tensors import Values
+from dpivon.optim.tensors import TensorList, Values, in_parts
 from dpivon.posterior import Posterior
 from dpivon.release import HasPosterior
 
@@ -97,16 +97,28 @@ class EMA:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        alike: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         for p in self.params:
             if p.requires_grad:
-                mean = full_mean(p, self.optimizer.state[p]) if p in self.optimizer.state else p.detach()
-                mean = mean.to(full_dtype(p))
                 t = self._count[p] = self._count.get(p, 0) + 1
-                before = self._average.get(p, mean).to(mean)
-                if self.trace:
-                    spread = self._spread.get(p, torch.zeros_like(mean)).to(mean)
-                    self._spread[p] = spread_update(spread, before, mean, decay=self.decay, t=t)
-                self._average[p] = average_update(before, mean, decay=self.decay, t=t)
+                alike.setdefault((t, full_dtype(p), p.device), []).append(p)
+        for (t, *_), params in alike.items():
+            for part in in_parts(params):
+                self._follow(part, t)
+
+    def _follow(self, params: list[Tensor], t: int) -> None:
+        """The t-th iterate of these, in a few operations for all of them."""
+        means = TensorList([self._mean(p) for p in params])
+        before = TensorList([self._average.get(p, m).to(m) for p, m in zip(params, means, strict=True)])
+        if self.trace:
+            known = (self._spread.get(p, torch.zeros_like(m)).to(m) for p, m in zip(params, means, strict=True))
+            spread = spread_update(TensorList(list(known)), before, means, decay=self.decay, t=t)
+            self._spread.update(zip(params, spread, strict=True))
+        self._average.update(zip(params, average_update(before, means, decay=self.decay, t=t), strict=True))
+
+    def _mean(self, p: Tensor) -> Tensor:
+        mean = full_mean(p, self.optimizer.state[p]) if p in self.optimizer.state else p.detach()
+        return mean.to(full_dtype(p))
 
     def average(self, p: Tensor) -> Tensor:
         """ā of one parameter; the parameter itself before the first step."""

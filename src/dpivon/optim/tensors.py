@@ -13,13 +13,16 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from dpivon.shards import is_sharded
+
 Operand: TypeAlias = "TensorList | Tensor | Sequence[float] | float"
 
 
 def joins(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors are computed with as one flat tensor: on a GPU, where a launch costs more than the copy."""
     dtype, index = tensors[0].dtype, tensors[0].get_device()
-    return all(t.is_cuda and t.dtype is dtype and t.get_device() == index for t in tensors)
+    alike = all(t.is_cuda and t.dtype is dtype and t.get_device() == index for t in tensors)
+    return alike and not any(map(is_sharded, tensors))
 
 
 def in_parts(tensors: Sequence[Tensor], most: int = 2**26) -> Iterator[list[Tensor]]:

@@ -35,7 +35,9 @@ class Rows(TensorDataset):
     """Rows of tensors, of which a loader takes a batch at a time."""
 
     def __getitems__(self, index: list[int]) -> tuple[Tensor, ...]:
-        at = torch.tensor(index, dtype=torch.int64).to(self.tensors[0].device)
+        first = self.tensors[0]
+        # Pinned: from other memory the copy would wait for all steps under way.
+        at = torch.tensor(index, dtype=torch.int64, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
         return tuple(t[at] for t in self.tensors)
 
 
