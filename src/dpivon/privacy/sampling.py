@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from dpivon.durable.tensors import bytes_of
 from dpivon.errors import PrivacyError, bad, check_number, check_whole
-from dpivon.privacy.gradients.model_io import has_ignored
+from dpivon.privacy.gradients.model_io import ignored_in
 from dpivon.privacy.noise import (
     CRYPTOGRAPHIC,
     OS_ENTROPY,
@@ -50,7 +50,7 @@ class Draws:
 
     redeemable: bool = False
     redeemed: int = 0  # in this pass
-    ignored: bool = False  # whether the batch last handed out has labels of -100
+    found_ignored: list[Tensor] = field(default_factory=list)  # of the batch last handed out (:func:`ignored_in`)
     sizes: tuple[int, ...] | None = None  # and how many rows each of its people has; None if rows are examples
     batch: Any = None  # and itself, where people are drawn
     listeners: list[weakref.ref[Any]] = field(default_factory=list)
@@ -62,6 +62,11 @@ class Draws:
 
     def __reduce__(self) -> NoReturn:
         raise not_pickled("sampler")
+
+    @property
+    def ignored(self) -> bool:
+        """Whether the batch last handed out has labels of -100."""
+        return any(map(bool, self.found_ignored))
 
     def begin_pass(self) -> None:
         self.redeemed = 0
@@ -231,7 +236,7 @@ class PoissonDataLoader(DPDataLoader):  # type: ignore[misc]
                     "A pass over the data loader that began before a fork goes on after it: its workers hold batches that the "
                     "parent releases too. Begin a new pass in this process."
                 )
-            self.draws.ignored = has_ignored(batch)
+            self.draws.found_ignored = ignored_in(batch)
             sizes = sampler.sizes if sizes is None else sizes  # of this pass, also if another one has begun since
             self.draws.deliver(*([] if sampler.people is None else [sizes.popleft(), batch]))
             yield batch

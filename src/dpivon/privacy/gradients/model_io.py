@@ -131,9 +131,14 @@ def _parts(value: Any) -> Mapping[Any, Any]:
     return {key: part for key, part in fields.items() if isinstance(part, Tensor | Mapping | tuple | list)}
 
 
+def ignored_in(value: Any) -> list[Tensor]:
+    """For every tensor of integers, whether any is one that torch's losses leave out of their mean; not read yet, for which a
+    GPU would be waited for."""
+    return [(t == IGNORED).any() for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32)]
+
+
 def has_ignored(value: Any) -> bool:
-    """Whether any integer is one that torch's losses leave out of their mean."""
-    return any(bool((t == IGNORED).any()) for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32))
+    return any(map(bool, ignored_in(value)))
 
 
 # What is kept of a layer's output until its gradient arrives: one of each for every layer, with slots. With closures and pairs
