@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-from transformer_models import MODELS, check_neighbours
+from transformer_models import MODELS, check_captured_neighbours, check_neighbours
 
+from dpivon.privacy.kernels import conv_ops
+from dpivon.privacy.layers import bounded
 from dpivon.privacy.layers.bounded import Bounded
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,6 +27,11 @@ FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every mo
 @pytest.mark.parametrize("tuning", ["all", "LoRA"])
 def test_one_example_moves_the_sum_by_at_most_C(name, task, tuning, monkeypatch):
     check_neighbours(name, task, tuning, "cuda", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_one_example_moves_a_captured_sum_by_at_most_C(name, monkeypatch):
+    check_captured_neighbours(name, "causal LM", "cuda", monkeypatch)
 
 
 @pytest.mark.parametrize(("t", "d", "p"), [(16, 768, 3072), (128, 768, 2307), (128, 3072, 768), (700, 64, 96)])
@@ -51,3 +58,23 @@ def test_bounds_hold_on_tensor_cores(like, t, d, p):
         kept = torch.arange(64, device="cuda") != i
         others = Bounded(a[kept], g[kept], use.shape).weighted_sum(c[kept])
         assert float((use.weighted_sum(c) - others).norm()) <= 1 + 1e-5
+
+
+def test_the_halves_of_what_is_weighted_are_those_that_torch_makes():
+    """To the bit; any strides, and nothing of a weight of zero."""
+    t = torch.randn(16, 197, 1032, device="cuda").bfloat16()
+    t[1, 2, 3], c = torch.inf, torch.rand(16, device="cuda")
+    c[1] = 0.0
+    for given in (t, t.transpose(1, 2), t[:, ::2, 1:40]):
+        made = conv_ops.weighted_halves(given, c)
+        with conv_ops.kernels(on=False):
+            assert torch.equal(made, bounded._halves(given, c))
+        assert not made[1].any()
+
+
+def test_positions_of_zeros_change_no_gram_matrix():
+    t = torch.randn(4, 197, 64, device="cuda").bfloat16()
+    gram = bounded._gram(t)
+    assert gram.shape == (4, 200, 200)
+    assert not gram[:, 197:].any()
+    torch.testing.assert_close(gram[:, :197, :197], t.float() @ t.float().mT, rtol=1e-3, atol=1e-3)

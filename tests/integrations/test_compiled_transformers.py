@@ -13,7 +13,7 @@ from dpivon.errors import pip_line
 
 pytest.importorskip("transformers", reason=pip_line("huggingface"))
 pytest.importorskip("peft", reason=pip_line("huggingface"))
-from transformer_models import MODELS, make, make_batch
+from transformer_models import MODELS, check_captured_neighbours, make, make_batch
 
 from dpivon.integrations.huggingface import per_example_loss
 
@@ -106,3 +106,8 @@ def test_a_model_with_gradient_checkpointing_learns_the_same(name):
         found[way], step = trained(way, model, rows)
     assert step.path == "captured"
     torch.testing.assert_close(found["recorded"], found["loop"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_one_example_moves_a_recorded_sum_of_gradients_too_large_to_make_by_at_most_C(name, monkeypatch):
+    check_captured_neighbours(name, "causal LM", "cpu", monkeypatch)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import dpivon
-from dpivon.privacy.layers import bounded
+from dpivon.integrations.huggingface import per_example_loss
+from dpivon.privacy.layers import bounded, uses
 from dpivon.privacy.layers.bounded import Bounded
+from dpivon.privacy.precision import capturing
 
 VOCABULARY, LENGTH, LABELS = 13, 6, 3
 ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": LABELS}
@@ -177,3 +179,45 @@ def check_neighbours(name: str, task: str, tuning: str, device: str, monkeypatch
                 present = (torch.arange(rows, device=device) != gone).float()
                 moved = float((total - clipped(present)).norm()) / bound
                 assert 0.9 < moved <= 1 + 1e-5, (kept, grams, gone, moved)
+
+
+def check_captured_neighbours(name: str, task: str, device: str, monkeypatch: Any) -> None:
+    """The same of a step that is recorded, where no gradient of a weight in bf16 fits into memory."""
+    rows, bound = 8, 0.05
+    monkeypatch.setattr(bounded, "memory_cap", lambda t: 0 if t.dtype == torch.bfloat16 else uses.memory_cap(t))
+    recorded, sums = [], Bounded.weighted_sums
+    monkeypatch.setattr(
+        Bounded, "weighted_sums", lambda use, *given: (recorded.append(capturing()), sums(use, *given))[1]
+    )
+    inputs, labels = make_batch(name, task, rows)
+    batch = {key: value.to(device) for key, value in {**inputs, "labels": labels}.items()}
+    model = make(name, task).to(device)
+    model.config.pad_token_id = None
+    engine = dpivon.PrivacyEngine()
+    engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader([0] * rows, batch_size=rows),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        poisson_sampling=False,
+    )
+
+    def losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            logits = model(input_ids=batch["input_ids"]).logits
+        return loss.per_example(logits.float(), batch["labels"]) * batch["present"]
+
+    loss, step = per_example_loss(model), engine.compile(losses, capture=True)
+
+    def clipped(present: Tensor) -> Tensor:
+        step({**batch, "present": present})
+        return torch.cat([rows * p.grad.double().flatten() for p in model.parameters()])
+
+    for _ in range(5):
+        total = clipped(torch.ones(rows, device=device))
+    assert step.path == "captured"
+    assert any(recorded)
+    for gone in (rows - 2, rows - 1):
+        moved = float((total - clipped((torch.arange(rows, device=device) != gone).float())).norm()) / bound
+        assert 0.9 < moved <= 1 + 1e-5, (gone, moved)

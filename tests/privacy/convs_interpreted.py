@@ -42,6 +42,7 @@ def main() -> None:
     tiles_change_nothing()
     strides_change_nothing()
     sums_over_positions()
+    halves_of_what_is_weighted()
 
 
 def what_is_summed_is_what_was_measured(kind: str) -> None:
@@ -120,6 +121,20 @@ def sums_over_positions() -> None:
         assert got.isnan().nonzero().tolist() == [[3, 1]]
         torch.testing.assert_close(got[kept], exact[kept], rtol=0.0, atol=tolerance * 12)
     print("ok positions", flush=True)
+
+
+def halves_of_what_is_weighted() -> None:
+    """Any strides, more columns than a program has, and nothing of a weight of zero. The interpreter does not round, it cuts."""
+    t = torch.randn(3, 5, 2100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    c = torch.tensor([0.37, 0.0, 1.0])
+    for given in (t, t.transpose(1, 2), t[:, ::2, 1:40]):
+        exact = given.double() * c.double().view(-1, 1, 1)
+        spoiled = given.clone()
+        spoiled[1, 2, 3] = float("inf")
+        high, low = conv_ops.weighted_halves(spoiled, c).double().tensor_split(2, 2)
+        assert ((high + low - exact).abs() <= 2**-14 * exact.abs()).all()
+        assert ((high - exact).abs() <= 2**-7 * exact.abs()).all()
+    print("ok halves", flush=True)
 
 
 if __name__ == "__main__":

@@ -292,3 +292,20 @@ def position_sums(gs: list[Tensor], double: bool) -> Tensor:
 @position_sums.register_fake
 def _(gs: list[Tensor], double: bool) -> Tensor:
     return gs[0].new_empty(_side_by_side(gs), dtype=_dtype(double))
+
+
+# ---- what is weighted, in two halves
+
+
+def weighted_halves(t: Tensor, c: Tensor) -> Tensor:
+    """c_n t_n of t [rows, positions, n] in bf16 as two bf16 numbers that add up to it, [rows, positions, 2 n]."""
+    from dpivon.privacy.kernels import convs
+
+    rows, positions, n = t.shape
+    result = t.new_empty(rows, positions, 2 * n)
+    block = min(2048, _power_of_two(n))
+    with torch.cuda.device_of(t):
+        convs.weighted_halves[(rows * positions, -(-n // block))](
+            t, c.contiguous(), result, *t.stride(), positions, n, BLOCK=block, enable_fp_fusion=False
+        )  # fmt: skip
+    return result

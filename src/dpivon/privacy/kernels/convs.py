@@ -236,3 +236,20 @@ def add_positions(
         g = tl.load(G + n * gn + t.to(tl.int64)[:, None] * gt + (o * go)[None, :], mask=there, other=0.0)
         total += g.to(ACCUMULATOR)
     tl.store(OUT + n * outn + o, tl.sum(total, axis=0), mask=o < P)
+
+
+@triton.jit(do_not_specialize=["T", "P"])
+def weighted_halves(X, C, OUT, xn, xt, xp, T, P, BLOCK: tl.constexpr):
+    """C[n] X[n, t, :] as two bf16 numbers that add up to it, side by side. X is [rows, T, P], OUT [rows, T, 2 P].
+
+    Where a weight is zero so are both, whatever X holds.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.load(C + row // T)
+    x = tl.load(X + row // T * xn + row % T * xt + p.to(tl.int64) * xp, mask=p < P, other=0.0)
+    weighted = tl.where(c == 0.0, 0.0, x.to(tl.float32) * c)
+    high = weighted.to(tl.bfloat16)
+    low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
+    tl.store(OUT + row * (2 * P) + p, high, mask=p < P)
+    tl.store(OUT + row * (2 * P) + P + p, low, mask=p < P)

@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms
+from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers.made import Tied, _added_up
 from dpivon.privacy.layers.unsummed import COPIED
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
-from dpivon.privacy.precision import ALIGNED, launches_cost, padded, product, wide
+from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
@@ -59,10 +60,12 @@ class Bounded(Outer):
     def weighted_sums(self, c: Tensor, uses: int) -> Tensor:
         """Of the examples of so many uses, one after the other: the sum of each, [uses, rows, columns]."""
         a, g = self._aligned
-        if self.dropped is not None:
-            c, a, g = c.masked_fill(self.dropped, 0.0), _finite(a), _finite(g)
         scaled, other = (a, g) if a.shape[2] <= g.shape[2] else (g, a)
-        by_row = (scaled is a) == self.transposed  # whether the rows of the result are those of what is weighted
+        if self.dropped is not None:
+            c, other = c.masked_fill(self.dropped, 0.0), _finite(other)
+        by_row = (
+            a.shape[2] <= g.shape[2]
+        ) == self.transposed  # whether the rows of the result are those of what is weighted
         (_, t, n), across = other.shape, 1 if by_row else 2
         halves, other = _halves(scaled, c).view(uses, -1, 2 * scaled.shape[2]), other.reshape(uses, -1, n)
         total: Tensor | None = None
@@ -232,8 +235,11 @@ def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
 
 
 def _halves(t: Tensor, c: Tensor) -> Tensor:
-    """c_i t_i as two bf16 numbers that add up to it, side by side."""
-    weighted, n = t * c.float().view(-1, 1, 1), t.shape[2]
+    """c_i t_i as two bf16 numbers that add up to it, side by side; zero where c is, whatever t holds."""
+    c, n = c.float(), t.shape[2]
+    if launches_cost(t) and conv_ops.enabled and conv_ops.device_takes(t.device):
+        return conv_ops.weighted_halves(t, c)
+    weighted = (t * c.view(-1, 1, 1)).masked_fill_((c == 0).view(-1, 1, 1), 0.0)
     halves = t.new_empty(*t.shape[:2], 2 * n)
     high = halves[..., :n].copy_(weighted)
     torch.sub(weighted, high, out=halves[..., n:])
@@ -280,7 +286,9 @@ def _form(gram: Tensor, norms: Tensor) -> Tensor:
 
 
 def _gram(t: Tensor) -> Tensor:
-    """t tᵀ of every example, over a few columns at a time."""
+    """t tᵀ of every example, over a few columns at a time; on a GPU with zeros for positions up to a multiple of eight."""
+    if t.is_cuda and t.shape[1] % ALIGNED:
+        t = F.pad(t, (0, 0, 0, -t.shape[1] % ALIGNED))
     if t.shape[2] <= _CHUNK:
         return product(t, t.mT)
     first, *rest = t.split(_chunk(t.shape[2]), 2)
@@ -297,7 +305,7 @@ def in_bf16(use: Outer) -> Outer | None:
     if t == 1:
         return use if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
     size, operands = 4 * b * use.shape.numel(), 2 * (use.a.numel() + use.g.numel())
-    if size > memory_cap(use.g) or size > max(MADE_BYTES, MADE_RATIO * operands):
+    if size > memory_cap(use.g) or (size > max(MADE_BYTES, MADE_RATIO * operands) and not capturing()):
         return Bounded(*given)
     return Unmade(*given) if size <= MADE_BYTES and use.order is None and launches_cost(use.g) else None
 

@@ -348,7 +348,7 @@ def settled(use: Use) -> Use:
     """The same, materialised where memory allows: for what a rule left unmade, when its rows have been added up."""
     if type(use) is not Outer:
         return use
-    if use.a.dtype == use.g.dtype == torch.bfloat16 and not capturing():
+    if use.a.dtype == use.g.dtype == torch.bfloat16:
         from dpivon.privacy.layers.bounded import in_bf16  # which is made of these
 
         kept = in_bf16(use)
