@@ -124,7 +124,7 @@ def sums_over_positions() -> None:
 
 
 def halves_of_what_is_weighted() -> None:
-    """Any strides, more columns than a program has, and nothing of a weight of zero. The interpreter does not round, it cuts."""
+    """Any strides, more columns than a program has, and nothing of a weight of zero. The interpreter cuts, a GPU rounds."""
     t = torch.randn(3, 5, 2100, generator=torch.Generator().manual_seed(0)).bfloat16()
     c = torch.tensor([0.37, 0.0, 1.0])
     for given in (t, t.transpose(1, 2), t[:, ::2, 1:40]):
