@@ -56,7 +56,9 @@ class Results:
     def arm(self, name: str, epsilon: float) -> list[Row]:
         """Test rows of one arm of the comparison, ordered by seed."""
         return by_seed(
-            r for r in self.runs if r["split"] == "test" and float(r["epsilon"]) == epsilon and arm_of(r) == name
+            r
+            for r in self.runs
+            if r["split"] == "test" and r["plan"] != "board" and float(r["epsilon"]) == epsilon and arm_of(r) == name
         )
 
     def values(self, name: str, epsilon: float, column: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""CIFAR-10 on the device: to choose on 5,000 held-out training images, or to judge on the test set."""
+"""CIFAR-10 on the device: to choose on 5,000 held-out training images, or to judge on the test set. Fashion-MNIST to judge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpivon.data import Images, load_cifar10, normalised, tuning_split
+from dpivon.data import Images, load_cifar10, load_fashion_mnist, normalised, tuning_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +30,25 @@ class Split:
     score_labels: Tensor
 
 
-def load_split(root: Path, device: torch.device, *, judge: bool, toy: bool) -> Split:
-    train, test = cached(root)
+def load_split(root: Path, device: torch.device, *, judge: bool, toy: bool, fashion: bool = False) -> Split:
+    train, test = _fashion(root / "fashion-mnist") if fashion else cached(root)
     kept, held_out = tuning_split(train)
     if toy:
         kept, held_out, test = kept[np.arange(128)], held_out[np.arange(40)], test[np.arange(40)]
         train = kept
     parts = (train, held_out, test) if judge else (kept, held_out, held_out)
     tensors = [t.to(device) for part in parts for t in normalised(part)]
-    return Split("test" if judge else "validation", *tensors)
+    return Split("fashion-mnist" if fashion else "test" if judge else "validation", *tensors)
+
+
+def _fashion(root: Path) -> tuple[Images, Images]:
+    """Of CIFAR-10's size: with two black pixels around, and grey in three channels."""
+    data = load_fashion_mnist(root)
+    parts = (
+        Images(np.pad(p.pixels, ((0, 0), (2, 2), (2, 2), (0, 0))).repeat(3, 3), p.labels)
+        for p in (data.train, data.test)
+    )
+    return next(parts), next(parts)
 
 
 def cached(root: Path) -> tuple[Images, Images]:

@@ -260,7 +260,7 @@ def main() -> None:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, priors = same_round(tables.read(a.table), a.plan), {path.stem: path for path in a.priors}
-    split = load_split(a.data, device, judge=a.judge, toy=a.toy)
+    split = load_split(a.data, device, judge=a.judge, toy=a.toy, fashion=a.plan == "fashion")
     cells = PLANS[a.plan](rows, list(priors))
     known = {key_of(row) for row in rows if row["split"] == split.name}
     left = [cell for cell in dict.fromkeys(cells) if cell.key not in known]
