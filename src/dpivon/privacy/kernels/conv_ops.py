@@ -30,6 +30,7 @@ from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 _PROGRAMS = 528  # four per processor of an H200: a sum is cut into chunks so that there are about as many programs
 _LINE = 128  # bytes of a position that a program reads
 _LINES = 128  # positions at a time, at most; a warp reads 16 of them
+_FEW = 32  # positions of tensors that take less to copy side by side than a launch for each
 enabled = os.environ.get("DPIVON_CONV_KERNELS", "1") != "0"  # whether kernels are wanted; :func:`kernels` changes it
 
 
@@ -257,11 +258,16 @@ def _(x: Tensor, g: Tensor, c: Tensor, found: Tensor | None, shape: list[int], r
 
 
 def add_up(gs: Sequence[Tensor], double: bool) -> Tensor:
-    """Every tensor is added up by a launch of its own, into its columns of the result."""
+    """Every tensor is added up by a launch of its own, into its columns of the result; short ones that are alike by one.
+
+    A compiler that puts those side by side computes them all for each of their columns.
+    """
     import triton.language as tl
 
     from dpivon.privacy.kernels import convs
 
+    if len(gs) > 1 and len({(g.shape[1], g.dtype) for g in gs}) == 1 and gs[0].shape[1] <= _FEW:
+        gs = [torch.cat(list(gs), 2)]
     result = gs[0].new_empty(_side_by_side(gs), dtype=_dtype(double))
     with torch.cuda.device_of(result):
         for g, out in zip(gs, result.split([g.shape[2] for g in gs], 1), strict=True):

@@ -212,7 +212,5 @@ class Summed:
 
 
 def one_matrix(biases: Sequence[Summed]) -> Dense:
-    """All of them side by side; what was added up partly, in one launch."""
-    gs = [bias.g for bias in biases]
-    alike = biases[0].partly and len({(g.shape[1], g.dtype) for g in gs}) == 1
-    return Dense(position_sums([torch.cat(gs, 2)] if alike else gs, False))
+    """All of them side by side."""
+    return Dense(position_sums([bias.g for bias in biases], False))

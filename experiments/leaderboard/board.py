@@ -1,0 +1,185 @@
+"""The leaderboard: networks, starts and methods at five ε. Writes its tables into README.md, and results/board.png.
+
+python -m experiments.leaderboard.board            # both
+python -m experiments.leaderboard.board --check    # fails if the page is not what the tables give
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from dpivon.report.figures import STYLE, save
+from experiments.leaderboard.priors import tables
+from experiments.leaderboard.priors.arms import METHODS, number, paired_interval, table, told, wrapped
+from experiments.leaderboard.priors.plans import BOARD, IVON, SCRATCH, Row
+
+HERE = Path(__file__).parent
+TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
+#: Title, column without a temperature and with one, factor, digits.
+SCORES = (("NLL", "nll", "tempered_nll", 1.0, 3), ("ECE", "ece", "tempered_ece", 1.0, 3))
+LOOKS = {"dp-steady": ("#0072B2", "D"), "dp-sgd": ("#D55E00", "^"), "dp-adam": ("#009E73", "v"), IVON: ("#CC79A7", "s")}
+PANELS = (("accuracy", "test accuracy, %", 100.0), ("tempered_nll", "test NLL after one temperature", 1.0))
+#: Network, where it starts, method; and its rows by ε.
+Arm = tuple[str, str, str]
+Arms = dict[Arm, dict[float, list[Row]]]
+
+
+def arms() -> tuple[Arms, Arms]:
+    """On CIFAR-10's test set, and on that of Fashion-MNIST."""
+    small = tables.read(HERE / "priors/results/runs.csv")
+    wide = tables.read(HERE / "wide/results/wide-runs.csv")
+    cifar: Arms = {}
+    for row in small:
+        if row["split"] == "test" and row["plan"] in ("board", "final"):
+            _add(cifar, ("paper's CNN", "scratch" if row["start"] == SCRATCH else "prior", row["method"]), row)
+    for row in wide:  # of each ε the longest
+        if row["split"] == "test" and row["places"] == "4":
+            start = "scratch" if row["prior"] == SCRATCH else "prior"
+            _add(cifar, (f"WRN-16-4, T = {row['steps']}, {row['views']} views", start, row["method"]), row)
+    fashion: Arms = {}
+    for row in small:
+        if row["split"] == "fashion-mnist":
+            _add(fashion, ("paper's CNN", "scratch" if row["start"] == SCRATCH else "prior", row["method"]), row)
+    return dict(sorted(cifar.items())), dict(sorted(fashion.items()))
+
+
+def _add(found: Arms, arm: Arm, row: Row) -> None:
+    epsilon = float(row["epsilon"])
+    if epsilon in BOARD:
+        found.setdefault(arm, {}).setdefault(epsilon, []).append(row)
+
+
+def _score(rows: Sequence[Row], column: str, factor: float, digits: int) -> str:
+    values = [factor * float(row[column]) for row in rows]
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return number(mean(values), digits) + spread if values else "–"
+
+
+def _lines(found: Arms, epsilons: Sequence[float], cell: Callable[[Sequence[Row]], str]) -> str:
+    titles = ["network", "start", "method", *(f"ε = {e:g}" for e in epsilons)]
+    return table(
+        titles, [[*arm[:2], TITLES[arm[2]], *(cell(own.get(e, [])) for e in epsilons)] for arm, own in found.items()]
+    )
+
+
+def accuracy() -> str:
+    """One view, in %."""
+    return _lines(arms()[0], BOARD, lambda rows: _score(rows, "accuracy", 100.0, 1))
+
+
+def calibration() -> str:
+    """NLL and ECE, raw and with one temperature."""
+    parts = []
+    for title, raw, tempered, factor, digits in SCORES:
+        shown = _lines(
+            arms()[0],
+            BOARD,
+            lambda rows, raw=raw, tempered=tempered, factor=factor, digits=digits: (  # type: ignore[misc]
+                f"{_mean(rows, raw, factor, digits)} → {_mean(rows, tempered, factor, digits)}" if rows else "–"
+            ),
+        )
+        parts.append(f"{title}, raw → with one temperature:\n\n{shown}")
+    return "\n\n".join(parts)
+
+
+def _mean(rows: Sequence[Row], column: str, factor: float, digits: int) -> str:
+    return number(factor * mean(float(row[column]) for row in rows), digits)
+
+
+def fashion() -> str:
+    found, epsilons = arms()[1], (1.0, 3.0, 8.0)
+    shown = [
+        f"{title}:\n\n{_lines(found, epsilons, lambda rows, c=column, f=factor, d=digits: _score(rows, c, f, d))}"  # type: ignore[misc]
+        for title, column, factor, digits in (
+            ("Accuracy, %", "accuracy", 100.0, 1),
+            ("NLL with one temperature", "tempered_nll", 1.0, 3),
+        )
+    ]
+    return "\n\n".join(shown)
+
+
+def gains() -> str:
+    """What the prior adds to each method with the paper's CNN."""
+    found = arms()[0]
+    lines = []
+    for method, title in TITLES.items():
+        both = [found.get(("paper's CNN", start, method), {}) for start in ("prior", "scratch")]
+        cells = []
+        for e in BOARD:
+            pair = [sorted(own.get(e, []), key=lambda row: int(row["seed"])) for own in both]
+            cells.append(
+                told(paired_interval(*pair, "accuracy", f"{title} at ε={e:g}"), 1, 100.0) if all(pair) else "–"
+            )
+        lines.append([title, *cells])
+    return table(["points of accuracy", *(f"ε = {e:g}" for e in BOARD)], lines)
+
+
+def provenance() -> str:
+    rows = [row for found in arms() for own in found.values() for each in own.values() for row in each]
+    kinds = {name: sorted({row[name] for row in rows if row.get(name)}) for name in ("device", "torch", "commit")}
+    minutes = sum(float(row["seconds"]) for row in rows) / 60
+    said = ", ".join(f"{name} {', '.join(each)}" for name, each in kinds.items())
+    return wrapped(f"{len(rows)} runs, {minutes:.0f} minutes of training: {said}. δ = 1e-5, C = 1.")
+
+
+BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (accuracy, gains, calibration, fashion, provenance)}
+
+
+def filled(text: str) -> str:
+    for name, make in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(
+                f"README.md: needs '<!-- begin {name} -->' and '<!-- end {name} -->' once. Add the markers."
+            )
+        block = make()
+        text = pattern.sub(lambda m, block=block: f"{m[1]}{block}\n{m[2]}", text)  # type: ignore[misc]
+    return text
+
+
+def draw(path: Path) -> None:
+    """The paper's CNN by method, dashed from scratch and solid from the prior; WRN-16-4 from its prior in black."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.4, 4.8), layout="constrained", dpi=110)
+        axes: Any = figure.subplots(1, len(PANELS))
+        for axis, (column, title, factor) in zip(axes, PANELS, strict=True):
+            for (network, start, method), own in arms()[0].items():
+                colour, marker = LOOKS[method] if network == "paper's CNN" else ("#000000", "o")
+                line, x = "-" if start == "prior" else "--", sorted(own)
+                y = [factor * mean(float(row[column]) for row in own[e]) for e in x]
+                label = f"{network}, {TITLES[method]}, {start}"
+                axis.plot(x, y, color=colour, marker=marker, linestyle=line, linewidth=1.2, markersize=4.5, label=label)
+            axis.set_xscale("log")
+            axis.set_xticks(BOARD, [f"{e:g}" for e in BOARD])
+            axis.minorticks_off()
+            axis.set_xlabel("ε (δ = 1e-5)")
+            axis.set_ylabel(title)
+            axis.grid(alpha=0.25)
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
+        )
+        save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    page, checked = HERE / "README.md", parser.parse_args().check
+    text = page.read_text()
+    made = filled(text)
+    if checked:
+        raise SystemExit(0 if made == text else "README.md is not what the tables give. Run without --check.")
+    page.write_text(made)
+    draw(HERE / "results" / "board")
+
+
+if __name__ == "__main__":
+    main()
