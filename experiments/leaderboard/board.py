@@ -13,10 +13,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from scipy.stats import ttest_ind
+
 from dpivon.report.figures import STYLE, save
 from experiments.leaderboard.priors import tables
-from experiments.leaderboard.priors.arms import METHODS, number, paired_interval, table, told, wrapped
+from experiments.leaderboard.priors.arms import METHODS, number, table, told, wrapped
 from experiments.leaderboard.priors.plans import BOARD, IVON, SCRATCH, Row
+from experiments.strong_privacy.compare.statistics import Interval
 
 HERE = Path(__file__).parent
 TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
@@ -41,6 +44,9 @@ def arms() -> tuple[Arms, Arms]:
         if row["split"] == "test" and row["places"] == "4":
             start = "scratch" if row["prior"] == SCRATCH else "prior"
             _add(cifar, (f"WRN-16-4, T = {row['steps']}, {row['views']} views", start, row["method"]), row)
+    for row in tables.read(HERE.parent / "posterior/results/rows.csv"):
+        if (row["predictor"], row["condition"], row["charged"]) == ("mean", "clean", "0") and row["map"] != "vector":
+            _add_scored(cifar, row)
     fashion: Arms = {}
     for row in small:
         if row["split"] == "fashion-mnist":
@@ -52,6 +58,18 @@ def _add(found: Arms, arm: Arm, row: Row) -> None:
     epsilon = float(row["epsilon"])
     if epsilon in BOARD:
         found.setdefault(arm, {}).setdefault(epsilon, []).append(row)
+
+
+def _add_scored(found: Arms, row: Row) -> None:
+    """A row of experiments/posterior, which has one for each map of a run."""
+    arm, tempered = ("paper's CNN", "scratch", row["method"]), row["map"] == "temperature"
+    if float(row["epsilon"]) not in BOARD:
+        return
+    known = found.setdefault(arm, {}).setdefault(float(row["epsilon"]), [])
+    mine = next((own for own in known if own["seed"] == row["seed"]), None)
+    if mine is None:
+        known.append(mine := {name: row[name] for name in ("seed", "accuracy", "seconds", "device", "torch", "commit")})
+    mine |= {("tempered_" if tempered else "") + name: row[name] for name in ("nll", "ece")}
 
 
 def _score(rows: Sequence[Row], column: str, factor: float, digits: int) -> str:
@@ -109,14 +127,15 @@ def gains() -> str:
     lines = []
     for method, title in TITLES.items():
         both = [found.get(("paper's CNN", start, method), {}) for start in ("prior", "scratch")]
-        cells = []
-        for e in BOARD:
-            pair = [sorted(own.get(e, []), key=lambda row: int(row["seed"])) for own in both]
-            cells.append(
-                told(paired_interval(*pair, "accuracy", f"{title} at ε={e:g}"), 1, 100.0) if all(pair) else "–"
-            )
-        lines.append([title, *cells])
+        pairs = [[[100 * float(row["accuracy"]) for row in own.get(e, [])] for own in both] for e in BOARD]
+        lines.append([title, *(told(_difference(*pair), 1) if all(pair) else "–" for pair in pairs)])
     return table(["points of accuracy", *(f"ε = {e:g}" for e in BOARD)], lines)
+
+
+def _difference(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Of means, with Welch's 95 % interval: the runs share nothing, so they are not paired."""
+    ends = ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    return Interval(mean(a) - mean(b), float(ends.low), float(ends.high), len(a))
 
 
 def provenance() -> str:
