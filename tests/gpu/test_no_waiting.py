@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 import dpivon
 from dpivon.models import PaperCNN
 from dpivon.privacy.noise import TorchNoise
+from dpivon.train.kept import loader_of
 
 DEVICE = torch.device("cuda")
 
@@ -60,6 +61,32 @@ def test_no_operation_of_a_step_waits_for_the_device(spoiled):
     with waiting_is_an_error():
         step()
     assert all(bool(torch.isfinite(p).all()) for p in parameters)
+
+
+def test_no_captured_step_of_dpivon_train_waits_for_the_device():
+    """Its data are on the device, and its iterates are averaged."""
+    torch.manual_seed(0)
+    model = PaperCNN().to(DEVICE)
+    data = torch.randn(960, 3, 32, 32), torch.randint(10, (960,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average, engine = dpivon.EMA(optimizer, 0.9, trace=0.25), dpivon.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader_of(data, DEVICE, 96, None),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    step = engine.compile(lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"))
+    for batch in loader:
+        step(batch)
+    assert step.path == "captured"
+    batches = iter(loader)
+    next(batches)
+    with waiting_is_an_error():
+        for batch in batches:
+            step(batch)
+    assert all(bool(torch.isfinite(average.average(p)).all()) for p in model.parameters())
 
 
 @pytest.mark.parametrize("size", [1, 17, 1000])
