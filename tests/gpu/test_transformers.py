@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-from transformer_models import MODELS, check_captured_neighbours, check_neighbours
+import transformers as hf
+from transformer_models import MODELS, check_captured_neighbours, check_neighbours, check_recorded_bounds
 
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers import bounded
@@ -31,7 +32,18 @@ def test_one_example_moves_the_sum_by_at_most_C(name, task, tuning, monkeypatch)
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_one_example_moves_a_captured_sum_by_at_most_C(name, monkeypatch):
-    check_captured_neighbours(name, "causal LM", "cuda", monkeypatch)
+    check_captured_neighbours(name, "cuda", monkeypatch)
+
+
+@pytest.mark.parametrize("like", ["random", "alike"])
+def test_one_example_moves_a_captured_sum_by_at_most_C_at_full_width(like, monkeypatch):
+    """Of large weights, which are bounded by themselves; and of examples whose gradients are nearly one."""
+    torch.manual_seed(0)
+    config = hf.GPT2Config(n_layer=1, use_cache=False, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    tokens = torch.randint(50257, (16, 128), device="cuda")
+    if like == "alike":
+        tokens[:, :-2] = tokens[0, :-2]
+    check_recorded_bounds(hf.GPT2LMHeadModel(config).cuda().train(), tokens, tokens, monkeypatch)
 
 
 @pytest.mark.parametrize(("t", "d", "p"), [(16, 768, 3072), (128, 768, 2307), (128, 3072, 768), (700, 64, 96)])

@@ -110,4 +110,4 @@ def test_a_model_with_gradient_checkpointing_learns_the_same(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_one_example_moves_a_recorded_sum_of_gradients_too_large_to_make_by_at_most_C(name, monkeypatch):
-    check_captured_neighbours(name, "causal LM", "cpu", monkeypatch)
+    check_captured_neighbours(name, "cpu", monkeypatch)
