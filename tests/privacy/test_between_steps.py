@@ -32,6 +32,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.one.register_parameter("last", nn.Parameter(torch.ones(4), requires_grad=False))
         self.register_buffer("table", torch.ones(4))
         self.change = None
 
@@ -73,7 +74,7 @@ def swap(net):
 
 def move_to_another_layer(net):
     """Over all layers tensors, their names and their order are what they were."""
-    net.two._parameters = {"bias": net.one._parameters.pop("bias"), **net.two._parameters}
+    net.two._parameters = {"last": net.one._parameters.pop("last"), **net.two._parameters}
 
 
 def rename(net):
@@ -146,9 +147,9 @@ def test_other_trainable_parameters_modes_and_places_of_them_are_announced_once_
         return len(seen) - before
 
     assert announced() == 1
-    model.one.requires_grad_(False)
+    model.one.weight.requires_grad_(False)
     assert announced() == 1
-    model.one.requires_grad_(True)
+    model.one.weight.requires_grad_(True)
     assert announced() == 0  # as it was first
     model.two.eval()
     assert announced() == 1
