@@ -103,8 +103,12 @@ def _foreach_adamw(*args: object, **options: object) -> torch.optim.Optimizer:
     return _ADAMW(*args, foreach=True, **options)  # type: ignore[arg-type]
 
 
-def print_counts() -> None:
+def print_counts() -> dict[str, dict[str, dict[str, int]]]:
+    """By model and contender."""
+    models = {}
     for name in TRANSFORMERS:
+        rows = models[name] = counted(name)
         print(f"{name:62s} {'operations':>11s} {'launches':>9s} {'Python calls':>13s}")
-        for kind, row in counted(name).items():
+        for kind, row in rows.items():
             print(f"  {kind:60s} {row['operations']:11d} {row['launches']:9d} {row['calls']:13d}", flush=True)
+    return models

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -177,19 +178,19 @@ def main() -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if args.transformers:
-        from benchmarks.launches import print_counts
-
-        print_counts()
-        return
-    facts = {
+    facts: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.overhead", *sys.argv[1:]]),
         "hardware": f"{platform.machine()}, 1 thread",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "batch": BATCH,
-        "rounds": args.rounds,
     }
+    if args.transformers:
+        from benchmarks.launches import print_counts
+
+        write(args.json, facts | {"models": print_counts()})
+        return
+    facts["rounds"] = args.rounds
     print(", ".join(f"{key} {value}" for key, value in facts.items() if key != "command"))
     networks = {}
     for network in args.models:
@@ -204,9 +205,13 @@ def main() -> None:
                 f"{row[key]:8.2f}" if key in row else f"{'–':>8s}" for key in ("over_hooks", "over_plain")
             )
             print(f"  {CONTENDERS[name]:60s} {row['ms']:7.2f} {ratios} {row['operations']:11d} {row['launches']:9d}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(facts | {"networks": networks}, file, indent=1)
+    write(args.json, facts | {"networks": networks})
+
+
+def write(path: str | None, found: dict[str, Any]) -> None:
+    if path is not None:
+        with open(path, "w") as file:
+            json.dump(found, file, indent=1)
 
 
 if __name__ == "__main__":

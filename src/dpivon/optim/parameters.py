@@ -25,6 +25,13 @@ def full_dtype(p: Tensor) -> torch.dtype:
     return torch.float32 if p.dtype in _LOW_PRECISION else p.dtype
 
 
+def full_dtypes(params: Sequence[Tensor]) -> list[torch.dtype]:
+    """:func:`full_dtype` of each."""
+    known = {p.dtype: p for p in params}
+    full = {dtype: full_dtype(p) for dtype, p in known.items()}
+    return [full[p.dtype] for p in params]
+
+
 def full_mean(p: Tensor, state: dict[str, Any]) -> Tensor:
     """m in full precision; where the caller has written other weights into p since, those are the mean."""
     master = state.get("mean")

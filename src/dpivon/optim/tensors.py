@@ -64,6 +64,12 @@ def room_for(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[T
     return TensorList.of(flat, [t.shape for t in tensors]).tensors
 
 
+def views(flat: Tensor, shapes: Sequence[torch.Size], sizes: list[int]) -> list[Tensor]:
+    """One flat tensor as tensors of these shapes and sizes, one after the other."""
+    parts = flat.split_with_sizes(sizes)
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 class TensorList:
     """An immutable list of tensors with elementwise arithmetic.
 
@@ -96,11 +102,7 @@ class TensorList:
     def tensors(self) -> list[Tensor]:
         if self._tensors is None:
             assert self._flat is not None
-            shapes = self._shapes
-            parts = self._flat.split_with_sizes([shape.numel() for shape in shapes])
-            self._tensors = [
-                part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)
-            ]
+            self._tensors = views(self._flat, self._shapes, [shape.numel() for shape in self._shapes])
         return self._tensors
 
     @property

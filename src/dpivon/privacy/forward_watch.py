@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import zlib
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class ForwardWatch:
         self.losses = LossWatch(keeper.loss_reduction)
         self._keeper, self._recheck = keeper, recheck
         self._held: dict[str, Tensor] = {}
+        self._found: tuple[Any, dict[str, Tensor]] = None, {}  # the tensors of the model, and where they were
         self._versions: list[int] = []
         self._values: Any = None
         self._marks: Marks = [], []
@@ -90,9 +93,10 @@ class ForwardWatch:
     def _compare(self) -> None:
         held, self._held = self._held, {}
         now, parts = self._tensors(), self._parts(held)
-        for (name, tensor), part, version in zip(held.items(), parts, self._versions, strict=True):
-            if now.get(name) is not tensor or part._version != version:
-                self._changed.append(name)
+        versions = [t._version for t in parts]
+        if now is not held or versions != self._versions:
+            each = zip(held.items(), versions, self._versions, strict=True)
+            self._changed += [name for (name, t), a, b in each if now.get(name) is not t or a != b]
         before, after = self._values, _values(parts)
         if isinstance(
             after, Tensor
@@ -103,13 +107,23 @@ class ForwardWatch:
                 self._keeper.doubt, non_blocking=True
             )
         else:
-            self._changed += [name for name, a, b in zip(held, before, after, strict=True) if a != b]
+            if before != after:
+                self._changed += [name for name, a, b in zip(held, before, after, strict=True) if a != b]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What a forward must leave as it is."""
+        """What a forward must leave as it is: the same dict as before, unless one was replaced, added or renamed."""
+        layers = self._keeper.tree.layers()
+        held: list[dict[str, Any]] = [own for _, layer in layers for own in (layer._parameters, layer._buffers)]
+        tensors = [*map(id, chain.from_iterable(map(dict.values, held)))]  # which live on in what was found
+        state = layers, [*map(len, held)], [*chain.from_iterable(held)], tensors
+        if state != self._found[0]:
+            self._found = state, self._find(layers)
+        return self._found[1]
+
+    def _find(self, layers: list[tuple[str, nn.Module]]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         seen: set[int] = set()  # by identity, which is what a tensor's own hash computes at length
-        for name, layer in self._keeper.tree.layers():
+        for name, layer in layers:
             owners = self._keeper.owners.get(layer) if self._keeper.owners else None
             for held in (layer._parameters, layer._buffers):
                 for key, t in held.items():
@@ -153,18 +167,18 @@ class ForwardWatch:
 
 def _values(tensors: list[Tensor]) -> list[int] | Tensor:
     """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
-    if any(t.is_cuda for t in tensors):
+    if True in [t.is_cuda for t in tensors]:
         with torch.no_grad():
-            held = [t if t.is_floating_point() else t.double() for t in tensors]
+            held = [t if t.dtype.is_floating_point else t.double() for t in tensors]
             return torch.stack(torch._foreach_norm(held)).double()
     return [_checksum(t) for t in tensors]
 
 
 def _checksum(t: Tensor) -> int:
     """Of the tensor's memory, without an operation of torch's."""
-    if not torch.ops.aten.is_non_overlapping_and_dense(t):
+    if not (t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t)):
         t = t.detach().contiguous()
-    size = t.numel() * t.element_size()
+    size = t.nbytes
     return zlib.crc32((ctypes.c_char * size).from_address(t.data_ptr())) if size else 0
 
 
@@ -227,21 +241,19 @@ Marks = tuple[list[tuple[str, str]], list[Any]]
 
 def marks(tree: Tree) -> Marks:
     """Of every attribute that is a tensor, a number or a container, what changes when it does; quickly."""
-    places: list[tuple[str, str]] = []
-    values: list[Any] = []
-    for name, layer in tree.layers():
-        held = layer.__dict__
-        keys = tuple(held)
-        known = tree.attributes.get(layer)
-        if known is None or known[0] != keys:
-            own = tuple(key for key in keys if key not in _OWN)
-            known = tree.attributes[layer] = keys, own, [(name, key) for key in own]
-        places += known[2]
-        for key in known[1]:
-            value = held[key]
-            kind = type(value)
-            values.append(value if kind is int or kind is float or kind is bool else _mark(value))
-    return places, values
+    layers = tree.layers()
+    held = [layer.__dict__ for _, layer in layers]
+    state = layers, [*map(len, held)], [*chain.from_iterable(held)]
+    if tree.attributes is None or tree.attributes[0] != state:
+        names = [[key for key in own if key not in _OWN] for own in held]
+        places = [(name, key) for (name, _), own in zip(layers, names, strict=True) for key in own]
+        tree.attributes = state, names, places
+    _, names, places = tree.attributes
+    values = [own[key] for own, keys in zip(held, names, strict=True) for key in keys]
+    kinds: list[Any] = [*map(type, values)]
+    return places, [
+        v if (mark := _mark_of(kind)) is _itself else mark and mark(v) for v, kind in zip(values, kinds, strict=True)
+    ]
 
 
 def _changed(before: Marks, now: Marks) -> set[tuple[str, str]]:
@@ -251,15 +263,22 @@ def _changed(before: Marks, now: Marks) -> set[tuple[str, str]]:
     return {at for at in was.keys() | is_.keys() if was.get(at) != is_.get(at)}
 
 
-_CONTAINERS = (dict, list, set)
+def _itself(value: Any) -> Any:
+    return value
 
 
-def _mark(value: Any) -> Any:
-    if isinstance(value, _CONTAINERS):
-        return len(value)
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    return value if isinstance(value, int | float) else None
+def _of_tensor(t: Tensor) -> tuple[int, int]:
+    return id(t), t._version
+
+
+@functools.cache
+def _mark_of(kind: type) -> Callable[[Any], Any] | None:
+    """What changes when a value of this type does; None of what is not looked at."""
+    if issubclass(kind, dict | list | set):
+        return len
+    if issubclass(kind, Tensor):
+        return _of_tensor
+    return _itself if issubclass(kind, int | float) else None
 
 
 def _held(layer: nn.Module) -> dict[str, Any]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler
 
@@ -175,7 +177,7 @@ def drop_sums(inner: Optimizer) -> None:
 
 def add_sums(params: Sequence[Any], sums: Sequence[Tensor]) -> None:
     """All or nothing: after an error half-way, a retry would count the batch twice in some of the parameters."""
-    held = list(unreleased_sums(params).values())
+    held = _unreleased(params)
     if any(h is None for h in held):
         new = [s if h is None else h + s for h, s in zip(held, sums, strict=True)]
     else:
@@ -186,10 +188,13 @@ def add_sums(params: Sequence[Any], sums: Sequence[Tensor]) -> None:
 
 def unreleased_sums(params: Sequence[Any]) -> dict[Tensor, Any]:
     """The sum by parameter; an error if it was released before."""
-    for p in params:
-        if p.summed_grad is not None:
-            _check_processed_flag(p.summed_grad)
-    return {p: p.summed_grad for p in params}
+    return dict(zip(params, _unreleased(params), strict=True))
+
+
+def _unreleased(params: Sequence[Any]) -> list[Any]:
+    held = [p.summed_grad for p in params]
+    _check_processed_flag([total for total in held if total is not None])
+    return held
 
 
 def hand_over(release: Release, params: Sequence[Any], inner: Optimizer, *, by_program: bool = False) -> None:
@@ -197,24 +202,40 @@ def hand_over(release: Release, params: Sequence[Any], inner: Optimizer, *, by_p
 
     ``by_program``: there was no sum. An optimizer that reads ``p.grad`` may write to it too, and gets a copy.
     """
+    spent = [p.summed_grad for p in params]
     for p in _all_parameters(inner):
         p.grad = None
-        if p not in release.gradients and not by_program:
+        if not by_program:
             p.summed_grad = None
-    given = [release.gradients[p] for p in params]
+    given = _in_order(release.gradients, params)
     if not isinstance(inner, LearnsFromReleases):
         given = list(torch._foreach_mul(given, 1.0))
+    if not by_program:  # which makes gradients of whole parameters in fp32
+        _mark_as_processed(spent)
+        for p, total in zip(params, spent, strict=True):
+            p.summed_grad = total
+        given = [
+            g if type(p) is Parameter and g.dtype is p.dtype and g.shape == p.shape else _laid_out(g, p)
+            for p, g in zip(params, given, strict=True)
+        ]
     for p, g in zip(params, given, strict=True):
-        if by_program:  # of whole parameters in fp32
-            p.grad = g
-            continue
-        _mark_as_processed(p.summed_grad)
-        own = local(p)
-        p.grad = like_parameter((g if g.shape == own.shape else g.view_as(own)).to(p.dtype), p)
+        p.grad = g
 
 
-def _all_parameters(inner: Optimizer) -> Iterator[Any]:
-    return (p for group in inner.param_groups for p in group["params"])
+def _in_order(gradients: Mapping[Tensor, Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Those of these parameters. They mostly come in this order, and to look one up is a call or two for each."""
+    if len(gradients) == len(params) and all(map(is_, gradients, params)):
+        return list(gradients.values())
+    return [gradients[p] for p in params]
+
+
+def _laid_out(g: Tensor, p: Tensor) -> Tensor:
+    own = local(p)
+    return like_parameter((g if g.shape == own.shape else g.view_as(own)).to(p.dtype), p)
+
+
+def _all_parameters(inner: Optimizer) -> list[Any]:
+    return [p for group in inner.param_groups for p in group["params"]]
 
 
 class BatchMemoryManager:

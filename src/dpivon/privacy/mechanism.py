@@ -17,8 +17,8 @@ from opacus.optimizers.optimizer import _mark_as_processed
 from torch import Tensor, nn
 
 from dpivon.errors import bad, check_choice, check_number, check_whole
-from dpivon.optim.parameters import full_dtype
-from dpivon.optim.tensors import TensorList, joins
+from dpivon.optim.parameters import full_dtypes
+from dpivon.optim.tensors import TensorList, joins, views
 from dpivon.privacy.noise import NoiseSource, TorchNoise, this_process
 from dpivon.release import Release
 
@@ -241,8 +241,10 @@ def release(
     anybody sees it: attacks on noise in floating point read its low bits.
     """
     charge(spec)
-    sums = [on_grid(total.double(), spec) for total in clipped_sums.values()]
-    params, dtypes = list(clipped_sums), [full_dtype(p) for p in clipped_sums]
+    sums = [total if total.dtype is torch.float64 else total.double() for total in clipped_sums.values()]
+    sums = [on_grid(total, spec) for total in sums] if spec.mechanism.grid else sums
+    params = list(clipped_sums)
+    dtypes = full_dtypes(params)
     if type(spec.mechanism) is Mechanism and type(noise) is TorchNoise and len(set(dtypes)) == 1 and joins(sums):
         clipped_sums.clear()  # each is let go when its noise is in it
         released: Iterable[Tensor] = _in_place(params, sums, spec, noise, dtypes[0])
@@ -257,21 +259,21 @@ def _in_place(
 ) -> list[Tensor]:
     """The same with nothing kept twice: noise for some parameters at a time, to which their sums are added where it lies. The
     release takes each sum's place, also where Opacus keeps it."""
-    like, released = sums[0].new_empty(1), list[Tensor]()
+    like, released, sizes = sums[0].new_empty(1), list[Tensor](), [total.numel() for total in sums]
     while sums:
-        count = _first_few([total.numel() for total in sums])
+        count = _first_few(sizes)
         some, sums[:count] = sums[:count], []
+        own, sizes[:count] = sizes[:count], []
         shapes = [total.shape for total in some]
-        drawn = noise.normal(like.expand(sum(shape.numel() for shape in shapes)), spec.noise_std)
-        torch._foreach_add_(TensorList.of(drawn, shapes).tensors, some)
+        drawn = noise.normal(like.expand(sum(own)), spec.noise_std)
+        torch._foreach_add_(views(drawn, shapes, own), some)
         some.clear()
-        part = TensorList.of(
-            torch.div(drawn, spec.divisor, out=drawn.new_empty(len(drawn), dtype=dtype)), shapes
-        ).tensors
-        for p, g in zip(params[len(released) :], part, strict=False):
-            if getattr(p, "summed_grad", None) is not None:
-                p.summed_grad = g.detach()  # type: ignore[attr-defined]
-                _mark_as_processed(p.summed_grad)  # type: ignore[attr-defined]
+        part = views(torch.div(drawn, spec.divisor, out=drawn.new_empty(len(drawn), dtype=dtype)), shapes, own)
+        pairs = zip(params[len(released) :], part, strict=False)
+        taken = [(p, g) for p, g in pairs if getattr(p, "summed_grad", None) is not None]
+        _mark_as_processed([g for _, g in taken])
+        for p, g in taken:
+            p.summed_grad = g  # type: ignore[attr-defined]
         released += part
     return released
 

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -152,12 +153,11 @@ class BookKeeper(LayerWatch):
         """Say that inputs of a new structure, or other trainable layers, are about to be seen for the first time."""
         if self.on_first is None or capturing():
             return
-        state = tuple(
-            (layer.training, *[p.requires_grad for p in layer._parameters.values() if p is not None])
-            if layer._parameters
-            else layer.training
-            for _, layer in self.tree.layers()
-        )
+        layers = self.tree.layers()
+        training = tuple([layer.training for _, layer in layers])
+        own = [layer._parameters for _, layer in layers]
+        trained = tuple([p is not None and p.requires_grad for p in chain.from_iterable(map(dict.values, own))])
+        state = training, trained, tuple(map(len, own))
         known = structure((args, kwargs)), state, torch.compiler.is_compiling()  # which models may ask too
         self._untried = None
         if known not in self._known:
@@ -201,7 +201,7 @@ class BookKeeper(LayerWatch):
         if first:
             seed = torch.zeros((), device=z.device, requires_grad=True)
             z = Seed.apply(z, seed)  # type: ignore[no-untyped-call]
-        z.register_hook(Arrival(self, uses, Kept(saved), first=first, batch_major=batch_major, layer=layer))
+        z.register_hook(Arrival(self, uses, saved, first=first, batch_major=batch_major, layer=layer))
         return z
 
     def _note_pass(self, origin: int) -> None:
@@ -217,24 +217,23 @@ class BookKeeper(LayerWatch):
         passes.recorded = origin
 
     def _record(self, uses: Uses, g: Tensor, layer: str) -> None:
-        passes = self._passes
+        passes, groups = self._passes, self._groups
         passes.arrived = True
-        positions = self.rows_of_each(g.shape[0], layer)
+        positions = 1 if g.shape[0] == self.rows else self.rows_of_each(g.shape[0], layer)
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
-        with self.pool, views_of_examples(self._groups.most * positions), without_autocast(g.device.type):
+        with self.pool, views_of_examples(groups.most * positions), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
+        if positions > 1:
+            found = {p: use.grouped(positions) for p, use in found.items()}
+        if groups.most * positions > 1:
+            found = {p: groups.added_up(use) if groups.most > 1 else settled(use) for p, use in found.items()}
         for p, use in found.items():
-            use = use.grouped(positions) if positions > 1 else use
-            use = self._groups.added_up(use) if self._groups.most > 1 else settled(use) if positions > 1 else use
             passes.batches[-1][p].append(use)
-            # Not by vars(), which makes one more object for every use.
-            passes.kept.add(
-                [getattr(use, name) for name in getattr(use, "__dataclass_fields__", ())] or vars(use).values()
-            )
             if self.keeps_gradients:
                 made = [merge(batch[p]).materialise() for batch in passes.batches if p in batch]
-                each = [(g.movedim(0, -1) * self._groups.shares(self._share, g)).movedim(-1, 0) for g in made]
+                each = [(g.movedim(0, -1) * groups.shares(self._share, g)).movedim(-1, 0) for g in made]
                 p.grad_sample = each[0] if len(each) == 1 else each  # type: ignore[attr-defined]
+        passes.kept.add(found.values())
 
     @property
     def _share(self) -> float:
@@ -307,7 +306,7 @@ class BookKeeper(LayerWatch):
         self, batch: Batch, params: Sequence[Tensor], clipping: Clipping
     ) -> Iterator[tuple[list[int], Tensor]]:
         """Which parameters are summed as one, by their place, and their sum: of several, one after the other."""
-        uses = [merge(batch.pop(p)) if p in batch else None for p in params]
+        uses = [merge(own) if (own := batch.pop(p, None)) else None for p in params]
         batch.clear()
         # Sharded, every rank must scatter in one order, whatever its batch.
         blocks = in_blocks(params, uses, joint=clipping.joint and self._scatter is None)

@@ -7,7 +7,10 @@ exactly zero, and the release with its noise still happens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +19,7 @@ from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
+from dpivon.privacy.gradients.means import stored
 from dpivon.privacy.layers.registry import Rule
 from dpivon.privacy.layers.uses import Use
 from dpivon.privacy.precision import capturing, wide
@@ -28,20 +32,16 @@ IGNORED = -100  # torch's default ignore_index
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``module.named_modules()``, without its generators."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
+    """``module.named_modules()``, without its generators, and of a model that has one of its own too."""
+    found: dict[nn.Module, str] = {}
     pending = [("", module)]
     while pending:
         name, layer = pending.pop()
-        if layer in seen:
-            continue
-        seen.add(layer)
-        found.append((name, layer))
-        if layer._modules:
-            prefix = f"{name}." if name else ""
-            pending += [(prefix + key, child) for key, child in reversed(layer._modules.items()) if child is not None]
-    return found
+        if layer not in found:
+            found[layer] = name
+            children = [(key, child) for key, child in reversed(layer._modules.items()) if child is not None]
+            pending += [(f"{name}.{key}" if name else key, child) for key, child in children]
+    return [(name, layer) for layer, name in found.items()]
 
 
 class Tree:
@@ -50,14 +50,14 @@ class Tree:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._layers: list[tuple[str, nn.Module]] = []
-        self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
-        self.attributes: dict[nn.Module, Any] = {}  # what a caller knows of each layer, for as long as none is replaced
+        self._children: list[dict[str, nn.Module | None]] = []
+        self.attributes: Any = None  # what :func:`dpivon.privacy.forward_watch.marks` knows of them
 
     def layers(self) -> list[tuple[str, nn.Module]]:
-        if not self._layers or any(layer._modules != children for layer, children in self._children):
+        """The same list as before, unless a layer was replaced, added or taken away."""
+        if not self._layers or [layer._modules for _, layer in self._layers] != self._children:
             self._layers = layers_of(self._module)
-            self.attributes.clear()
-            self._children = [(layer, dict(layer._modules)) for _, layer in self._layers]
+            self._children = [dict(layer._modules) for _, layer in self._layers]
         return self._layers
 
 
@@ -146,37 +146,46 @@ def has_ignored(value: Any) -> bool:
 
 
 class Kept:
-    """Tensors that must not change until they are read again, as they were when they were added."""
+    """Tensors that uses hold, and that must not change until they are read again."""
 
     __slots__ = ("_tensors", "_versions")
 
-    def __init__(self, given: Iterable[Any] = ()) -> None:
-        self._tensors: list[Tensor] = []
-        self._versions: list[int | None] = []
-        self.add(given)
+    def __init__(self) -> None:
+        self._tensors, self._versions = list[Tensor](), list[int | None]()
 
-    def add(self, given: Iterable[Any]) -> None:
-        """Also keep the tensors among these."""
-        for t in given:
-            if isinstance(t, Tensor):
-                self._tensors.append(t)
-                self._versions.append(_version_of(t))
+    def add(self, uses: Iterable[Use]) -> None:
+        """Also keep those of these uses, as they are now."""
+        found = [t for use in uses for t in _reader(type(use))(use) if isinstance(t, Tensor)]
+        self._tensors += found
+        self._versions += _versions_of(found)
 
     def check(self) -> None:
-        """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
-        for t, version in zip(self._tensors, self._versions, strict=True):
-            if _version_of(t) != version:
-                raise PrivacyError(
-                    f"A layer's input of shape {tuple(t.shape)} was changed in place before its gradient was used: its "
-                    "per-example gradients would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
-                )
+        _check_unchanged(self._tensors, self._versions)
 
 
-def _version_of(t: Tensor) -> int | None:
+@functools.cache
+def _reader(kind: type) -> Callable[[Any], Iterable[Any]]:
+    """What reads the fields of a kind of use. Not vars(), which makes one more object for every use."""
+    names = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+    return attrgetter(*names) if len(names) > 1 else lambda use: vars(use).values()
+
+
+def _versions_of(given: Sequence[Any]) -> list[int | None]:
+    """How often each was written to; None of what is no tensor, and of an inference tensor."""
     try:
-        return t._version
-    except RuntimeError:  # of an inference tensor
-        return None
+        return [t._version for t in given]
+    except (AttributeError, RuntimeError):
+        return [t._version if isinstance(t, Tensor) and not t.is_inference() else None for t in given]
+
+
+def _check_unchanged(given: Sequence[Any], versions: Sequence[int | None]) -> None:
+    """Autograd would notice a saved input that was overwritten; it does not save what only detached weights need."""
+    if (now := _versions_of(given)) != versions:
+        shape = next(tuple(t.shape) for t, a, b in zip(given, now, versions, strict=True) if a != b)
+        raise PrivacyError(
+            f"A layer's input of shape {shape} was changed in place before its gradient was used: its per-example gradients "
+            "would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
+        )
 
 
 class OfRule:
@@ -188,7 +197,8 @@ class OfRule:
         self._rule, self._layer, self._inputs, self._rows, self._widens = rule, layer, inputs, rows, widens
 
     def __call__(self, g: Tensor) -> Mapping[Tensor, Use]:
-        return self._rule(self._layer, self._rows._batch_major(self._inputs), wide(g) if self._widens else g)
+        inputs = self._inputs if self._rows.batch_first else self._rows._batch_major(self._inputs)
+        return self._rule(self._layer, inputs, wide(g) if self._widens else g)
 
 
 class Arrival:
@@ -200,17 +210,19 @@ class Arrival:
         "_first",
         "_generation",
         "_keeper",
-        "_kept",
         "_layer",
         "_pass",
+        "_saved",
         "_seen",
         "_uses",
+        "_versions",
     )
 
     def __init__(
-        self, keeper: BookKeeper, uses: Uses, kept: Kept, *, first: bool, batch_major: bool, layer: str
+        self, keeper: BookKeeper, uses: Uses, saved: Sequence[Any], *, first: bool, batch_major: bool, layer: str
     ) -> None:
-        self._keeper, self._uses, self._kept, self._layer = keeper, uses, kept, layer
+        self._keeper, self._uses, self._layer = keeper, uses, layer
+        self._saved, self._versions = saved, _versions_of(saved)
         self._first, self._batch_major, self._seen = first, batch_major, False
         self._generation, self._pass = keeper._generation, keeper._pass
         # And not recomputed by a checkpoint.
@@ -229,9 +241,10 @@ class Arrival:
                 "Call the model that was made private."
             )
         self._seen = True
-        self._kept.check()
-        keeper._note_pass(self._pass)
-        g = g if self._batch_major else keeper._batch_major((g,))[0]
+        _check_unchanged(self._saved, self._versions)
+        if self._pass != keeper._passes.recorded:
+            keeper._note_pass(self._pass)
+        g = g if self._batch_major or keeper.batch_first else keeper._batch_major((g,))[0]
         if self._first and g.dtype == torch.bfloat16 and capturing():
             g = stored(g)
         if not torch.is_grad_enabled():
@@ -239,18 +252,6 @@ class Arrival:
             return
         with torch.no_grad():  # with create_graph=True
             keeper._record(self._uses, g, self._layer)
-
-
-@torch.library.custom_op("dpivon::stored", mutates_args=(), schema="(Tensor t) -> Tensor")
-def stored(t: Tensor) -> Tensor:
-    """The same numbers, in memory. What no product reads a compiler may compute anew for everyone who does: rounded once more,
-    what is added up would no longer be what was measured."""
-    return t.clone()
-
-
-@stored.register_fake
-def _(t: Tensor) -> Tensor:
-    return torch.empty_like(t)
 
 
 class Unattributed(PrivacyError):
@@ -287,7 +288,7 @@ class RowsOfBatch:
         found, dim = False, self.dim
         for t in given if self._tried and self.rows not in (None, 0, 1) else ():
             if isinstance(t, Tensor):
-                if t.dim() <= dim or t.shape[dim] != 1:
+                if t.ndim <= dim or t.shape[dim] != 1:
                     return False
                 found = True
         return found

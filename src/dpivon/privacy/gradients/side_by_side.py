@@ -33,7 +33,8 @@ def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) 
     ``uses`` is changed: what was copied is let go.
     """
     _make_together(uses)
-    biases = Biases(uses) if any(isinstance(use, Unsummed) for use in uses) else None
+    kinds = {type(use) for use in uses}
+    biases = Biases(uses) if Unsummed in kinds else None
     if biases is not None:
         sum_normalisations(uses, biases)
     if not joint:
@@ -41,7 +42,7 @@ def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) 
             biases.sum_rest()
         return [([i], use) for i, use in enumerate(uses)]
     blocks: list[Block] = []
-    for members in together(uses) if any(isinstance(use, Bounded) for use in uses) else ():
+    for members in together(uses) if Bounded in kinds else ():
         some: Any = Together.of([uses[i] for i in members])  # type: ignore[misc]
         blocks.append((members, some))
         if biases is not None:
@@ -50,7 +51,7 @@ def in_blocks(params: Sequence[Tensor], uses: list[Use | None], *, joint: bool) 
             uses[i] = None
     if biases is not None:
         biases.sum_rest()
-    for partly in (False, True):
+    for partly in (False, True) if Summed in kinds else ():
         waiting = {i: use for i, use in enumerate(uses) if isinstance(use, Summed) and use.partly == partly}
         if waiting:
             blocks.append((list(waiting), one_matrix(list(waiting.values()))))
@@ -65,7 +66,7 @@ def _make_together(uses: list[Use | None]) -> None:
     """Small gradients that a rule left unmade on a GPU, those of one size by one product: adapters have hundreds of layers."""
     alike: dict[Any, list[int]] = {}
     for i, use in enumerate(uses):
-        if isinstance(use, Unmade):
+        if type(use) is Unmade:
             alike.setdefault((use.a.shape, use.g.shape, use.shape, use.transposed), []).append(i)
     for members in alike.values():
         some: list[Outer] = [uses[i] for i in members]  # type: ignore[misc]
@@ -81,12 +82,11 @@ def _make_together(uses: list[Use | None]) -> None:
 
 def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
     """Which are put side by side: small ones; where launches cost, beginning with the smallest as many as a tray holds."""
-    dense = [(i, use.g) for i, use in enumerate(uses) if isinstance(use, Dense)]
+    dense = [(i, use.g) for i, use in enumerate(uses) if type(use) is Dense]
     if not dense or not launches_cost(dense[0][1]):
         return [i for i, _ in dense if params[i].numel() <= _SMALL]
     room, chosen = _TRAY, []
-    for i, g in sorted(dense, key=lambda place: place[1].numel()):
-        size = g.numel() * g.element_size()
+    for size, i in sorted([(g.nbytes, i) for i, g in dense]):
         room -= size
         if room < 0 or size > _PIECE:
             break
@@ -96,8 +96,8 @@ def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:
 
 def _rows(use: Any) -> Tensor:
     """Per-example gradients as rows of a matrix."""
-    made: Tensor = use.materialise()
-    return made if made.dim() == 2 else made.flatten(1)
+    made: Tensor = use.g if use.order is None and use.dropped is None else use.materialise()
+    return made if made.ndim == 2 else made.flatten(1)
 
 
 def squared_norms(uses: Sequence[Use]) -> list[Tensor]:
@@ -124,11 +124,11 @@ def dtype_of_sums(blocks: Sequence[Block]) -> torch.dtype:
 
 def split(total: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """The sum of parameters that were put side by side, each contiguous in its own shape."""
-    parts = [total] if len(shapes) == 1 else total.split_with_sizes([shape.numel() for shape in shapes])
-    return [
-        part if part.shape == shape and part.is_contiguous() else part.reshape(shape).contiguous()
-        for part, shape in zip(parts, shapes, strict=True)
-    ]
+    if len(shapes) == 1:
+        fits = total.shape == shapes[0] and total.is_contiguous()
+        return [total if fits else total.reshape(shapes[0]).contiguous()]
+    parts = total.contiguous().split_with_sizes([shape.numel() for shape in shapes])
+    return [part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def neighbours(members: Sequence[int]) -> list[list[int]]:

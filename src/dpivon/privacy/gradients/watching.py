@@ -175,7 +175,7 @@ class LayerWatch(RowsOfBatch):
             self._detached.append(weights)
             if not weights:
                 return None
-            if self.one_for_all(*args, *kwargs.values()):
+            if self.one_for_all(*args, *kwargs.values()) if kwargs else self.one_for_all(*args):
                 self._one_row.add(layer)
                 args, kwargs = map_tensors(self.one_each, (args, kwargs))
             rounds = multiplies and args and isinstance(args[0], Tensor)
@@ -198,7 +198,8 @@ class LayerWatch(RowsOfBatch):
                     output = output.view_as(t)  # else a gradient of the input's other uses would count as this layer's
                     break
             inputs = tuple([t.detach() if isinstance(t, Tensor) else t for t in given])
-            uses = self._of_owner(layer, OfRule(rule, layer, inputs, self, widens))
+            uses: Uses = OfRule(rule, layer, inputs, self, widens)
+            uses = uses if self._scatter is None else self._of_owner(layer, uses)
             return self._observe(output, uses, inputs, layer=name)
 
         self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
@@ -344,11 +345,9 @@ class LayerWatch(RowsOfBatch):
     def _detach(self, layer: nn.Module) -> list[Tensor]:
         # Of a layer without children its own are all of them, and known without a walk.
         own = layer.parameters() if layer._modules else layer._parameters.values()
-        weights: list[Tensor] = []
-        for p in own:
-            if p is not None and p.requires_grad:
-                p.requires_grad = False
-                weights.append(p)
+        weights: list[Tensor] = [p for p in own if p is not None and p.requires_grad]
+        for p in weights:
+            p.requires_grad = False
         return weights
 
 

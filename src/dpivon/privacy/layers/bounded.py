@@ -156,10 +156,9 @@ class Together:
 def together(uses: Sequence[object]) -> list[list[int]]:
     """Which are small and alike, so that a copy of their operands takes less than launching for each, in groups that fit."""
     alike: dict[object, list[int]] = {}
-    for i, use in enumerate(uses):
-        if type(use) is not Bounded or use.order is not None or not launches_cost(use.g):
-            continue
-        if len(use.a) <= EXAMPLES_AT_ONCE and 2 * (use.a.numel() + use.g.numel()) <= COPIED:
+    bounded = [(i, use) for i, use in enumerate(uses) if type(use) is Bounded and use.order is None]
+    for i, use in bounded if bounded and launches_cost(bounded[0][1].g) else ():
+        if use.a.shape[0] <= EXAMPLES_AT_ONCE and use.a.nbytes + use.g.nbytes <= COPIED:
             alike.setdefault((use.a.shape, use.g.shape, use.transposed), []).append(i)
     found = []
     for members in alike.values():
@@ -305,7 +304,7 @@ def in_bf16(use: Outer) -> Outer | None:
     given = use.a, use.g, use.shape, use.transposed, use.order
     if t == 1:
         return use if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
-    size, operands = 4 * b * use.shape.numel(), 2 * (use.a.numel() + use.g.numel())
+    size, operands = 4 * b * use.shape.numel(), use.a.nbytes + use.g.nbytes
     large = bounds_pay(use.a, use.g) if capturing() else size > max(MADE_BYTES, MADE_RATIO * operands)
     if large or size > memory_cap(use.g):
         return Bounded(*given)

@@ -26,12 +26,12 @@ _LARGE = 4096  # outputs of a layer that is worth a copy of its weight
 @register_rule(nn.Linear, NonDynamicallyQuantizableLinear, RNNLinear, bf16=True)
 def linear(layer: Any, inputs: tuple[Any, ...], g: Tensor, transposed: bool = False) -> Mapping[Tensor, Use]:
     uses: dict[Tensor, Use] = {}
-    weight, bias = layer.weight, layer.bias
+    weight, bias, product = layer.weight, layer.bias, None
     g = _rows_of_positions(g)
     if weight.requires_grad:
-        uses[weight] = projected(_rows_of_positions(inputs[0].to(g.dtype)), g, weight.shape, transposed)
+        product = uses[weight] = projected(_rows_of_positions(inputs[0].to(g.dtype)), g, weight.shape, transposed)
     if bias is not None and bias.requires_grad:
-        uses[bias] = summed(g, uses.get(weight))
+        uses[bias] = summed(g, product)
     return uses
 
 
@@ -76,7 +76,7 @@ def head(layer: Any, x: Tensor) -> Tensor:
 
 def _rows_of_positions(t: Tensor) -> Tensor:
     """[B, …, n] as [B, T, n]."""
-    return t if t.dim() == 3 else t.reshape(t.shape[0], -1, t.shape[-1])
+    return t if t.ndim == 3 else t.reshape(t.shape[0], -1, t.shape[-1])
 
 
 @register_rule(nn.Embedding)

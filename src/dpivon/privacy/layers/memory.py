@@ -12,7 +12,12 @@ import threading
 import torch
 from torch import Tensor
 
-_active = threading.local()
+
+class _Active(threading.local):
+    pool: Pool | None = None
+
+
+_active = _Active()
 
 
 class Pool:
@@ -44,7 +49,7 @@ class Pool:
         self._free, self._lent = self._free + self._lent, []
 
     def __enter__(self) -> None:
-        self._before.append(getattr(_active, "pool", None))
+        self._before.append(_active.pool)
         _active.pool = self
 
     def __exit__(self, *error: object) -> None:
@@ -53,7 +58,7 @@ class Pool:
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Uninitialised memory, from the active pool if there is one."""
-    pool: Pool | None = getattr(_active, "pool", None)
+    pool = _active.pool
     if pool is None or like.is_cuda:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return pool.lend(shape, like.dtype)
@@ -61,7 +66,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def free(t: Tensor) -> None:
     """Memory from :func:`empty` that is no longer needed."""
-    pool: Pool | None = getattr(_active, "pool", None)
+    pool = _active.pool
     if pool is not None:
         pool.give_back(t)
 

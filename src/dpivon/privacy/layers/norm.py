@@ -114,7 +114,8 @@ def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Ten
     """Parameters in the shape of the last dimensions, against values of shape [B, …, *shape]."""
     shape = layer.normalized_shape
     if left_unsummed(g):
-        x, g = (t.reshape(len(g), -1, *shape) for t in (x, g))
+        rows = (g.shape[0], -1, *shape)
+        x, g = x.reshape(rows), g.reshape(rows)
         bias = getattr(layer, "bias", None)
         known: dict[Tensor, Use] = {bias: Unsummed(g)} if bias is not None and bias.requires_grad else {}
         if layer.weight is not None and layer.weight.requires_grad:

@@ -61,7 +61,7 @@ class Unsummed:
 
 def left_unsummed(g: Tensor) -> bool:
     """Whether to leave such a gradient until backward is over: where launches cost, and its operands are small."""
-    return launches_cost(g) and rows_of_an_example() == 1 and g.numel() * g.element_size() <= COPIED
+    return launches_cost(g) and rows_of_an_example() == 1 and g.nbytes <= COPIED
 
 
 class Biases:
@@ -71,7 +71,7 @@ class Biases:
         self._uses = uses
         self._waiting: dict[int, list[int]] = {}  # by the output gradient
         for i, use in enumerate(uses):
-            if isinstance(use, Unsummed) and use.x is None:
+            if type(use) is Unsummed and use.x is None:
                 self._waiting.setdefault(id(use.g), []).append(i)
 
     def sum(self, gs: Sequence[Tensor], whole: Tensor) -> None:
@@ -94,7 +94,7 @@ def sum_normalisations(uses: list[Any], biases: Biases) -> None:
     """Make all weights of normalisations and their biases, those of one size together."""
     alike: dict[Any, list[int]] = {}
     for i, use in enumerate(uses):
-        if isinstance(use, Unsummed) and use.x is not None:
+        if type(use) is Unsummed and use.x is not None:
             alike.setdefault((use.normalise, use.g.shape, use.x.dtype, use.g.dtype), []).append(i)
     for members in alike.values():
         first = uses[members[0]].g

@@ -32,7 +32,12 @@ _SMALL = 4096  # elements of a parameter whose gradient may lie in a few of them
 _CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram matrices in double are right to 1e-9
 _VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
 
-_batch = threading.local()
+
+class _Batch(threading.local):
+    rows = 1  # of an example
+
+
+_batch = _Batch()
 _SHORT = 256  # positions of an example that are compared pair by pair
 
 
@@ -332,8 +337,7 @@ class views_of_examples:
         self._rows = rows
 
     def __enter__(self) -> None:
-        self._before = rows_of_an_example()
-        _batch.rows = self._rows
+        self._before, _batch.rows = _batch.rows, self._rows
 
     def __exit__(self, *error: object) -> None:
         _batch.rows = self._before
@@ -341,7 +345,7 @@ class views_of_examples:
 
 def rows_of_an_example() -> int:
     """A rule may leave gradients unmade where an example has several rows: added up first, there are fewer to make."""
-    return getattr(_batch, "rows", 1)
+    return _batch.rows
 
 
 def settled(use: Use) -> Use:
