@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -192,7 +193,12 @@ class Own:
         self.g, self.name = g, "own"
 
 
-@pytest.mark.parametrize("use", [Dense, Own, lambda g: Outer(torch.ones(2, 1, 3), g, torch.Size([3, 3]))])
+@dataclass(frozen=True, slots=True)
+class OwnWithSlots:
+    g: torch.Tensor
+
+
+@pytest.mark.parametrize("use", [Dense, Own, OwnWithSlots, lambda g: Outer(torch.ones(2, 1, 3), g, torch.Size([3, 3]))])
 def test_a_tensor_of_a_use_that_is_written_to_is_refused(use):
     g = torch.ones(2, 1, 3)
     kept = Kept()

@@ -141,10 +141,6 @@ def has_ignored(value: Any) -> bool:
     return any(map(bool, ignored_in(value)))
 
 
-# What is kept of a layer's output until its gradient arrives: one of each for every layer, with slots. With closures and pairs
-# Python's garbage collector, which counts objects that live on, would start about half as often again.
-
-
 class Kept:
     """Tensors that uses hold, and that must not change until they are read again."""
 
@@ -167,7 +163,7 @@ class Kept:
 def _reader(kind: type) -> Callable[[Any], Iterable[Any]]:
     """What reads the fields of a kind of use. Not vars(), which makes one more object for every use."""
     names = [f.name for f in fields(kind)] if is_dataclass(kind) else []
-    return attrgetter(*names) if len(names) > 1 else lambda use: vars(use).values()
+    return attrgetter(*(names if len(names) > 1 else 2 * names)) if names else lambda use: vars(use).values()
 
 
 def _versions_of(given: Sequence[Any]) -> list[int | None]:
@@ -186,6 +182,10 @@ def _check_unchanged(given: Sequence[Any], versions: Sequence[int | None]) -> No
             f"A layer's input of shape {shape} was changed in place before its gradient was used: its per-example gradients "
             "would be wrong. Use the operation that returns a new tensor (such as inplace=False)."
         )
+
+
+# What is kept of a layer's output until its gradient arrives: one of each for every layer, with slots. With closures and pairs
+# Python's garbage collector, which counts objects that live on, would start about half as often again.
 
 
 class OfRule:
