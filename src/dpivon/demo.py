@@ -31,6 +31,7 @@ from dpivon.methods import method as make
 from dpivon.metrics import accuracy, brier, ece, nll
 from dpivon.models import SmallCNN
 from dpivon.posterior import Posterior
+from dpivon.priors.start import start_from
 from dpivon.privacy import PrivacyEngine
 from dpivon.report.chart import BLUE, GREEN, GREY, ORANGE, Axis, Panel, Point, Series
 from dpivon.report.figures import draw, draw_panels
@@ -163,17 +164,21 @@ def train(
     delta: float,
     epochs: int,
     seed: int,
+    start: str | os.PathLike[str] = "",
     on_epoch: Callable[..., None] = lambda epoch, epsilon: None,
     **options: Any,
 ) -> Run:
     """Train a :class:`SmallCNN` within (``epsilon``, ``delta``); a method that is not private, without either (ε = ∞).
 
+    ``start`` is a prior for the first weights, as of :func:`dpivon.priors.start_from`; without it they are random.
     ``on_epoch(epoch, epsilon=ε)`` is called after each epoch with what has been spent.
     """
     private, engine = method.name.startswith("dp"), PrivacyEngine(accountant="rdp")
     with torch.random.fork_rng(devices=[]):  # layers draw first weights and masks from the global generator
         torch.manual_seed(stream(seed, "weights").initial_seed())
         network = SmallCNN()
+        if start:
+            start_from(network, start, input_mean=0.0, input_std=1.0)
         torch.manual_seed(stream(seed, "masks").initial_seed())
         examples, batches = TensorDataset(data.x, data.y), stream(seed, "batches")
         loader: Any = DataLoader(examples, batch_size=BATCH_SIZE, shuffle=not private, generator=batches)
