@@ -8,17 +8,22 @@ python -m experiments.leaderboard.priors.digits judge     # the chosen rates wit
 
 from __future__ import annotations
 
-import statistics
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, stdev, variance
 from typing import Any
+
+from scipy.stats import t as student
 
 from dpivon import demo
 from dpivon.data.images import load_digits
 from dpivon.machine import one_thread
 from dpivon.metrics import accuracy, nll
 from experiments.leaderboard.priors import tables
+from experiments.leaderboard.priors.arms import number, paired_interval, table, told
+from experiments.strong_privacy.compare.statistics import Interval
 
 TABLE = Path(__file__).parent / "results" / "digits.csv"
 EPSILONS, EPOCHS = (0.5, 1.0, 2.0, 4.0), 40
@@ -42,20 +47,65 @@ def rows(start: str, epsilon: float, rate: float, seed: int, splits: tuple[str, 
             yield own | tables.facts(split.x.device)
 
 
+def at(start: str, epsilon: float, split: str, seeds: Sequence[int]) -> list[tables.Row]:
+    """The committed runs."""
+    wanted = (start, epsilon, split)
+    found = [r for r in tables.read(TABLE) if (r["start"], float(r["epsilon"]), r["split"]) == wanted]
+    return [row for row in found if int(row["seed"]) in seeds]
+
+
+def by_rate(start: str, epsilon: float) -> dict[float, list[tables.Row]]:
+    """The runs that rates are chosen by."""
+    made = at(start, epsilon, "validation", CHOOSING)
+    return {rate: [r for r in made if float(r["rate"]) == rate] for rate in sorted({float(r["rate"]) for r in made})}
+
+
+def values(runs: Sequence[tables.Row], score: str) -> list[float]:
+    return [float(row[score]) for row in runs]
+
+
 def chosen(start: str, epsilon: float) -> float:
-    """The rate with the lowest mean NLL on validation digits over the seeds for choosing."""
-    found: dict[float, list[float]] = {}
-    for row in tables.read(TABLE):
-        place = (row["start"], float(row["epsilon"]), row["split"], int(row["seed"]) in CHOOSING)
-        if place == (start, epsilon, "validation", True):
-            found.setdefault(float(row["rate"]), []).append(float(row["nll"]))
-    return min(found, key=lambda rate: statistics.fmean(found[rate]))
+    """The rate with the lowest mean NLL on validation digits."""
+    found = by_rate(start, epsilon)
+    return min(found, key=lambda rate: fmean(values(found[rate], "nll")))
 
 
-def judged(start: str, epsilon: float, split: str, score: str) -> list[float]:
-    """Of the fresh seeds, in their order."""
-    at = [r for r in tables.read(TABLE) if (r["start"], float(r["epsilon"]), r["split"]) == (start, epsilon, split)]
-    return [float(r[score]) for seed in JUDGING for r in at if int(r["seed"]) == seed]
+def unpaired(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Welch's 95 % interval of the difference of two means."""
+    parts = [variance(v) / len(v) for v in (a, b)]
+    error = sum(parts)
+    free = error**2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (a, b), strict=True))
+    mean, half = fmean(a) - fmean(b), float(student.ppf(0.975, free)) * math.sqrt(error)
+    return Interval(mean, mean - half, mean + half, len(a))
+
+
+def rates() -> str:
+    """Every rate that was tried, on validation digits."""
+    head = ("start", "ε", "r", "accuracy", "NLL")
+    starts = sorted({(row["start"], float(row["epsilon"])) for row in tables.read(TABLE)})
+    lines = []
+    for start, epsilon in starts:
+        for rate, runs in by_rate(start, epsilon).items():
+            scores = number(100 * fmean(values(runs, "accuracy")), 1), number(fmean(values(runs, "nll")), 3)
+            lines.append((start, f"{epsilon:g}", f"{rate:g}", *scores))
+    return table(head, lines)
+
+
+def judged() -> str:
+    """Scratch and prior with the fresh seeds, and their differences."""
+    head = ("split", "ε", "score", "r, scratch", "r, prior", "scratch", "prior", "paired", "unpaired")
+    lines = []
+    for split in ("validation", "test"):
+        for epsilon in EPSILONS:
+            scratch, prior = (at(start, epsilon, split, JUDGING) for start in RATES)
+            for score, title, digits, factor in (("accuracy", "accuracy", 1, 100.0), ("nll", "NLL", 3, 1.0)):
+                a, b = values(prior, score), values(scratch, score)
+                shown = [f"{number(factor * fmean(v), digits)} ± {number(factor * stdev(v), digits)}" for v in (b, a)]
+                found = paired_interval(prior, scratch, score, title), unpaired(a, b)
+                used = f"{float(scratch[0]['rate']):g}", f"{float(prior[0]['rate']):g}"
+                differences = [told(each, digits, factor) for each in found]
+                lines.append((split, f"{epsilon:g}", title, *used, *shown, *differences))
+    return table(head, lines)
 
 
 def main() -> None:
@@ -63,8 +113,8 @@ def main() -> None:
     for start in priors or RATES:
         for epsilon in (1.0,) if priors else EPSILONS:
             judging = plan == "judge"
-            rates = (chosen(start, epsilon),) if judging else RATES.get(start, RATES["strokes-8"])
-            for rate in rates:
+            each = (chosen(start, epsilon),) if judging else RATES.get(start, RATES["strokes-8"])
+            for rate in each:
                 splits = ("validation", "test") if judging else ("validation",)
                 made = [
                     r for seed in (JUDGING if judging else CHOOSING) for r in rows(start, epsilon, rate, seed, splits)
