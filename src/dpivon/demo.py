@@ -1,8 +1,8 @@
 """``dpivon demo``: private methods side by side on real handwritten digits, in about a minute on a laptop.
 
-Every method gets the same first weights (but for ``--prior``), Poisson batches and stream of privacy noise. Learning rates are the registry's,
-chosen out of three on the validation digits at ε = 4, δ = 1e-4 and 40 epochs, which ε does not cover. DP-Steady's was set on
-CIFAR-10 instead.
+Every method gets the same Poisson batches, stream of privacy noise and first weights, but for ``--prior``. Learning rates are
+the registry's, chosen out of three on the validation digits at ε = 4, δ = 1e-4 and 40 epochs, which ε does not cover.
+DP-Steady's was set on CIFAR-10 instead.
 """
 
 from __future__ import annotations
