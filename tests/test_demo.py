@@ -13,12 +13,13 @@ import torch
 
 import dpivon
 from dpivon.data.images import PIXEL_RANGE, load_digits
-from dpivon.demo import BATCH_SIZE, Result, run_demo, stream, train
+from dpivon.demo import BATCH_SIZE, PRIOR, Result, run_demo, stream, train
 from dpivon.machine import one_thread
 from dpivon.methods import METHODS
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
 from dpivon.posterior import Posterior
+from dpivon.priors import start_from
 
 EPSILON, DELTA, EPOCHS = 8.0, 1e-4, 10
 
@@ -157,6 +158,27 @@ def test_any_methods_can_be_asked_for_and_none_overwrites_another(tmp_path: Path
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert {f"posterior-{names[0]}.safetensors", f"posterior-{names[2]}.safetensors"} < found
     assert Posterior.load(tmp_path / "out" / f"posterior-{names[0]}.safetensors").metadata["curvature"] == "reparam"
+
+
+def test_a_prior_is_one_more_row_beside_scratch(tmp_path: Path) -> None:
+    asked = {"methods": ["dp-steady"], "epochs": 1, "epsilon": 1.0, "quiet": True}
+    alone, results = run_demo(tmp_path / "a", **asked), run_demo(tmp_path / "b", **asked, prior=True)
+    assert [r.method for r in results] == ["DP-Steady"] * 2 + ["DP-Steady, prior"] * 2
+    assert results[:2] == alone  # the same run with and without
+    guarantee = {(r.epsilon, r.delta, r.noise_multiplier, r.steps) for r in results}
+    assert len(guarantee) == 1  # the prior costs nothing
+    found = {path.name for path in (tmp_path / "b").iterdir()}
+    assert {"posterior-dp-steady.safetensors", "posterior-dp-steady-prior.safetensors"} < found
+
+
+def test_training_begins_at_the_prior() -> None:
+    given = {"epsilon": 1.0, "delta": DELTA, "epochs": 1, "seed": 0, "lr": 1e-6}
+    with one_thread():
+        run = train(METHODS["dp-steady"], load_digits().train, **given, start=PRIOR)
+    model = SmallCNN()
+    mean = start_from(model, PRIOR, input_mean=0.0, input_std=1.0).mean  # pixels are in [0, 1]
+    found = run.learner.posterior().mean
+    assert all(torch.allclose(found[name], value, atol=1e-4) for name, value in mean.items())
 
 
 @pytest.mark.parametrize(("names", "message"), [(["dp-sdg"], "not a known method"), (["dp-sgd", "dp-sgd"], "twice")])

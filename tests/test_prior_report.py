@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiments.leaderboard.priors import report, tables
+from experiments.leaderboard.priors import digits, report, tables
 from experiments.leaderboard.priors.arms import Results
 from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, key_of, same_round
 from experiments.leaderboard.priors.private import CELL
+
+from dpivon import demo
 
 #: Arm: its plan and one of its cells.
 ARMS = {
@@ -94,6 +96,20 @@ def test_the_command_fills_blocks_and_notices_changes(tmp_path: Path, monkeypatc
 def test_committed_runs_are_what_validation_chose(plan: str) -> None:
     rows = same_round(tables.read(FOLDER / "runs.csv"), plan)
     assert {cell.key for cell in PLANS[plan](rows, [])} == {key_of(row) for row in rows if row["plan"] == plan}
+
+
+def test_digits_were_judged_at_what_validation_chose() -> None:
+    for epsilon in digits.EPSILONS:
+        for start in digits.RATES:
+            used = {float(r["rate"]) for r in digits.at(start, epsilon, "test", digits.JUDGING)}
+            assert used == {digits.chosen(start, epsilon)}
+        assert digits.chosen("strokes-8", epsilon) == demo.PRIOR_LR
+    assert not set(digits.CHOOSING) & set(digits.JUDGING)
+
+
+def test_unpaired_differences_have_welchs_interval() -> None:
+    found = digits.unpaired([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
+    assert (found.mean, found.low) == pytest.approx((2.0, 2.0 - 4.302653 / 3**0.5), rel=1e-5)  # one spread alone
 
 
 def test_merging_is_idempotent_and_replaces_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

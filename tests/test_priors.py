@@ -15,7 +15,7 @@ from dpivon.cli import app
 from dpivon.data import images as data_images
 from dpivon.errors import ArgumentError
 from dpivon.models import SmallCNN
-from dpivon.priors import MIXTURES, images, learning
+from dpivon.priors import MIXTURES, PROCESSES, images, learning
 
 SMALL = {"steps": 3, "batch": 8, "pool": 16, "fresh": 4, "every": 2, "warmup": 2}
 
@@ -46,6 +46,17 @@ def test_any_size_and_channels(name: str, size: int, channels: int) -> None:
 def test_spectra_fall_with_frequency() -> None:
     power = torch.fft.rfft2(made("spectra", 0, 64, 32).float()).abs().square().mean((0, 1))
     assert power[1:3, 1:3].mean() > 10 * power[12:16, 12:16].mean()
+
+
+def test_strokes_are_ink_on_blank_paper_and_fill_it() -> None:
+    ink = PROCESSES["strokes"](64, 24, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(ink[:, 0], ink[:, 1])
+    assert ((ink == 0) | (ink == 1)).float().mean() > 0.7  # an edge is one pixel wide
+    share = ink.mean((1, 2, 3))
+    assert 0.03 < share.min() < share.max() < 0.7
+    extent = torch.stack([(ink[:, 0].amax(axis) > 0).sum(1) for axis in (1, 2)]).amax(0)
+    assert extent.min() >= 0.8 * 24
+    assert extent.max() <= 24
 
 
 def test_uniformity_is_that_of_all_pairs() -> None:

@@ -11,10 +11,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import dpivon
+from dpivon import priors
 from dpivon.cli import app
+from dpivon.durable.tensors import read_tensors
 from dpivon.errors import ArgumentError
-from dpivon.models import PaperCNN
+from dpivon.models import PaperCNN, SmallCNN
 from dpivon.priors import start_from
+from dpivon.priors.learning import FORMAT, VERSION, state_of
 from dpivon.privacy.accounting import epsilon
 
 
@@ -32,6 +35,27 @@ def test_a_built_in_prior_fits_any_number_of_classes_and_any_scale_of_inputs() -
     pixels = torch.rand(2, 3, 32, 32)
     seen = one.features.block1.conv((pixels - 0.5) / 0.25), other.features.block1.conv(pixels)
     torch.testing.assert_close(*(s[..., 2:-2, 2:-2] for s in seen), rtol=1e-4, atol=1e-4)
+
+
+def test_the_digits_prior_is_what_its_command_makes(tmp_path: Path) -> None:
+    """docs/priors.md has the command; here it runs for two steps."""
+    documented = (Path(__file__).parents[1] / "docs" / "priors.md").read_text()
+    command = next(line for line in documented.splitlines() if line.endswith("--out strokes-8.safetensors"))
+    out = tmp_path / "made.safetensors"
+    few = ["--steps", "2", "--pool", "64", "--batch", "8", "--out", str(out)]
+    made = CliRunner().invoke(app, [*command.split()[1:], *few])
+    assert made.exit_code == 0, made.output
+    shipped = Path(priors.__file__).parent / "strokes-8.safetensors"
+    assert shipped.stat().st_size < 100_000
+    known = {"key": FORMAT, "version": VERSION, "what": "prior", "fix": ""}
+    (ours, said), (theirs, says) = (read_tensors(path, **known) for path in (shipped, state_of(out)))
+    kept = {n: t.shape for n, t in theirs.items() if not n.startswith(("projection.", "head.logits."))}
+    assert {n: t.shape for n, t in ours.items()} == kept
+    assert said["process"] == says["process"] == "strokes"
+    for part in ("batch=256", "pool=65536", "steps=10000"):
+        assert part in said["settings"]
+        assert f"--{part.replace('=', ' ')}" in command
+    start_from(SmallCNN(classes=3), "strokes-8")
 
 
 def test_a_prior_of_another_network_changes_nothing() -> None:

@@ -103,6 +103,10 @@ def demo(
         list[str] | None,
         typer.Option(help="A method to train, by its name in `dpivon methods`. Repeat it for several."),
     ] = None,
+    prior: Annotated[
+        bool,
+        typer.Option("--prior", help="Add DP-Steady from first weights that were learned from made-up pen strokes."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="The same seed gives the same table on the same machine.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Write the files, print nothing.")] = False,
 ) -> None:
@@ -115,7 +119,8 @@ def demo(
     """
     from dpivon.demo import run_demo
 
-    run_demo(output, epsilon=epsilon, delta=delta, seed=seed, epochs=epochs, methods=method or (), quiet=quiet)
+    given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed, "epochs": epochs}
+    run_demo(output, **given, methods=method or (), prior=prior, quiet=quiet)
 
 
 @app.command()

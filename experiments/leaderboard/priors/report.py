@@ -35,6 +35,7 @@ from experiments.leaderboard.priors.arms import (
     told,
     wrapped,
 )
+from experiments.leaderboard.priors.digits import judged, rates
 from experiments.leaderboard.priors.figure import draw
 from experiments.leaderboard.priors.plans import EPSILONS, Row
 from experiments.leaderboard.priors.predictions import WIDTHS
@@ -302,8 +303,10 @@ def prediction_cells(r: Results, method: str, way: tuple[str, str, str, str]) ->
 FILES: dict[str, dict[str, Callable[[Results], str]]] = {
     "README.md": {
         block.__name__: block for block in (found, bars, test, paired, posterior, calibration, choices.caveats)
-    },
-    "choices.md": {block.__name__: block for block in (choices.starts, choices.tuning, choices.parts)},
+    }
+    | {"digits": lambda _: judged()},
+    "choices.md": {block.__name__: block for block in (choices.starts, choices.tuning, choices.parts)}
+    | {"digits": lambda _: rates()},
 }
 
 

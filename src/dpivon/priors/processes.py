@@ -30,6 +30,12 @@ MAPS, KERNEL = 12, 5
 LATENT = 8
 #: Atoms of a Gabor field; their number over two to one is drawn, so that some fields are sparse and some are dense.
 ATOMS = 48
+#: Points that a pen stroke goes through: the fewest between which it turns both ways, as an S does.
+POINTS = 4
+#: Dots per stretch between two of them, so that they are closer together than the thinnest pen is wide.
+DOTS = 12
+#: Radius of the pen, in sides of the image: lines are a tenth to a fifth of a letter's height wide.
+PEN = 0.05, 0.1
 
 
 def uniform(g: Generator, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -252,6 +258,32 @@ def objects(n: int, size: int, channels: int, g: Generator) -> Tensor:
     return leaves(n, size, channels, g, texture=styled)
 
 
+def strokes(n: int, size: int, channels: int, g: Generator) -> Tensor:
+    """Made-up letters: one or two smooth pen strokes through random points, enlarged to fill the image.
+
+    Knowledge about handwriting in general and of no data set. A stroke is a Catmull-Rom spline through ``POINTS`` points of
+    a square. All channels have the same ink, and the line's edge is one pixel wide.
+    """
+    points = uniform(g, n, 2, POINTS, 2)
+    points[:, 1] = torch.where(uniform(g, n, 1, 1) < 0.5, points[:, 1], points[:, 0])  # half have one stroke
+    ends = 2 * points[:, :, :1] - points[:, :, 1:2], 2 * points[:, :, -1:] - points[:, :, -2:-1]
+    a, b, c, d = torch.cat([ends[0], points, ends[1]], 2).unsqueeze(3).unfold(2, 4, 1).unbind(-1)
+    t = torch.linspace(0, 1, DOTS + 1, device=g.device).view(-1, 1)
+    dots = b + 0.5 * t * (c - a + t * (2 * a - 5 * b + 4 * c - d + t * (3 * (b - c) + d - a)))
+    dots = dots.flatten(1, 3)
+    low, high = dots.amin(1, keepdim=True), dots.amax(1, keepdim=True)
+    room = (1 - 2 * PEN[1]) / (high - low).amax(2, keepdim=True).clamp_min(0.1)
+    at = (dots - (low + high) / 2) * room + 0.5
+    y, x = (line / size for line in grid(size, g.device))
+    nearest = torch.full((n, size, size), math.inf, device=g.device)
+    for dot in at.unbind(1):
+        across, down = x - dot[:, 0].view(n, 1, 1), y - dot[:, 1].view(n, 1, 1)
+        nearest = torch.minimum(nearest, across.square() + down.square())
+    radius = uniform(g, n, 1, 1, low=PEN[0], high=PEN[1])
+    ink = ((radius - nearest.sqrt()) * size + 0.5).clamp(0, 1)
+    return ink.unsqueeze(1).expand(n, channels, size, size)
+
+
 PROCESSES: dict[str, Process] = {
     "spectra": spectra,
     "gabor": gabor,
@@ -260,6 +292,7 @@ PROCESSES: dict[str, Process] = {
     "collage": collage,
     "styled": styled,
     "objects": objects,
+    "strokes": strokes,
 }
 #: What a prior is learned from: processes in equal shares.
 MIXTURES: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from dpivon.posterior import Posterior
 from dpivon.priors.learning import FORMAT, MEAN, STD, VERSION
 
 #: Priors that come with the library, and the network that each is of.
-BUILT_IN = {"images-32": "paper, 3 × 32 × 32"}
+BUILT_IN = {"images-32": "paper, 3 × 32 × 32", "strokes-8": "small, 1 × 8 × 8"}
 #: What a posterior that no one's data is in says of its method.
 SYNTHETIC = "random process"
 
