@@ -42,8 +42,8 @@ def start_from(
     """
     mean, metadata = _read(prior)
     shown = prior if isinstance(prior, str) else type(prior).__name__
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    last = f"{linear[-1]}." if linear else "\0"
+    linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    last = f"{linear[-1][0]}." if linear else "\0"
     named = dict(model.named_parameters())
     mean = mean | {name: torch.zeros_like(p) for name, p in named.items() if name.startswith(last)}
     for name, p in named.items():
@@ -60,6 +60,9 @@ def start_from(
         first.weight *= input_std / STD
         own = {name: p.detach().float().clone() for name, p in named.items()}
     variance = {name: p.square().mean().clamp_min(1e-4).expand(p.shape).clone() for name, p in own.items()}
+    for name, v in variance.items():
+        if name.startswith(last):  # as wide as torch's initialisation: its zeros tell nothing
+            v.fill_(1.0 / (3.0 * linear[-1][1].in_features))
     return Posterior(own, variance, metadata)
 
 
