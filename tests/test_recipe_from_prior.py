@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +113,8 @@ def test_the_head_is_a_linear_layer_on_what_the_prior_computes(monkeypatch: Any)
     options, first = made[0]
     model = network()
     dpivon.priors.start_from(model, prior())
-    known = set(inspect.signature(dpivon.fit).parameters)
-    alone = dpivon.fit(
-        copy.deepcopy(model[2]),
-        model[:2](x).detach(),
-        y,
-        **{key: value for key, value in options.items() if key in known},
-    )
+    given = {key: value for key, value in options.items() if key not in ("inputs", "labels")}
+    alone = dpivon.fit(copy.deepcopy(model[2]), model[:2](x).detach(), y, **given)
     torch.testing.assert_close(first.posterior.mean["2.weight"], alone.posterior.mean["weight"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first.posterior.mean["2.bias"], alone.posterior.mean["bias"], rtol=1e-4, atol=1e-5)
 

@@ -119,18 +119,19 @@ def steady(
     worth = people is None and blur(sigma, n) <= WORTH
     own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
     plan: dict[str, Any] = {"batch_size": batch_size, "delta": delta, "accountant": accountant}
-    shared = dict(**plan, method=METHOD, max_grad_norm=max_grad_norm, seed=seed, **options)
-    beside: dict[str, Any] = {"options": own, "also": [temperature_cost(sigma)] if worth else None}
+    plan["also"] = [temperature_cost(sigma)] if worth else None
+    shared = dict(**plan, method=METHOD, max_grad_norm=max_grad_norm, seed=seed, options=own, **options)
+    shared |= {"inputs": inputs, "labels": labels}
     body = []
     if start_from is not None:
         model = copy.deepcopy(model)
         body = _begin(model, start_from)
     if body:
-        both = {"target_epsilon": target, "noise_multiplier": options.get("noise_multiplier"), "also": beside["also"]}
-        whole = budget(dataset_size=n, epochs=epochs, **plan, **both)
-        fitted = _head_first(model, body, inputs, labels, whole, epochs, shared, beside)
+        alone = options.get("noise_multiplier")  # refused beside ε
+        whole = budget(dataset_size=n, epochs=epochs, target_epsilon=target, noise_multiplier=alone, **plan)
+        fitted = _head_first(model, body, whole, epochs, shared)
     else:
-        fitted = fit(model, inputs, labels, **shared, **beside, epochs=epochs, target_epsilon=target)
+        fitted = fit(model, **shared, epochs=epochs, target_epsilon=target)
     if not worth:
         return Tempered(fitted, 1.0)
     chosen: dict[str, Any] = {"noise_multiplier": sigma, "samples": samples}
@@ -154,16 +155,7 @@ def _begin(model: nn.Module, start_from: Any) -> list[str]:
     return body
 
 
-def _head_first(
-    model: nn.Module,
-    body: list[str],
-    inputs: Any,
-    labels: Any,
-    plan: Budget,
-    epochs: int,
-    shared: dict[str, Any],
-    beside: dict[str, Any],
-) -> Fitted:
+def _head_first(model: nn.Module, body: list[str], plan: Budget, epochs: int, shared: dict[str, Any]) -> Fitted:
     """The last layer alone, then all weights: two trainings within one plan, of which the second comes after the first."""
     first = -(-epochs // HEAD_PART)
     if first == epochs:
@@ -171,24 +163,22 @@ def _head_first(
         raise bad("epochs", epochs, "is too few for two phases, the last layer alone and all weights", fix)
     if shared.get("after") is not None:
         raise bad("after", "Fitted", "was given with start_from, which begins anew", "Leave one of them out")
-    folder = Path(shared["out"]) if shared.get("out") is not None else None
+    folder = None if shared.get("out") is None else Path(shared["out"])
     if folder is not None and folder.is_dir() and any(folder.iterdir()) and not (folder / HEAD).is_dir():
         raise bad("out", str(folder), "is not empty, and no run from a prior was begun in it", "Give another folder")
     shared, steps = {**shared, "noise_multiplier": plan.noise_multiplier}, plan.steps // epochs * first
-    lr, say = shared.pop("lr", None), shared.pop("on_progress", lambda done, steps: None)
-    lr = AFTER_HEAD if lr is None else lr
+    lr, own, also, say = (shared.pop(name, None) for name in ("lr", "options", "also", "on_progress"))
+    lr, say = AFTER_HEAD if lr is None else lr, say or (lambda done, steps: None)
     # What the second training would refuse is refused before the first releases anything.
-    Run(METHOD, 0, plan.noise_multiplier, shared["max_grad_norm"], lr, plan.batch_size, beside["options"])
-    where = {} if folder is None else {"out": folder / HEAD}
+    Run(METHOD, 0, plan.noise_multiplier, shared["max_grad_norm"], lr, plan.batch_size, own)
     for name in body:
         model.get_parameter(name).requires_grad_(False)
-    shown = {"on_progress": lambda done, _: say(done, plan.steps)}
-    head = fit(model, inputs, labels, **{**shared, **where, **shown}, epochs=first)
+    alone = {**shared, "out": folder and folder / HEAD, "on_progress": lambda done, _: say(done, plan.steps)}
+    head = fit(model, **alone, epochs=first)
     learned = [head.model.get_parameter(name).requires_grad_() for name in body]
-    beside["options"] = {"scale": weight_scale(learned, [matrix(p.shape) for p in learned]), **beside["options"]}
-    shared |= {"after": head, "lr": lr, "on_progress": lambda done, _: say(steps + done, plan.steps)}
-    fitted = fit(head.model, inputs, labels, **shared, **beside, epochs=epochs - first)
-    return dataclasses.replace(fitted, budget=plan)
+    shared["options"] = {"scale": weight_scale(learned, [matrix(p.shape) for p in learned]), **own}
+    shared |= {"lr": lr, "also": also, "after": head, "on_progress": lambda done, _: say(steps + done, plan.steps)}
+    return dataclasses.replace(fit(head.model, **shared, epochs=epochs - first), budget=plan)
 
 
 def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[str, Any]) -> Tempered:

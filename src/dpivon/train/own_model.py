@@ -156,8 +156,7 @@ def train(
 
 
 def _limit(settings: Mapping[str, Any], plan: Budget, also: History) -> Limit:
-    own = plan.noise_multiplier, plan.sample_rate, plan.steps
-    return Limit(settings["epsilon"], plan.delta, *own, tuple(also))
+    return Limit(settings["epsilon"], plan.delta, plan.noise_multiplier, plan.sample_rate, plan.steps, tuple(also))
 
 
 def _check_data(folder: Path, data: Data, people: People | None) -> None:
