@@ -102,6 +102,23 @@ def test_what_the_caller_says_comes_before_the_recipe_and_stays_the_callers() ->
         assert torch.equal(v, fit.posterior.variance[name])
 
 
+def test_people_get_no_temperature_since_it_bounds_rows_alone() -> None:
+    x, y = data(6000)
+    people = [i % 5000 for i in range(6000)]
+    options: dict[str, Any] = {
+        "target_epsilon": 2.0,
+        "delta": 1e-4,
+        "batch_size": 1000,
+        "epochs": 1,
+        "user_ids": people,
+    }
+    made = dpivon.steady(build(), x, y, **options)
+    fitted: Any = made.predictor
+    assert made.temperature == 1.0
+    assert fitted.history == [(fitted.budget.noise_multiplier, 0.2, 5)]
+    assert fitted.account.unit == "person"
+
+
 @pytest.mark.slow
 def test_a_plan_leaves_room_for_what_comes_besides() -> None:
     plan: dict[str, Any] = {"dataset_size": 1000, "batch_size": 100, "epochs": 5, "delta": 1e-5}

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dpivon.defaults import METHOD
+from dpivon.durable.ledger import read
 from dpivon.errors import bad
 from dpivon.methods import METHODS
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
 from dpivon.privacy import Accountant, Budget, budget
 from dpivon.privacy.accounting import DEFAULT
-from dpivon.privacy.accounting.history import History
+from dpivon.privacy.accounting.history import History, check_history
+from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.engine import PrivacyEngine
@@ -57,6 +60,16 @@ class Fitted:
             self.account.charge(noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate, steps=plan.steps)
 
     @property
+    def ledger(self) -> Path | None:
+        """The file that all releases are in; None where the training was not kept in a folder."""
+        return None if isinstance(self.account, Accountant) or self.account.ledger is None else self.account.ledger.path
+
+    @property
+    def history(self) -> History:
+        """All that was released, as rows (σ, q, steps); of a training that was kept, what its ledger says."""
+        return list(_accountant(self).history) if self.ledger is None else history(read(self.ledger), 0)
+
+    @property
     def epsilon(self) -> float:
         """Of the plan; ``account`` says what was spent, a temperature chosen later included."""
         return self.budget.epsilon
@@ -86,6 +99,7 @@ def fit(
     seed: int | None = None,
     accountant: str = DEFAULT,
     also: History | None = None,
+    after: Fitted | None = None,
     augment: Augmentation | None = None,
     clipping: str | Clipping = "flat",
     user_ids: Any = None,
@@ -133,6 +147,9 @@ def fit(
         loss: ``loss(outputs, labels)`` returns one loss per example.
         accountant: ``"pld"`` (the tightest), ``"prv"`` or ``"rdp"`` (the paper's).
         also: releases to be made besides, which the plan leaves room for (:func:`~dpivon.privacy.accounting.budget.budget`).
+        after: an earlier training on the same people, such as that of the weights in ``model``. Its releases come first in
+            the account, and in the ledger, so ε is of both together. With ``out`` it must be in a folder too. The same
+            ``seed`` draws other noise than it did there.
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
             unless the data is public.
@@ -168,6 +185,8 @@ def fit(
     if people is not None:
         people.check(len(given))
     n = len(given if people is None else people) if dataset_size is None else dataset_size
+    earlier = [] if after is None else _earlier(after, "" if people is None else people.unit, out)
+    beside = [*earlier, *check_history(also or [])]
     plan = budget(
         dataset_size=n,
         batch_size=batch_size,
@@ -176,8 +195,10 @@ def fit(
         target_epsilon=target_epsilon,
         noise_multiplier=noise_multiplier,
         accountant=accountant,
-        also=also,
+        also=beside,
     )
+    if after is not None and seed is not None:
+        seed = (seed ^ int(after.posterior.digest, 16)) >> 2
     if labels is None and isinstance(inputs, Tensor):
         raise bad("labels", None, "is missing", "Give one label per row of inputs, or a Dataset of pairs as inputs")
     if out is not None or people is not None or labels is None or evaluate is not None:
@@ -188,6 +209,8 @@ def fit(
             given if labels is None else (given, labels),
             plan,
             out=None if out is None else os.fspath(out),
+            after=after,
+            also=beside,
             target_epsilon=target_epsilon,
             epochs=epochs,
             lr=lr,
@@ -215,6 +238,8 @@ def fit(
     known |= {"augment": augment, "clipping": clipping, "accountant": accountant, "prior": prior}
     stack = Stack([run], network, given, labels, dtype=dtype, start=start, **known)
     account = stack.mechanism.accountants[0]
+    for sigma, rate, steps in earlier:
+        account.charge(noise_multiplier=sigma, sample_rate=rate, steps=steps)
     with Bar(plan.steps, lambda: account.get_epsilon(delta), progress) as bar:
         for done in stack.train(plan.steps):
             bar.at(done)
@@ -222,3 +247,19 @@ def fit(
     at = {"averaged": run.averaged}
     path = "captured" if given.is_cuda else f"eager (on {given.device.type})"
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, account, path)
+
+
+def _accountant(fitted: Fitted) -> Accountant:
+    return fitted.account if isinstance(fitted.account, Accountant) else fitted.account.accountant
+
+
+def _earlier(after: Fitted, unit: str, out: Any) -> History:
+    """What an earlier training released, if both are for one unit of privacy and all of it can be in the ledger."""
+    if (theirs := _accountant(after).unit or "") != unit:
+        a, b = (name or "the example" for name in (theirs, unit))
+        fix = "Give user_ids to both, or to neither"
+        raise bad("after", type(after).__name__, f"is for the unit of privacy {a!r}, and this training for {b!r}", fix)
+    if out is not None and after.ledger is None:
+        problem = "was not kept in a folder, so its releases cannot be in the ledger of this one"
+        raise bad("after", type(after).__name__, problem, "Give out= to both, or to neither")
+    return after.history

@@ -29,7 +29,9 @@ def start_from(
     """Put a prior's mean into ``model``, in place, with a last layer of zero; the prior of this model, for ``prior=``.
 
     >>> prior = dpivon.priors.start_from(model, "images-32")
-    >>> dpivon.steady(model, x, y, target_epsilon=1, delta=1e-5, batch_size=4096, epochs=90, lr=1.75)
+    >>> dpivon.fit(model, x, y, target_epsilon=1, delta=1e-5, batch_size=4096, epochs=90, lr=1.75)
+
+    :func:`dpivon.steady` does it by itself with ``start_from=``, and trains the last layer before all weights.
 
     Args:
         model: ends in a linear layer, which is new and may have any number of classes.
@@ -40,8 +42,8 @@ def start_from(
     """
     mean, metadata = _read(prior)
     shown = prior if isinstance(prior, str) else type(prior).__name__
-    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    last = f"{linear[-1]}." if linear else "\0"
+    linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    last = f"{linear[-1][0]}." if linear else "\0"
     named = dict(model.named_parameters())
     mean = mean | {name: torch.zeros_like(p) for name, p in named.items() if name.startswith(last)}
     for name, p in named.items():
@@ -58,7 +60,28 @@ def start_from(
         first.weight *= input_std / STD
         own = {name: p.detach().float().clone() for name, p in named.items()}
     variance = {name: p.square().mean().clamp_min(1e-4).expand(p.shape).clone() for name, p in own.items()}
+    for name, v in variance.items():
+        if name.startswith(last):  # as wide as torch's initialisation: its zeros tell nothing
+            v.fill_(1.0 / (3.0 * linear[-1][1].in_features))
     return Posterior(own, variance, metadata)
+
+
+def last_layer(model: nn.Module) -> str:
+    """The name of the linear layer that a model ends in; an error where it ends in something else."""
+    own = [(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    name, layer = own[-1] if own else ("", model)
+    named = {id(p): n for n, p in model.named_parameters()}  # a weight of two layers has its first name alone
+    if not name or not isinstance(layer, nn.Linear) or named[id(layer.weight)] != f"{name}.weight":
+        problem = "does not end in a linear layer of its own, which a prior would leave to the classes"
+        raise bad("model", type(model).__name__, problem, "Add an nn.Linear as its last layer, or leave start_from out")
+    return name
+
+
+def check_free(found: Posterior, start_from: object, fix: str) -> None:
+    """Refuse a posterior that says what trained it: its cost, if there is one, is in no account here."""
+    if (by := found.metadata.get("method", SYNTHETIC)) != SYNTHETIC:
+        shown = start_from if isinstance(start_from, str) else type(start_from).__name__
+        raise bad("start_from", shown, f"was trained by {by}, and what that cost is not in this run's ledger", fix)
 
 
 def _read(prior: str | os.PathLike[str] | Posterior) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -28,6 +28,7 @@ from dpivon.train.published import FOLDER, NAME, Description, Published, describ
 if TYPE_CHECKING:
     from dpivon.train.config import Config
 
+Rows = tuple[tuple[Terms, int], ...]
 _NAME = "start_from"
 _READ_AS = ("delimiter", "decimal", "encoding", "id")  # of a table: how its file is written, not what a row is
 _SLACK = 1e-6  # relative: accountants on two machines differ in the last digits
@@ -47,7 +48,7 @@ class Earlier:
     where: str
     run: str
     published: Published
-    rows: tuple[tuple[Terms, int], ...]
+    rows: Rows
 
     @property
     def history(self) -> History:
@@ -94,15 +95,28 @@ class Earlier:
 
     def begin(self, ledger: Path) -> None:
         """Begin the ledger with the earlier releases; one that is begun must have begun with these."""
-        if not ledger.exists():
-            Ledger(ledger, self.rows).close()
-            return
-        counts, begun = read_ledger(ledger).counts(), Record(self.run)
-        for terms, n in self.rows:
-            begun.add(terms, n)
-        if any(counts.get(terms, 0) < n for terms, n in begun.counts().items()):
-            fix = "Put that folder back as it was, or begin another run with another --out"
-            raise bad(_NAME, self.where, f"has changed since the run in {ledger.parent} was begun", fix)
+        begin(ledger, self.rows, _NAME, self.where)
+
+
+def marked(record: Record, start: str) -> Rows:
+    """The releases of a run as the ledger of the next one begins with them; ``start`` is the digest of its posterior."""
+    mark = {"start": start}
+    return tuple(
+        (({**terms[0], "earlier": terms[0].get("earlier", record.id), **mark},), n) for terms, n in record.rows if n
+    )
+
+
+def begin(ledger: Path, rows: Rows, name: str, where: str) -> None:
+    """Begin a ledger with the releases of the run in ``where``; one that is begun must have begun with these."""
+    if not ledger.exists():
+        Ledger(ledger, rows).close()
+        return
+    counts, begun = read_ledger(ledger).counts(), Record("")
+    for terms, n in rows:
+        begun.add(terms, n)
+    if any(counts.get(terms, 0) < n for terms, n in begun.counts().items()):
+        fix = "Put that folder back as it was, or begin another run in another folder"
+        raise bad(name, where, f"has changed since the run in {ledger.parent} was begun", fix)
 
 
 def is_run(start_from: Any) -> bool:
@@ -120,11 +134,7 @@ def earlier_run(start_from: str | None) -> Earlier | None:
     if record.runs != 1:
         fix = "Give the folder of a finished `dpivon train`"
         raise bad(_NAME, start_from, f"has a ledger of {record.runs} runs, not of one", fix)
-    mark = {"start": published.posterior.digest}
-    rows = tuple(
-        (({**terms[0], "earlier": terms[0].get("earlier", record.id), **mark},), n) for terms, n in record.rows if n
-    )
-    found = Earlier(start_from, record.id, published, rows)
+    found = Earlier(start_from, record.id, published, marked(record, published.posterior.digest))
     found.history  # noqa: B018  # its terms are those of releases
     return found
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -35,6 +35,7 @@ from dpivon.optim.prior import as_prior
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.privacy import Budget, PrivacyEngine
 from dpivon.privacy.accounting.budget import Limit
+from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import CONFIG, LEDGER
 from dpivon.privacy.augmentation import Augmentation, used
 from dpivon.privacy.clipping import Clipping, make_clipping
@@ -44,9 +45,13 @@ from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
 from dpivon.terminal import Bar
 from dpivon.train.artefacts import Line, write_json
+from dpivon.train.earlier import begin, marked
 from dpivon.train.kept import Data, KeptRun, Rows, as_batch, at_once, loader_of
 from dpivon.train.loop import Seeds
 from dpivon.train.published import FOLDER
+
+if TYPE_CHECKING:
+    from dpivon.fit import Fitted
 
 
 def train(
@@ -55,6 +60,8 @@ def train(
     plan: Budget,
     *,
     out: str | Path | None,
+    after: Fitted | None,
+    also: History,
     target_epsilon: float | None,
     epochs: int,
     lr: float,
@@ -90,11 +97,17 @@ def train(
     settings |= {} if prior is None else {"prior": prior.digest}
     settings |= {"noise_std": loss.std} if isinstance(loss, GaussianNoise) else {}
     engine = PrivacyEngine(accountant=plan.accountant)
-    folder = None if out is None else _folder(Path(out), settings)
+    before = None if after is None else after.ledger
+    folder = None if out is None else _folder(Path(out), settings, before)
+    if folder is not None and after is not None and before is not None:
+        begin(folder / LEDGER, marked(read_ledger(before), after.posterior.digest), "after", str(before.parent))
+    elif after is not None:
+        for sigma, rate, steps in after.history:
+            engine.accountant.charge(noise_multiplier=sigma, sample_rate=rate, steps=steps)
     if folder is not None and (folder / SUMMARY).exists():
         _check_data(folder, data, people)
         engine.attach_ledger(folder / LEDGER).close()
-        engine._limit = _limit(settings, plan)
+        engine._limit = _limit(settings, plan, also)
         on_progress(plan.steps, plan.steps)
         return *_finished(folder, model, device), engine, str(read_json("out", folder / SUMMARY, "Remove it")["path"])
     seen = used(augment)
@@ -102,7 +115,7 @@ def train(
     most = at_once(physical_batch_size, learner.model, data, device, 1 if seen is None else seen.views)
     made = _private(learner, engine, data, plan, views, device, max_grad_norm, clipping, people, Seeds(seed))
     learner._plan(plan.steps)
-    engine._limit = _limit(settings, plan)
+    engine._limit = _limit(settings, plan, also)
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
         with autocast(device, dtype):
@@ -142,8 +155,8 @@ def train(
     return _at_mean(model, learner.model.state_dict(), posterior), posterior, engine, run.step.path
 
 
-def _limit(settings: Mapping[str, Any], plan: Budget) -> Limit:
-    return Limit(settings["epsilon"], plan.delta, plan.noise_multiplier, plan.sample_rate, plan.steps)
+def _limit(settings: Mapping[str, Any], plan: Budget, also: History) -> Limit:
+    return Limit(settings["epsilon"], plan.delta, plan.noise_multiplier, plan.sample_rate, plan.steps, tuple(also))
 
 
 def _check_data(folder: Path, data: Data, people: People | None) -> None:
@@ -247,8 +260,8 @@ class _Views:
         self._generator.set_state(state["generator"])
 
 
-def _folder(folder: Path, settings: Mapping[str, Any]) -> Path:
-    """New, empty, or that of a run that was begun so."""
+def _folder(folder: Path, settings: Mapping[str, Any], before: Path | None) -> Path:
+    """New, empty but for the folder of the ledger ``before``, or that of a run that was begun so."""
     text = yaml.safe_dump(dict(settings), sort_keys=True)
     path = folder / CONFIG
     if path.exists():
@@ -256,7 +269,7 @@ def _folder(folder: Path, settings: Mapping[str, Any]) -> Path:
             fix = "Go on with the arguments it was begun with, or give another folder"
             raise bad("out", str(folder), "holds a run that was begun with other arguments", fix)
         return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(before is None or p != before.parent for p in folder.iterdir())):
         raise bad("out", str(folder), "is not empty and holds no run", "Give another folder")
     folder.mkdir(parents=True, exist_ok=True)
     replace(path, text.encode())

@@ -25,7 +25,7 @@ from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction, RegressionPrediction, entropy
-from dpivon.priors.start import SYNTHETIC, start_from
+from dpivon.priors.start import check_free, start_from
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
 from dpivon.sources import AnySource, Examples, kind_of
@@ -116,9 +116,7 @@ class Description(BaseModel):
             network.load_state_dict({**network.state_dict(), **start.mean})
         elif start is not None:
             found = start_from(network, start, input_std=0.5)  # sources map pixels to [−1, 1]
-            if (by := found.metadata.get("method", SYNTHETIC)) != SYNTHETIC:
-                problem = f"was trained by {by}, and what that cost is not in this run's ledger"
-                raise bad("start_from", start, problem, "Give the folder of that run, which says what it released")
+            check_free(found, start, "Give the folder of that run, which says what it released")
         learner = make_method(
             self.method,
             network,
