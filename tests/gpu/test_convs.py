@@ -198,7 +198,7 @@ def test_the_compiled_program_of_a_transformer_gives_the_sums_of_the_loop(data, 
     traced = program._trace(0.5, theta[0], images, labels, batch.places[0])
     targets = [str(node.target) for node in traced.graph.nodes]
     assert sum("conv_sums" in target for target in targets) == 9  # four weights a layer, and the patches
-    assert sum("position_sums" in target for target in targets) == 10  # their chunks, and all biases at once
+    assert sum("position_sums" in target for target in targets) == 11  # their chunks; all biases; all normalisations
     assert any("attention" in target for target in targets)  # no scores in memory
 
 

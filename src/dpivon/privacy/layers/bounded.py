@@ -32,7 +32,6 @@ from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, 
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
-_WIDE = 2**18  # elements of a weight that a recorded program may bound
 _UNIT = 2.0**-23  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
 _CHUNK = 1536  # columns of A or G over which a Gram matrix is added up at a time,
@@ -305,17 +304,9 @@ def in_bf16(use: Outer) -> Outer | None:
     if t == 1:
         return use if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
     size, operands = 4 * b * use.shape.numel(), use.a.nbytes + use.g.nbytes
-    large = bounds_pay(use.a, use.g) if capturing() else size > max(MADE_BYTES, MADE_RATIO * operands)
-    if large or size > memory_cap(use.g):
+    if size > memory_cap(use.g) or (size > max(MADE_BYTES, MADE_RATIO * operands) and not capturing()):
         return Bounded(*given)
     return Unmade(*given) if size <= MADE_BYTES and use.order is None and launches_cost(use.g) else None
-
-
-def bounds_pay(a: Tensor, g: Tensor) -> bool:
-    """Whether a recorded program bounds gradients from above: of a large weight, over so few positions that Gram matrices and
-    one product take less time than kernels that read both operands twice."""
-    (_, t, d), p = a.shape, g.shape[2]
-    return g.dtype == a.dtype == torch.bfloat16 and p * d >= _WIDE and 2 * t * (p + d) < p * d
 
 
 def tied(head: Outer, table: Rows) -> Tied:

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, position_sums
-from dpivon.privacy.layers.bounded import Bounded, bounds_pay
+from dpivon.privacy.layers.bounded import Bounded
 from dpivon.privacy.layers.made import mapped
 from dpivon.privacy.layers.unsummed import Unsummed, left_unsummed
 from dpivon.privacy.layers.uses import Dense, Use, materialises, outer_or_dense
@@ -61,7 +61,7 @@ def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False)
         shape: of the weight: [p, d], or [d, p] if ``transposed``.
         transposed: whether the weight is stored the other way round.
     """
-    if not conv_ops.enabled or not conv_ops.device_takes(g.device) or _in_eager_bf16(g) or bounds_pay(a, g):
+    if not conv_ops.enabled or not conv_ops.device_takes(g.device) or _in_eager_bf16(g):
         return outer_or_dense(a, g, shape, transposed)
     left, right = (g, a) if transposed else (a, g)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last
@@ -167,12 +167,13 @@ def _added_up(chunks: Tensor) -> Tensor:
 def summed(g: Tensor, weight: Use | None) -> Use:
     """The use of a bias over several positions, g_i = Σ_t G_it, of g [B, T, p].
 
-    Where kernels take the norms and sums of the layer's ``weight``, or it is bounded in bf16, G is kept until backward is over.
-    There the biases wait too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.conv_ops`).
+    Where kernels take the norms and sums of the layer's ``weight``, G is kept until backward is over. There the biases wait
+    too, and a recorded program adds them all up by one operator (:mod:`dpivon.privacy.kernels.conv_ops`). A weight in bf16 may
+    keep G too.
     """
     if type(weight) is Bounded and left_unsummed(g):
         return Unsummed(g)
-    return Summed(g) if isinstance(weight, Convolved | Bounded) and waits(g) else Dense(g.sum(1, dtype=wide_dtype(g)))
+    return Summed(g) if isinstance(weight, Convolved) and waits(g) else Dense(g.sum(1, dtype=wide_dtype(g)))
 
 
 def waits(g: Tensor) -> bool:
