@@ -23,6 +23,7 @@ from typing import Any
 from dpivon.study.results import table
 from dpivon.study.results.summary import IVON
 from dpivon.study.results.table import Cells
+from experiments.leaderboard import board
 from experiments.posterior.__main__ import KINDS, TABLES, Row, Table, counted
 from experiments.strong_privacy import spread as spread_page
 from experiments.strong_privacy.compare.statistics import Interval, interval
@@ -53,6 +54,15 @@ def cell(page: str, row: str, column: str) -> str:
     found = (line.strip("| \n").split(" | ") for line in (ROOT / page).read_text().splitlines())
     begins = row.replace("_", " ").split("/")
     return next(cells for cells in found if cells[: len(begins)] == begins)[int(column)]
+
+
+def fashion(score: str) -> str:
+    """Of the recipe on Fashion-MNIST at ε = 1, 3 and 8, from the prior and from scratch."""
+    column, factor, digits = {"accuracy": ("accuracy", 100.0, 1), "nll": ("tempered_nll", 1.0, 3)}[score]
+    arms = [own for _, own in sorted(board.arms()[1].items())]
+    parts = [[fmean(factor * float(row[column]) for row in arm[e]) for arm in arms] for e in (1.0, 3.0, 8.0)]
+    shown = [f"{prior:.{digits}f} and {scratch:.{digits}f}" for prior, scratch in parts]
+    return f"{', '.join(shown[:2])}, {shown[2]}"
 
 
 def step(name: str, row: str, key: str, form: str) -> str:
@@ -358,6 +368,7 @@ def unsigned(value: float, digits: int) -> str:
 
 _ALL = (
     file,
+    fashion,
     cell,
     step,
     better,

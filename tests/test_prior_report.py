@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from experiments.leaderboard import board
 from experiments.leaderboard.priors import digits, report, tables
 from experiments.leaderboard.priors.arms import Results
 from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, key_of, same_round
@@ -96,6 +97,34 @@ def test_the_command_fills_blocks_and_notices_changes(tmp_path: Path, monkeypatc
 def test_committed_runs_are_what_validation_chose(plan: str) -> None:
     rows = same_round(tables.read(FOLDER / "runs.csv"), plan)
     assert {cell.key for cell in PLANS[plan](rows, [])} == {key_of(row) for row in rows if row["plan"] == plan}
+
+
+def test_the_leaderboard_has_every_planned_cell() -> None:
+    rows = tables.read(FOLDER / "runs.csv")
+    for plan, split in (("ivon", "validation"), ("board", "test"), ("fashion", "fashion-mnist")):
+        planned = {cell.key for cell in PLANS[plan](same_round(rows, plan), [])}
+        found = {key_of(row) for row in rows if row["split"] == split}
+        assert planned <= found
+        assert {key_of(row) for row in rows if row["plan"] == plan} <= planned
+
+
+def test_the_leaderboard_is_what_the_tables_give() -> None:
+    text = (board.HERE / "README.md").read_text()
+    assert board.filled(text) == text
+    with pytest.raises(SystemExit, match="Add the markers"):
+        board.filled(text.replace("<!-- end gains -->", ""))
+
+
+def test_a_run_of_several_maps_is_one_row_of_the_leaderboard() -> None:
+    known = {"method": "dp-sgd", "epsilon": "3", "seed": "0", "accuracy": "0.5", "seconds": "1"}
+    known |= dict.fromkeys(("device", "torch", "commit"), "")
+    arms: board.Arms = {}
+    for map_, nll in (("none", "1.5"), ("temperature", "1.1")):
+        board._add_scored(arms, known | {"map": map_, "nll": nll, "ece": "0.1"})
+    board._add_scored(arms, known | {"map": "none", "epsilon": "7.5", "nll": "1", "ece": "0"})  # not on the leaderboard
+    (own,) = arms.values()
+    assert [(row["nll"], row["tempered_nll"]) for row in own[3.0]] == [("1.5", "1.1")]
+    assert list(own) == [3.0]
 
 
 def test_digits_were_judged_at_what_validation_chose() -> None:

@@ -1,6 +1,6 @@
-"""The leaderboard: networks, starts and methods at five ε. Writes its tables into README.md, and results/board.png.
+"""The leaderboard: networks, starts and methods at five ε. Writes its tables into README.md, and a figure.
 
-python -m experiments.leaderboard.board            # both
+python -m experiments.leaderboard.board            # README.md, results/board.png and docs/images/priors-scores.png
 python -m experiments.leaderboard.board --check    # fails if the page is not what the tables give
 """
 
@@ -13,13 +13,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from scipy.stats import ttest_ind
-
 from dpivon.report.figures import STYLE, save
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.arms import METHODS, number, table, told, wrapped
+from experiments.leaderboard.priors.digits import unpaired
 from experiments.leaderboard.priors.plans import BOARD, IVON, SCRATCH, Row
-from experiments.strong_privacy.compare.statistics import Interval
 
 HERE = Path(__file__).parent
 TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
@@ -40,10 +38,10 @@ def arms() -> tuple[Arms, Arms]:
     for row in small:
         if row["split"] == "test" and row["plan"] in ("board", "final"):
             _add(cifar, ("paper's CNN", "scratch" if row["start"] == SCRATCH else "prior", row["method"]), row)
-    for row in wide:  # of each ε the longest
-        if row["split"] == "test" and row["places"] == "4":
-            start = "scratch" if row["prior"] == SCRATCH else "prior"
-            _add(cifar, (f"WRN-16-4, T = {row['steps']}, {row['views']} views", start, row["method"]), row)
+    long = [row for row in wide if row["split"] == "test" and row["places"] == "4"]
+    for row in long:
+        if int(row["steps"]) == max(int(other["steps"]) for other in long):
+            _add(cifar, ("WRN-16-4", "prior", row["method"]), row)
     for row in tables.read(HERE.parent / "posterior/results/rows.csv"):
         if (row["predictor"], row["condition"], row["charged"]) == ("mean", "clean", "0") and row["map"] != "vector":
             _add_scored(cifar, row)
@@ -128,14 +126,8 @@ def gains() -> str:
     for method, title in TITLES.items():
         both = [found.get(("paper's CNN", start, method), {}) for start in ("prior", "scratch")]
         pairs = [[[100 * float(row["accuracy"]) for row in own.get(e, [])] for own in both] for e in BOARD]
-        lines.append([title, *(told(_difference(*pair), 1) if all(pair) else "–" for pair in pairs)])
+        lines.append([title, *(told(unpaired(*pair), 1) if all(pair) else "–" for pair in pairs)])
     return table(["points of accuracy", *(f"ε = {e:g}" for e in BOARD)], lines)
-
-
-def _difference(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """Of means, with Welch's 95 % interval: the runs share nothing, so they are not paired."""
-    ends = ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
-    return Interval(mean(a) - mean(b), float(ends.low), float(ends.high), len(a))
 
 
 def provenance() -> str:
@@ -197,7 +189,8 @@ def main() -> None:
     if checked:
         raise SystemExit(0 if made == text else "README.md is not what the tables give. Run without --check.")
     page.write_text(made)
-    draw(HERE / "results" / "board")
+    for path in (HERE / "results" / "board", HERE.parents[1] / "docs" / "images" / "priors-scores"):
+        draw(path)
 
 
 if __name__ == "__main__":

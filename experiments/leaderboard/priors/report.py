@@ -1,6 +1,6 @@
 """Write the result tables into README.md and choices.md, between their markers, and draw the figure.
 
-    python -m experiments.leaderboard.priors.report            # both pages, results/scores.png, docs/images/priors-scores.png
+    python -m experiments.leaderboard.priors.report            # both pages, results/scores.png
     python -m experiments.leaderboard.priors.report --check    # fails if a page is not what the tables give
 
 A block lies between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; :data:`FILES` has the names.
@@ -340,8 +340,6 @@ def main() -> None:
             (a.pages / name).write_text(made)
     if not a.check:
         draw(results, a.pages / "results" / "scores")
-        if a.pages == HERE:
-            draw(results, HERE.parents[2] / "docs" / "images" / "priors-scores")
 
 
 if __name__ == "__main__":
