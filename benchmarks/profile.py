@@ -3,7 +3,7 @@
 python -m benchmarks.profile                 # one book-keeping step of the paper's CNN on the CPU, b = 256
 python -m benchmarks.profile --stacked 90:512    # GPU kernels of a stacked step
 python -m benchmarks.profile --model wrn:256     # GPU kernels of captured steps of a model of `benchmarks.step`, private or not
-DPIVON_CONV_KERNELS=1 python -m benchmarks.profile --model wrn:256 --only ours-captured    # with kernels for norms and sums
+python -m benchmarks.profile --transformer roberta-large:16x128:adamw    # GPU kernels of a step of `benchmarks.transformers`
 """
 
 from __future__ import annotations
@@ -147,14 +147,27 @@ def captured(model, batch, contenders=CAPTURED):
         report(f"{contender}, {model}, b = {batch}", kernels(step, getattr(step, "count", 1)))
 
 
+def transformer(model, shape, contender, steps=2):
+    from benchmarks.transformer_steps import make_step
+
+    rows, length = map(int, shape.split("x"))
+    step = make_step(contender, model, rows, length, "cuda", False)
+    for _ in range(6):
+        step()
+    report(f"{model}-{contender}, {shape}", kernels(lambda: [step() for _ in range(steps)], steps))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contender", default="ours-cl-64")
     parser.add_argument("--stacked", metavar="K:b")
     parser.add_argument("--model", metavar="MODEL:b")
+    parser.add_argument("--transformer", metavar="MODEL:SHAPE:CONTENDER")
     parser.add_argument("--only", nargs="+", choices=CAPTURED, default=CAPTURED, help="of the captured steps")
     chosen = parser.parse_args()
-    if chosen.model:
+    if chosen.transformer:
+        transformer(*chosen.transformer.split(":"))
+    elif chosen.model:
         model, batch = chosen.model.split(":")
         captured(model, int(batch), chosen.only)
     elif chosen.stacked:
