@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpivon
+import dpivon.recipe
 from dpivon import ArgumentError
 from dpivon.durable.ledger import read
 from dpivon.privacy.accounting.recorded import LEDGER, started_from
@@ -49,9 +50,36 @@ def test_a_training_after_another_has_the_account_of_both_and_noise_of_its_own(t
         a, b = moved(first), moved(second)
         assert abs(float(torch.nn.functional.cosine_similarity(a, b, dim=0))) < 0.6
     assert started_from(read(tmp_path / "b" / LEDGER), 0) == {read(tmp_path / "a" / LEDGER).id: 12}
+    with pytest.raises(ArgumentError, match="after='Posterior': is not an earlier training"):
+        dpivon.fit(network(), x, y, **plan, target_epsilon=2.0, after=first.posterior)  # type: ignore[arg-type]
     gone = dpivon.fit(network(), x, y, **plan, target_epsilon=1.0)
     with pytest.raises(ArgumentError, match="was not kept in a folder"):
         dpivon.fit(network(), x, y, **plan, target_epsilon=2.0, out=tmp_path / "c", after=gone)
     assert not (tmp_path / "c").exists()
     with pytest.raises(ArgumentError, match="unit of privacy 'the example'"):
         dpivon.fit(network(), x, y, **plan, target_epsilon=2.0, after=first, user_ids=list(range(N)))
+
+
+def test_after_one_training_every_seed_draws_noise_of_its_own() -> None:
+    x, y = data()
+    plan: dict[str, Any] = {"batch_size": 50, "epochs": 1, "delta": 1e-3, "noise_multiplier": 1.0}
+    first = dpivon.fit(network(), x, y, **plan, seed=0)
+    made = [dpivon.fit(first.model, x, y, **plan, after=first, seed=seed).posterior.digest for seed in range(5)]
+    assert len(set(made)) == 5
+    for seed in (1.5, -5):
+        with pytest.raises(ArgumentError, match=f"seed={seed}"):
+            dpivon.fit(first.model, x, y, **plan, after=first, seed=seed)  # type: ignore[arg-type]
+
+
+def test_a_temperature_after_another_training_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    chosen = dpivon.recipe.calibrate_temperature
+    monkeypatch.setattr(
+        dpivon.recipe, "calibrate_temperature",
+        lambda *a, **k: (seeds.append(k["generator"].initial_seed()), chosen(*a, **k))[1],
+    )  # fmt: skip
+    plan: dict[str, Any] = {"target_epsilon": 8.0, "delta": 1e-5, "batch_size": 1000, "epochs": 2, "seed": 7}
+    plan |= {"dataset_size": 10_000}
+    first = dpivon.steady(network(), *data(), **plan)
+    dpivon.steady(first.predictor.model, *data(), **plan | {"target_epsilon": 16.0}, after=first.predictor)
+    assert len(set(seeds)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,34 @@ def test_an_earlier_phase_that_was_changed_or_is_missing_is_refused(tmp_path: Pa
     with pytest.raises(ArgumentError, match="no run from a prior was begun in it"):
         dpivon.steady(network(), *data(), **given, out=out)
     (out / "head").mkdir()
+    with pytest.raises(ArgumentError, match="the finished run of the last layer in head/ is gone"):
+        dpivon.steady(network(), *data(), **given, out=out)
+    assert not any((out / "head").iterdir())  # nothing was trained for it
+    dpivon.steady(network(), *data(), **{**given, "seed": 4}, out=tmp_path / "other")
+    (out / "head").rmdir()
+    (tmp_path / "other" / "head").rename(out / "head")
     with pytest.raises(ArgumentError, match="has changed since"):
         dpivon.steady(network(), *data(), **given, out=out)
     assert read(out / LEDGER).releases == STEPS["all"] + TEMPERATURE[2]
+
+
+@pytest.mark.parametrize("which", ["head", "."])
+def test_a_ledger_that_is_gone_or_an_older_copy_counts_for_nothing_less(which: str, tmp_path: Path) -> None:
+    given, out = {**PLAN, "start_from": prior()}, tmp_path / "run"
+    dpivon.steady(network(), *data(), **given, out=out)
+    ledger = out / which / LEDGER
+    lines = ledger.read_text().splitlines(keepends=True)
+    (out / "temperature.json").unlink()
+    for text in (None, "".join(lines[: len(lines) // 2])):
+        ledger.unlink()
+        if text is not None:
+            ledger.write_text(text)
+        with pytest.raises(
+            ArgumentError, match=r"holds a finished run of \d+ releases and (no ledger|a ledger of \d+)"
+        ):
+            dpivon.steady(network(), *data(), **given, out=out)
+        assert text is not None or not ledger.exists()
+        ledger.touch()
 
 
 # ---- refused, before anything is released
@@ -256,6 +282,9 @@ def private() -> dpivon.Posterior:
         (tied, {}, "does not end in a linear layer of its own"),
         (frozen, {}, r"start_from=.*2\.weight is frozen"),
         (network, {"epochs": 1}, "epochs=1: is too few for two phases"),
+        (network, {"epochs": 2.5}, "epochs=2.5: must be a whole number"),
+        (network, {"start_from": network()}, "start_from='Sequential': is no prior"),
+        (network, {"out": __file__}, "is a file"),
         (network, {"start_from": "images-64"}, "neither a prior by name nor a file"),
         (network, {"start_from": "images-32"}, "is not of this network"),
         (network, {"start_from": private()}, "was trained by dp-steady, and what that cost"),

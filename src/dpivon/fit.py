@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 
 from dpivon.defaults import METHOD
 from dpivon.durable.ledger import read
-from dpivon.errors import bad
+from dpivon.errors import bad, check_whole
 from dpivon.methods import METHODS
 from dpivon.posterior import Posterior
 from dpivon.predict import ClassPrediction, predict
@@ -197,8 +198,7 @@ def fit(
         accountant=accountant,
         also=beside,
     )
-    if after is not None and seed is not None:
-        seed = (seed ^ int(after.posterior.digest, 16)) >> 2
+    seed = seed if after is None else seed_after(seed, after)
     if labels is None and isinstance(inputs, Tensor):
         raise bad("labels", None, "is missing", "Give one label per row of inputs, or a Dataset of pairs as inputs")
     if out is not None or people is not None or labels is None or evaluate is not None:
@@ -253,8 +253,20 @@ def _accountant(fitted: Fitted) -> Accountant:
     return fitted.account if isinstance(fitted.account, Accountant) else fitted.account.accountant
 
 
-def _earlier(after: Fitted, unit: str, out: Any) -> History:
+def seed_after(seed: int | None, after: Fitted) -> int | None:
+    """Another seed, for a training that comes after this one: the same would draw the same noise on other sums."""
+    if seed is None:
+        return None
+    fix = "Use a whole number; it seeds the privacy noise, so keep it secret"
+    text = f"{check_whole('seed', seed, fix)} after {after.posterior.digest}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _earlier(after: Any, unit: str, out: Any) -> History:
     """What an earlier training released, if both are for one unit of privacy and all of it can be in the ledger."""
+    if not isinstance(after, Fitted):
+        fix = "Give the Fitted that fit returned; of what steady returned, its predictor"
+        raise bad("after", type(after).__name__, "is not an earlier training", fix)
     if (theirs := _accountant(after).unit or "") != unit:
         a, b = (name or "the example" for name in (theirs, unit))
         fix = "Give user_ids to both, or to neither"

@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpivon.defaults import METHOD
 from dpivon.durable.files import read_json, replace
-from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number
-from dpivon.fit import Fitted, fit
+from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number, check_whole
+from dpivon.fit import Fitted, fit, seed_after
 from dpivon.optim.curvature import matrix
 from dpivon.optim.steady import weight_scale
 from dpivon.posterior import Posterior
@@ -49,6 +49,7 @@ from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.people import People
 from dpivon.privacy.temperature import BOUND, calibrate_temperature, temperature_cost, temperature_noise
+from dpivon.report.run_folder import SUMMARY
 from dpivon.stacked.run import Run
 from dpivon.temperature import Tempered
 
@@ -135,7 +136,9 @@ def steady(
     if not worth:
         return Tempered(fitted, 1.0)
     chosen: dict[str, Any] = {"noise_multiplier": sigma, "samples": samples}
-    chosen["generator"] = None if seed is None else torch.Generator().manual_seed(seed ^ 0x7E3F)
+    own_seed = None if seed is None else seed ^ 0x7E3F
+    own_seed = own_seed if options.get("after") is None else seed_after(own_seed, options["after"])
+    chosen["generator"] = None if own_seed is None else torch.Generator().manual_seed(own_seed)
     data: Any = (inputs, labels) if labels is not None else DataLoader(inputs, batch_size=1024)  # type: ignore[arg-type]
     if isinstance(fitted.account, Accountant) or options.get("out") is None:
         return calibrate_temperature(fitted, data, account=fitted.account, **chosen)
@@ -150,13 +153,14 @@ def _begin(model: nn.Module, start_from: Any) -> list[str]:
     if len(body) == len(trained):
         problem = f"begins with a new last layer, and {last}weight is frozen"
         raise bad("start_from", start_from, problem, "Set its requires_grad, or leave start_from out")
-    fix = "Go on with fit(…, after=that). If no one's private data is in it, give Posterior(its mean, its variance)"
+    fix = "Give fit its Fitted as after=. If no one's private data is in it, give Posterior(its mean, its variance)"
     check_free(start(model, start_from), start_from, fix)
     return body
 
 
 def _head_first(model: nn.Module, body: list[str], plan: Budget, epochs: int, shared: dict[str, Any]) -> Fitted:
     """The last layer alone, then all weights: two trainings within one plan, of which the second comes after the first."""
+    epochs = check_whole("epochs", epochs, "Use 2 or more, better 12", at_least=1)
     first = -(-epochs // HEAD_PART)
     if first == epochs:
         fix = "Give 2 or more, better 12, or leave start_from out"
@@ -164,8 +168,13 @@ def _head_first(model: nn.Module, body: list[str], plan: Budget, epochs: int, sh
     if shared.get("after") is not None:
         raise bad("after", "Fitted", "was given with start_from, which begins anew", "Leave one of them out")
     folder = None if shared.get("out") is None else Path(shared["out"])
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise bad("out", str(folder), "is a file", "Give a folder")
     if folder is not None and folder.is_dir() and any(folder.iterdir()) and not (folder / HEAD).is_dir():
         raise bad("out", str(folder), "is not empty, and no run from a prior was begun in it", "Give another folder")
+    if folder is not None and (folder / LEDGER).exists() and not (folder / HEAD / SUMMARY).exists():
+        problem = f"has begun to train all weights, and the finished run of the last layer in {HEAD}/ is gone"
+        raise bad("out", str(folder), problem, f"Put {HEAD}/ back as it was, or give another folder")
     shared, steps = {**shared, "noise_multiplier": plan.noise_multiplier}, plan.steps // epochs * first
     lr, own, also, say = (shared.pop(name, None) for name in ("lr", "options", "also", "on_progress"))
     lr, say = AFTER_HEAD if lr is None else lr, say or (lambda done, steps: None)

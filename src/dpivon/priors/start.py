@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def start_from(
 
 
 def last_layer(model: nn.Module) -> str:
-    """The name of the linear layer that a model ends in; an error where it ends in something else."""
+    """The name of the linear layer that a model ends in, as its modules are listed; an error where that is something else."""
     own = [(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
     name, layer = own[-1] if own else ("", model)
     named = {id(p): n for n, p in model.named_parameters()}  # a weight of two layers has its first name alone
@@ -84,12 +85,15 @@ def check_free(found: Posterior, start_from: object, fix: str) -> None:
         raise bad("start_from", shown, f"was trained by {by}, and what that cost is not in this run's ledger", fix)
 
 
-def _read(prior: str | os.PathLike[str] | Posterior) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read(prior: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     if isinstance(prior, str) and prior in BUILT_IN:
         path = Path(__file__).parent / f"{prior}.safetensors"
         tensors, metadata = read_tensors(path, key=FORMAT, version=VERSION, what="prior", fix="Install dpivon again")
         return {n: t.float() for n, t in tensors.items()}, {"method": SYNTHETIC, "process": metadata["process"]}
     if isinstance(prior, str) and not os.path.exists(prior):
         raise bad("start_from", prior, "is neither a prior by name nor a file", f"Use one of {', '.join(BUILT_IN)}")
+    if not isinstance(prior, str | os.PathLike | Posterior):
+        fix = "Give a name, a file or a Posterior"
+        raise bad("start_from", type(prior).__name__, "is no prior", fix)
     found = prior if isinstance(prior, Posterior) else Posterior.load(prior)
     return found.mean, found.metadata
