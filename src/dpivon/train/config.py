@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from dpivon.decisions import Decision, Positive, Share, check_names, complete_prior, shares_of
-from dpivon.defaults import COUNTED_FROM, METHOD, OF_NUMBERS, table_defaults
+from dpivon.defaults import COUNTED_FROM, FROM_PRIOR, METHOD, OF_NUMBERS, table_defaults
 from dpivon.durable.files import SECRET, replace
 from dpivon.errors import DpivonError, bad, check_choice
 from dpivon.methods import METHODS
@@ -24,7 +24,7 @@ from dpivon.sources import Declaration, kind_of
 from dpivon.sources.base import Targets
 from dpivon.sources.columns import Label, Numeric
 from dpivon.sources.schema import with_schema
-from dpivon.train.earlier import network_of
+from dpivon.train.earlier import is_prior, network_of
 from dpivon.train.networks import KINDS, Width, current_name
 from dpivon.yaml_files import read_yaml, validated
 
@@ -304,7 +304,9 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("lr") is not None:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
-    return {**found, "lr": method.lr * share * (OF_NUMBERS if given.get("task") == "regression" else 1.0)}
+    share *= OF_NUMBERS if given.get("task") == "regression" else 1.0
+    share *= FROM_PRIOR if method.name == METHOD and is_prior(given.get("start_from")) else 1.0
+    return {**found, "lr": method.lr * share}
 
 
 def _answers(given: Mapping[str, Any], n: int) -> dict[str, Any]:

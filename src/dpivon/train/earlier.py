@@ -119,6 +119,11 @@ def begin(ledger: Path, rows: Rows, name: str, where: str) -> None:
         raise bad(name, where, f"has changed since the run in {ledger.parent} was begun", fix)
 
 
+def is_prior(start_from: Any) -> bool:
+    """Whether ``--start-from`` is a prior by name or in a file."""
+    return isinstance(start_from, str) and (start_from in BUILT_IN or Path(start_from).is_file())
+
+
 def is_run(start_from: Any) -> bool:
     """Whether ``--start-from`` is the folder of a run, not a prior by name or in a file."""
     return isinstance(start_from, str) and start_from not in BUILT_IN and Path(start_from).is_dir()
