@@ -238,7 +238,7 @@ def _halves(t: Tensor, c: Tensor) -> Tensor:
     c, n = c.float(), t.shape[2]
     if launches_cost(t) and conv_ops.enabled and conv_ops.device_takes(t.device):
         return conv_ops.weighted_halves(t, c)
-    weighted = (t * c.view(-1, 1, 1)).masked_fill_((c == 0).view(-1, 1, 1), 0.0)
+    weighted = _finite(t) * c.view(-1, 1, 1)
     halves = t.new_empty(*t.shape[:2], 2 * n)
     high = halves[..., :n].copy_(weighted)
     torch.sub(weighted, high, out=halves[..., n:])
