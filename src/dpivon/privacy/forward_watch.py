@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpivon.errors import PrivacyError
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
-from dpivon.privacy.gradients.model_io import IGNORED, Tree, has_ignored, tensors_in
+from dpivon.privacy.gradients.model_io import IGNORED, Tree, ignored_in, tensors_in
 from dpivon.privacy.losses import LossWatch
 from dpivon.shards import local
 
@@ -85,7 +85,7 @@ class ForwardWatch:
         if output is None:  # forward has failed
             return
         if self.module.training and torch.is_grad_enabled():
-            if self._keeper.breaks_with_ignored and has_ignored(self.batch):
+            if self._keeper.breaks_with_ignored and any(map(bool, ignored_in(self.batch))):
                 raise PrivacyError(IGNORED_LABELS)
             self._check_attributes(args, kwargs)
             self.losses.watch(output)

@@ -132,13 +132,8 @@ def _parts(value: Any) -> Mapping[Any, Any]:
 
 
 def ignored_in(value: Any) -> list[Tensor]:
-    """For every tensor of integers, whether any is one that torch's losses leave out of their mean; not read yet, for which a
-    GPU would be waited for."""
+    """Whether any integer of a tensor is one that torch's losses leave out of their mean; not read, since a GPU would wait."""
     return [(t == IGNORED).any() for t in tensors_in(value) if t.dtype in (torch.int64, torch.int32)]
-
-
-def has_ignored(value: Any) -> bool:
-    return any(map(bool, ignored_in(value)))
 
 
 class Kept:
