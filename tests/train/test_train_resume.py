@@ -48,7 +48,7 @@ def test_killed_at_any_step_it_goes_on_to_the_bit_and_charges_nothing_twice(
     "change",
     [
         pytest.param({"physical_batch_size": 16}, marks=slow),
-        pytest.param({"options": {"mc_samples": 2}}, marks=slow),
+        pytest.param({"method": "dp-ivon-gradsq", "options": {"mc_samples": 2}}, marks=slow),
         pytest.param({"method": "dp-adam", "ema": 0.9}, marks=slow),
         {"method": "dp-mc-dropout", "physical_batch_size": 16},
         pytest.param({"method": "dp-sgld"}, marks=slow),
