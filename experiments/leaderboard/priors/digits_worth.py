@@ -22,11 +22,12 @@ from dpivon.data.images import load_digits
 from dpivon.machine import hardware_name, one_thread
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
+from dpivon.optim.steady import Steady
 from dpivon.priors import start_from
 from dpivon.priors.start import last_layer
 from dpivon.recipe import AFTER_HEAD
 from experiments.leaderboard.priors import digits, tables
-from experiments.leaderboard.priors.arms import number, paired_interval, table, told
+from experiments.leaderboard.priors.arms import number, paired_interval, table, told, wrapped
 
 TABLE = Path(__file__).parent / "results" / "digits-worth.csv"
 EPSILONS, SHARES = (0.5, 1.0, 2.0), (1.0, 0.3, 0.1, 0.03)
@@ -36,6 +37,7 @@ ARMS = {
     "scratch": (),
     "mean": ("scratch",),
     "mean and precision": ("mean",),
+    "mean and precision, last layer free": ("mean",),
     f"head first, r = {AFTER_HEAD:g}": ("mean",),
     f"head first, r = {demo.PRIOR_LR:g}": ("mean",),
     "filters": ("mean", "scratch"),
@@ -44,12 +46,15 @@ COLUMNS = ("arm", "epsilon", "rate", "share", "seed", "epochs", "noise_multiplie
 COLUMNS += ("device", "torch", "commit")
 
 
-def around(prior: dpivon.Posterior, share: float) -> dpivon.Posterior:
-    """The prior with s² times its variance, but for the last layer, which stays as wide as an initialisation."""
-    last = f"{last_layer(SmallCNN())}."
-    return dpivon.Posterior(
-        prior.mean, {name: v if name.startswith(last) else share**2 * v for name, v in prior.variance.items()}
-    )
+def around(prior: dpivon.Posterior, share: float, free: bool) -> dpivon.Posterior:
+    """The prior with s² times its variance, but for the last layer.
+
+    That is as wide as an initialisation, or with ``free`` as wide as the usual weight decay makes it in all other arms.
+    """
+    last, decay = f"{last_layer(SmallCNN())}.", Steady.defaults["weight_decay"]
+    wide = {n: torch.full_like(v, 1 / (decay * demo.TRAIN)) if free else v for n, v in prior.variance.items()}
+    own = {n: wide[n] if n.startswith(last) else share**2 * v for n, v in prior.variance.items()}
+    return dpivon.Posterior(prior.mean, own)
 
 
 def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str = "") -> dict[str, Any]:
@@ -69,7 +74,7 @@ def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str 
             assert trained.temperature == 1.0, "a temperature has a part of the budget"
             fitted: Any = trained.predictor
         else:
-            pull = around(prior, float(share)) if prior and share else None
+            pull = around(prior, float(share), arm.endswith("free")) if prior and share else None
             fitted = dpivon.fit(network, x, y, prior=pull, **given)
         probs = fitted.predict(data.validation.x, 0).probs
         found = {"accuracy": accuracy(probs, data.validation.y), "nll": nll(probs, data.validation.y)}
@@ -85,19 +90,21 @@ def at(arm: str, epsilon: float, seeds: Sequence[int], share: float | str = "") 
     return sorted((r for r in rows if int(r["seed"]) in seeds), key=lambda r: int(r["seed"]))
 
 
-def tried(epsilon: float) -> dict[float, float]:
+def tried(arm: str, epsilon: float) -> dict[float, float]:
     """Mean NLL by share, over the seeds that choose."""
-    return {s: fmean(digits.values(at("mean and precision", epsilon, CHOOSING, s), "nll")) for s in SHARES}
+    return {s: fmean(digits.values(at(arm, epsilon, CHOOSING, s), "nll")) for s in SHARES}
 
 
-def chosen(epsilon: float) -> float:
-    """The share with the lowest mean NLL."""
-    found = tried(epsilon)
+def chosen(arm: str, epsilon: float) -> float | str:
+    """The share with the lowest mean NLL; of an arm without a precision, none."""
+    if "precision" not in arm:
+        return ""
+    found = tried(arm, epsilon)
     return min(found, key=found.__getitem__)
 
 
 def judged(arm: str, epsilon: float) -> list[tables.Row]:
-    return at(arm, epsilon, JUDGING, chosen(epsilon) if arm == "mean and precision" else "")
+    return at(arm, epsilon, JUDGING, chosen(arm, epsilon))
 
 
 def worth() -> str:
@@ -110,15 +117,21 @@ def worth() -> str:
             scores = [(digits.values(runs, name), d, f) for name, d, f in (("accuracy", 1, 100.0), ("nll", 3, 1.0))]
             shown = [f"{number(f * fmean(v), d)} ± {number(f * stdev(v), d)}" for v, d, f in scores]
             used = f"{float(runs[0]['rate']):g}", runs[0]["share"] and f"{float(runs[0]['share']):g}"
-            own = (f"{epsilon:g}", arm.split(",")[0], *used, *shown)
+            own = (f"{epsilon:g}", arm.split(", r")[0], *used, *shown)
             for other in others or ("",):
                 pairs = [(name, d, f) for name, d, f in (("accuracy", 1, 100.0), ("nll", 3, 1.0)) if other]
                 b = judged(other, epsilon) if other else []
                 found = [told(paired_interval(runs, b, n, f"{arm} at ε={epsilon}"), d, f) for n, d, f in pairs]
                 lines.append((*own, other, *(found or ("", ""))))
     shares = " / ".join(f"{s:g}" for s in SHARES)
-    by_share = "; ".join(f"{' / '.join(number(v, 3) for v in tried(e).values())} at ε = {e:g}" for e in EPSILONS)
-    return f"{table(head, lines)}\n\nNLL by which s was chosen, at s = {shares}: {by_share}."
+    choices = [
+        f"{' / '.join(number(v, 3) for v in tried(arm, e).values())} ({arm}, ε = {e:g})"
+        for arm in ARMS
+        if "precision" in arm
+        for e in EPSILONS
+    ]
+    about = f"NLL by which s was chosen, three seeds, at s = {shares}: {'; '.join(choices)}."
+    return f"{table(head, lines)}\n\n{wrapped(about)}"
 
 
 def planned(plan: str, file: str) -> Iterator[tuple[str, float, int, float | str, str]]:
@@ -126,10 +139,11 @@ def planned(plan: str, file: str) -> Iterator[tuple[str, float, int, float | str
     for seed in CHOOSING if plan == "choose" else JUDGING:
         for epsilon in EPSILONS:
             if plan == "choose":
-                yield from (("mean and precision", epsilon, seed, share, "") for share in SHARES)
+                pulled = [arm for arm in ARMS if "precision" in arm]
+                yield from ((arm, epsilon, seed, share, "") for arm in pulled for share in SHARES)
                 continue
             for arm in ARMS if file else [arm for arm in ARMS if arm != "filters"]:
-                yield arm, epsilon, seed, chosen(epsilon) if arm == "mean and precision" else "", file
+                yield arm, epsilon, seed, chosen(arm, epsilon), file
 
 
 def main() -> None:
