@@ -3,7 +3,9 @@
 python -m experiments.leaderboard.priors.digits_worth choose                        # s, the precision's share
 python -m experiments.leaderboard.priors.digits_worth judge filters.safetensors     # all arms with fresh seeds
 
-Runs that results/digits-worth.csv has already are not made again. A run takes about four seconds on one core.
+Runs that results/digits-worth.csv has already are not made again. A run takes about four seconds on one core. The file is of
+``dpivon prior learn --network small --side 8 --channels 1 --process filters --steps 10000 --seconds 1000 --batch 256
+--pool 65536 --out filters.safetensors``.
 """
 
 from __future__ import annotations
