@@ -1,11 +1,11 @@
 """What is each part of a prior worth on the digits? One part at a time, with the training of ``digits.py``.
 
 python -m experiments.leaderboard.priors.digits_worth choose                        # s, the precision's share
-python -m experiments.leaderboard.priors.digits_worth judge filters.safetensors     # all arms with fresh seeds
+python -m experiments.leaderboard.priors.digits_worth judge FILE AGAIN              # all arms with fresh seeds
 
-Runs that results/digits-worth.csv has already are not made again. A run takes about four seconds on one core. The file is of
+Runs that results/digits-worth.csv has already are not made again. A run takes about four seconds on one core. The files are of
 ``dpivon prior learn --network small --side 8 --channels 1 --process filters --steps 10000 --seconds 1000 --batch 256
---pool 65536 --out filters.safetensors``.
+--pool 65536 --out FILE``: that of ``digits.py``, and one that the command made again, whose weights are others.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ARMS = {
     f"head first, r = {AFTER_HEAD:g}": ("mean",),
     f"head first, r = {demo.PRIOR_LR:g}": ("mean",),
     "filters": ("mean", "scratch"),
+    "filters, again": ("filters",),
 }
 COLUMNS = ("arm", "epsilon", "rate", "share", "seed", "epochs", "noise_multiplier", "accuracy", "nll")
 COLUMNS += ("device", "torch", "commit")
@@ -61,8 +62,8 @@ def around(prior: dpivon.Posterior, share: float, free: bool) -> dpivon.Posterio
 
 def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str = "") -> dict[str, Any]:
     """Scores of one run at its mean, on the validation digits. ``share`` is s, of the precision alone."""
-    data, start = load_digits(), {"scratch": "", "filters": file}.get(arm, demo.PRIOR)
-    rate = digits.chosen(arm, 1.0) if arm == "filters" else digits.chosen(start or "scratch", epsilon)
+    data, start = load_digits(), "" if arm == "scratch" else file or demo.PRIOR
+    rate = digits.chosen("filters", 1.0) if file else digits.chosen(start or "scratch", epsilon)
     rate = float(arm.split()[-1]) if arm.startswith("head first") else rate
     x, y = data.train.x, data.train.y
     given: dict[str, Any] = {"target_epsilon": epsilon, "delta": demo.DELTA, "epochs": digits.EPOCHS, "seed": seed}
@@ -136,23 +137,24 @@ def worth() -> str:
     return f"{table(head, lines)}\n\n{wrapped(about)}"
 
 
-def planned(plan: str, file: str) -> Iterator[tuple[str, float, int, float | str, str]]:
+def planned(plan: str, files: Sequence[str]) -> Iterator[tuple[str, float, int, float | str, str]]:
     """What ``row`` is called with, seed by seed, so that a part of the plan has all arms."""
+    learned = dict(zip((arm for arm in ARMS if arm.startswith("filters")), files, strict=False))
     for seed in CHOOSING if plan == "choose" else JUDGING:
         for epsilon in EPSILONS:
             if plan == "choose":
                 pulled = [arm for arm in ARMS if "precision" in arm]
                 yield from ((arm, epsilon, seed, share, "") for arm in pulled for share in SHARES)
                 continue
-            for arm in ARMS if file else [arm for arm in ARMS if arm != "filters"]:
-                yield arm, epsilon, seed, chosen(arm, epsilon), file
+            for arm in ARMS:
+                if arm in learned or not arm.startswith("filters"):
+                    yield arm, epsilon, seed, chosen(arm, epsilon), learned.get(arm, "")
 
 
 def main() -> None:
-    plan, file = sys.argv[1], "".join(sys.argv[2:])
-    for arm, epsilon, seed, share, prior in planned(plan, file):
+    for arm, epsilon, seed, share, file in planned(sys.argv[1], sys.argv[2:]):
         if not at(arm, epsilon, (seed,), share):
-            tables.append(TABLE, [row(arm, epsilon, seed, share, prior)], COLUMNS)
+            tables.append(TABLE, [row(arm, epsilon, seed, share, file)], COLUMNS)
 
 
 if __name__ == "__main__":
