@@ -43,7 +43,7 @@ ARMS = {
     f"head first, r = {AFTER_HEAD:g}": ("mean",),
     f"head first, r = {demo.PRIOR_LR:g}": ("mean",),
     "filters": ("mean", "scratch"),
-    "filters, again": ("filters",),
+    "filters, again": ("mean", "scratch", "filters"),
 }
 COLUMNS = ("arm", "epsilon", "rate", "share", "seed", "epochs", "noise_multiplier", "accuracy", "nll")
 COLUMNS += ("device", "torch", "commit")
