@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from experiments.leaderboard import board
-from experiments.leaderboard.priors import digits, report, tables
+from experiments.leaderboard.priors import digits, digits_worth, report, tables
 from experiments.leaderboard.priors.arms import Results
 from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, key_of, same_round
 from experiments.leaderboard.priors.private import CELL
 
 from dpivon import demo
+from dpivon.models import SmallCNN
+from dpivon.priors import start_from
 
 #: Arm: its plan and one of its cells.
 ARMS = {
@@ -134,6 +137,34 @@ def test_digits_were_judged_at_what_validation_chose() -> None:
             assert used == {digits.chosen(start, epsilon)}
         assert digits.chosen("strokes-8", epsilon) == demo.PRIOR_LR
     assert not set(digits.CHOOSING) & set(digits.JUDGING)
+
+
+@pytest.mark.parametrize("arm", digits_worth.ARMS)
+@pytest.mark.parametrize("epsilon", digits_worth.EPSILONS)
+def test_parts_of_a_prior_were_judged_at_what_was_chosen(arm: str, epsilon: float) -> None:
+    runs, share = digits_worth.judged(arm, epsilon), digits_worth.chosen(arm, epsilon)
+    assert [int(row["seed"]) for row in runs] == list(digits_worth.JUDGING)
+    alone = [r for r in tables.read(digits_worth.TABLE) if (r["arm"], float(r["epsilon"])) == (arm, epsilon)]
+    seen = {row["share"] for row in alone if int(row["seed"]) in digits_worth.JUDGING}
+    assert seen == {str(share)}
+    rates = {"scratch": digits.chosen("scratch", epsilon), "filters": digits.chosen("filters", 1.0)}
+    rates |= {"head first, r = 1.25": 1.25, "filters, again": rates["filters"]}
+    assert {float(row["rate"]) for row in runs} == {rates.get(arm, digits.chosen("strokes-8", epsilon))}
+    used = {*digits.CHOOSING, *digits.JUDGING}  # r was chosen with some, and the others' scores were known
+    assert not used & {*digits_worth.CHOOSING, *digits_worth.JUDGING}
+    assert not set(digits_worth.CHOOSING) & set(digits_worth.JUDGING)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_last_layer_is_loose_whatever_the_share(free: bool) -> None:
+    prior = start_from(SmallCNN(), "strokes-8", input_mean=0.0, input_std=1.0)
+    found = digits_worth.around(prior, 0.1, free)
+    for name, v in found.variance.items():
+        wanted = prior.variance[name] * 0.01
+        if name.startswith("head.logits"):
+            wanted = torch.full_like(v, 1e4 / demo.TRAIN if free else 1 / (3 * 32))
+        assert torch.allclose(v, wanted), name
+        assert torch.equal(found.mean[name], prior.mean[name]), name
 
 
 def test_unpaired_differences_have_welchs_interval() -> None:

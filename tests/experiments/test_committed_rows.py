@@ -95,7 +95,7 @@ def of_default(row: Row) -> tuple[Releases, float, str]:
 def of_digits(row: Row) -> tuple[Releases, float, str]:
     n = len(load_digits().train)
     steps = EPOCHS * math.ceil(n / BATCH_SIZE)
-    accountant = "pld" if row["part"] == "ensemble" else "rdp"
+    accountant = "pld" if row.get("part") == "ensemble" else "rdp"
     return ((float(row["noise_multiplier"]), BATCH_SIZE / n, steps),), DELTA, accountant
 
 
@@ -109,6 +109,7 @@ STATED = {
     "tables/results/networks.csv": of_tables,
     "tables/results/default.csv": of_default,
     "digits/results/rows.csv": of_digits,
+    "leaderboard/priors/results/digits-worth.csv": of_digits,
 }
 #: Rows of a run whose own row is in another table.
 SECOND = {

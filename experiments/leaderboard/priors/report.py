@@ -36,6 +36,7 @@ from experiments.leaderboard.priors.arms import (
     wrapped,
 )
 from experiments.leaderboard.priors.digits import judged, rates
+from experiments.leaderboard.priors.digits_worth import worth
 from experiments.leaderboard.priors.figure import draw
 from experiments.leaderboard.priors.plans import EPSILONS, Row
 from experiments.leaderboard.priors.predictions import WIDTHS
@@ -304,7 +305,7 @@ FILES: dict[str, dict[str, Callable[[Results], str]]] = {
     "README.md": {
         block.__name__: block for block in (found, bars, test, paired, posterior, calibration, choices.caveats)
     }
-    | {"digits": lambda _: judged()},
+    | {"digits": lambda _: judged(), "worth": lambda _: worth()},
     "choices.md": {block.__name__: block for block in (choices.starts, choices.tuning, choices.parts)}
     | {"digits": lambda _: rates()},
 }
