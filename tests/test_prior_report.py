@@ -17,6 +17,7 @@ from experiments.leaderboard.priors.private import CELL
 from dpivon import demo
 from dpivon.models import SmallCNN
 from dpivon.priors import start_from
+from dpivon.recipe import AFTER_HEAD
 
 #: Arm: its plan and one of its cells.
 ARMS = {
@@ -148,7 +149,7 @@ def test_parts_of_a_prior_were_judged_at_what_was_chosen(arm: str, epsilon: floa
     seen = {row["share"] for row in alone if int(row["seed"]) in digits_worth.JUDGING}
     assert seen == {str(share)}
     rates = {"scratch": digits.chosen("scratch", epsilon), "filters": digits.chosen("filters", 1.0)}
-    rates |= {"head first, r = 1.25": 1.25, "filters, again": rates["filters"]}
+    rates |= {"head first, r = 1.25": 1.25, "head first, by default": AFTER_HEAD, "filters, again": rates["filters"]}
     assert {float(row["rate"]) for row in runs} == {rates.get(arm, digits.chosen("strokes-8", epsilon))}
     used = {*digits.CHOOSING, *digits.JUDGING}  # r was chosen with some, and the others' scores were known
     assert not used & {*digits_worth.CHOOSING, *digits_worth.JUDGING}

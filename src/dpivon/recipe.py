@@ -16,8 +16,9 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
    δ alone, all public.
 
 **From a prior** (``start_from``, docs/priors.md) the last layer is new and zero, and passes no gradient, so a first step would
-move all other weights by noise alone. It is trained by itself for a twelfth of the epochs. Then all weights are, at r = 1.25,
-with w the root mean square of the prior's weights. Every step has the σ of a single training of as many steps.
+move all other weights by noise alone. It is trained by itself for a twelfth of the epochs. Then all weights are, at r = 2.25,
+with w that of torch's own initialisation: self-supervised weights are two to four times as large, and want no larger steps for
+it. Every step has the σ of a single training of as many steps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ WIDTH, WIDTH_ALONE = 0.25, 1.0
 TEMPERATURE = "temperature.json"
 
 #: From a prior: one of so many epochs is of the last layer alone, r of all weights after it, and the first ones' folder.
-HEAD_PART, AFTER_HEAD, HEAD = 12, 1.25, "head"
+HEAD_PART, AFTER_HEAD, HEAD = 12, 2.25, "head"
 
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
@@ -185,7 +186,8 @@ def _head_first(model: nn.Module, body: list[str], plan: Budget, epochs: int, sh
     alone = {**shared, "out": folder and folder / HEAD, "on_progress": lambda done, _: say(done, plan.steps)}
     head = fit(model, **alone, epochs=first)
     learned = [head.model.get_parameter(name).requires_grad_() for name in body]
-    shared["options"] = {"scale": weight_scale(learned, [matrix(p.shape) for p in learned]), **own}
+    drawn = [torch.zeros_like(p) for p in learned]  # of which the scale is that of an initialisation
+    shared["options"] = {"scale": weight_scale(drawn, [matrix(p.shape) for p in drawn]), **own}
     shared |= {"lr": lr, "also": also, "after": head, "on_progress": lambda done, _: say(steps + done, plan.steps)}
     return dataclasses.replace(fit(head.model, **shared, epochs=epochs - first), budget=plan)
 

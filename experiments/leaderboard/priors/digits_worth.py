@@ -24,7 +24,8 @@ from dpivon.data.images import load_digits
 from dpivon.machine import hardware_name, one_thread
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
-from dpivon.optim.steady import Steady
+from dpivon.optim.curvature import matrix
+from dpivon.optim.steady import Steady, weight_scale
 from dpivon.priors import start_from
 from dpivon.priors.start import last_layer
 from dpivon.recipe import AFTER_HEAD
@@ -40,8 +41,9 @@ ARMS = {
     "mean": ("scratch",),
     "mean and precision": ("mean",),
     "mean and precision, last layer free": ("mean",),
-    f"head first, r = {AFTER_HEAD:g}": ("mean",),
+    "head first, r = 1.25": ("mean",),
     f"head first, r = {demo.PRIOR_LR:g}": ("mean",),
+    "head first, by default": ("mean", "scratch"),
     "filters": ("mean", "scratch"),
     "filters, again": ("mean", "scratch", "filters"),
 }
@@ -64,7 +66,8 @@ def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str 
     """Scores of one run at its mean, on the validation digits. ``share`` is s, of the precision alone."""
     data, start = load_digits(), "" if arm == "scratch" else file or demo.PRIOR
     rate = digits.chosen("filters", 1.0) if file else digits.chosen(start or "scratch", epsilon)
-    rate = float(arm.split()[-1]) if arm.startswith("head first") else rate
+    head, default = arm.startswith("head first"), arm.endswith("by default")
+    rate = AFTER_HEAD if default else float(arm.split()[-1]) if head else rate
     x, y = data.train.x, data.train.y
     given: dict[str, Any] = {"target_epsilon": epsilon, "delta": demo.DELTA, "epochs": digits.EPOCHS, "seed": seed}
     given |= {"batch_size": demo.BATCH_SIZE, "accountant": "rdp", "lr": rate, "progress": False}
@@ -72,8 +75,11 @@ def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str 
         torch.manual_seed(demo.stream(seed, "weights").initial_seed())
         network = SmallCNN()
         prior = start_from(network, start, input_mean=0.0, input_std=1.0) if start else None
-        if arm.startswith("head first"):
-            trained = dpivon.steady(network, x, y, start_from=prior, **given)
+        if head:
+            # By default in units of an initialisation; else of the prior's weights, as all other arms.
+            learned = [p.detach() for n, p in network.named_parameters() if not n.startswith(f"{last_layer(network)}.")]
+            unit = {} if default else {"scale": weight_scale(learned, [matrix(p.shape) for p in learned])}
+            trained = dpivon.steady(network, x, y, start_from=prior, options=unit, **given)
             assert trained.temperature == 1.0, "a temperature has a part of the budget"
             fitted: Any = trained.predictor
         else:
