@@ -21,8 +21,9 @@ from dpivon.errors import check_number, check_whole
 METHOD = "dp-steady"
 #: Of a method's step size where a number is predicted: residuals do not saturate as probabilities do.
 OF_NUMBERS = 0.3
-#: Of dp-steady's where all weights begin at a prior that no one's data is in, as validation images chose it (docs/priors.md).
-FROM_PRIOR = 0.5
+#: dp-steady's where all weights begin at a prior that no one's data is in, by its name, as validation images chose it; of others
+#: half the usual one (docs/priors.md).
+FROM_PRIOR = {"images-32": 1.75, "strokes-8": 0.45}
 
 NETWORK_FROM, LARGE_EPSILON = 30_000, 2.0  # N·ε, and the ε beyond which more of it does not stand for more rows
 COUNTED_FROM = 1000  # N·ε per class, from which on counting the classes costs little and says much

@@ -56,6 +56,8 @@ def test_defaults_are_functions_of_declared_numbers() -> None:
     assert resolve({**BASE, "method": "dp-adam"}).lr == 0.01
     assert resolve({**BASE, "dataset_size": 10, "delta": 1e-3}).batch_size == 10
     assert resolve({**BASE, "start_from": "images-32"}).lr == 1.75
+    assert resolve({**BASE, "start_from": "strokes-8"}).lr == 0.45
+    assert resolve({**BASE, "start_from": __file__}).lr == 1.75  # a prior of one's own
     assert resolve({**BASE, "start_from": "images-32", "method": "dp-adam"}).lr == 0.01
     assert resolve({**BASE, "start_from": "images-32", "lr": 3.0}).lr == 3.0
     assert resolve({**BASE, "start_from": "a-run-that-is-gone"}).lr == 3.5

@@ -305,8 +305,10 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
     share *= OF_NUMBERS if given.get("task") == "regression" else 1.0
-    share *= FROM_PRIOR if method.name == METHOD and is_prior(given.get("start_from")) else 1.0
-    return {**found, "lr": method.lr * share}
+    start, lr = given.get("start_from"), method.lr
+    if method.name == METHOD and is_prior(start):
+        lr = FROM_PRIOR.get(str(start), lr / 2)
+    return {**found, "lr": lr * share}
 
 
 def _answers(given: Mapping[str, Any], n: int) -> dict[str, Any]:
