@@ -21,8 +21,7 @@ from dpivon.errors import check_number, check_whole
 METHOD = "dp-steady"
 #: Of a method's step size where a number is predicted: residuals do not saturate as probabilities do.
 OF_NUMBERS = 0.3
-#: dp-steady's where all weights begin at a prior that no one's data is in, by its name, as validation images chose it; of others
-#: half the usual one (docs/priors.md).
+#: dp-steady's where all weights begin at a prior of this name, as validation images chose it; of others half the usual one.
 FROM_PRIOR = {"images-32": 1.75, "strokes-8": 0.45}
 
 NETWORK_FROM, LARGE_EPSILON = 30_000, 2.0  # N·ε, and the ε beyond which more of it does not stand for more rows
