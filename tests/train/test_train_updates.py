@@ -17,7 +17,7 @@ from dpivon import DpivonError, PrivacyWarning
 from dpivon.cli import app
 from dpivon.durable.ledger import read as read_ledger
 from dpivon.privacy.accounting import epsilon
-from dpivon.privacy.accounting.recorded import history, started_from
+from dpivon.privacy.accounting.recorded import LEDGER, history, started_from
 from dpivon.train import load, resolve, train
 from dpivon.train import run as running
 
@@ -107,6 +107,19 @@ def test_terminal_report_and_card_say_it_in_one_sentence(years: Any, tmp_path: P
     assert said.replace("'", "&#39;") in report
     assert CliRunner().invoke(app, ["export", str(folder / "two"), "--out", str(tmp_path / "out")]).exit_code == 0
     assert said in (tmp_path / "out" / "model-card.md").read_text()
+
+
+def test_an_older_copy_of_a_ledger_is_no_history(years: Any, tmp_path: Path) -> None:
+    folder, common, _ = years
+    shutil.copytree(folder / "one", tmp_path / "one")
+    path = tmp_path / "one" / LEDGER
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+    for start in (tmp_path / "one", tmp_path / "one" / "model"):
+        options = common | {"start_from": str(start), "epsilon": 3.0, "out": str(tmp_path / "two")}
+        with pytest.raises(DpivonError, match=r"start_from=.*holds a finished run of \d+ releases and a ledger of \d+"):
+            train(resolve(options))
+        assert not (tmp_path / "two").exists()
 
 
 def test_a_published_folder_does_as_well_unless_its_history_is_not_complete(years: Any, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dpivon.privacy.accounting.accountant import check_delta
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import LEDGER, history, started_from
 from dpivon.report.privacy import shown
+from dpivon.report.run_folder import SUMMARY
 from dpivon.train.networks import FLAT
 from dpivon.train.published import FOLDER, NAME, Description, Published, describe_folder, load
 
@@ -119,6 +120,16 @@ def begin(ledger: Path, rows: Rows, name: str, where: str) -> None:
         raise bad(name, where, f"has changed since the run in {ledger.parent} was begun", fix)
 
 
+def check_ledger(folder: Path, name: str) -> None:
+    """Refuse a finished run whose ledger is gone or an older copy: what it lacks would count towards no ε."""
+    path, least = folder / LEDGER, int(read_json(name, folder / SUMMARY, "Remove it").get("releases", 0))
+    found = read_ledger(path).releases if path.exists() else None
+    if found is None or found < least:
+        has = "no ledger" if found is None else f"a ledger of {found}"
+        fix = f"Put its {LEDGER} back as it was, or give another folder"
+        raise bad(name, str(folder), f"holds a finished run of {least} releases and {has}", fix)
+
+
 def is_prior(start_from: Any) -> bool:
     """Whether ``--start-from`` is a prior by name or in a file."""
     return isinstance(start_from, str) and (start_from in BUILT_IN or Path(start_from).is_file())
@@ -135,6 +146,8 @@ def earlier_run(start_from: str | None) -> Earlier | None:
         return None
     where, published = Path(start_from), load(Path(start_from), _NAME)
     ledger = next((p for p in (where / LEDGER, where.parent / LEDGER) if _beside(p, where)), None)
+    if ledger is not None and (ledger.parent / SUMMARY).exists():
+        check_ledger(ledger.parent, _NAME)
     record = _stated(where) if ledger is None else read_ledger(ledger)
     if record.runs != 1:
         fix = "Give the folder of a finished `dpivon train`"

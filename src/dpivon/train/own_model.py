@@ -45,7 +45,7 @@ from dpivon.privacy.people import People
 from dpivon.report.run_folder import SUMMARY
 from dpivon.terminal import Bar
 from dpivon.train.artefacts import Line, write_json
-from dpivon.train.earlier import begin, marked
+from dpivon.train.earlier import begin, check_ledger, marked
 from dpivon.train.kept import Data, KeptRun, Rows, as_batch, at_once, loader_of
 from dpivon.train.loop import Seeds
 from dpivon.train.published import FOLDER
@@ -101,7 +101,7 @@ def train(
     folder = None if out is None else _folder(Path(out), settings, before)
     finished = folder is not None and (folder / SUMMARY).exists()
     if folder is not None and finished:
-        _check_ledger(folder)
+        check_ledger(folder, "out")
     if folder is not None and after is not None and before is not None:
         begin(folder / LEDGER, marked(read_ledger(before), after.posterior.digest), "after", str(before.parent))
     elif after is not None:
@@ -160,16 +160,6 @@ def train(
 
 def _limit(settings: Mapping[str, Any], plan: Budget, also: History) -> Limit:
     return Limit(settings["epsilon"], plan.delta, plan.noise_multiplier, plan.sample_rate, plan.steps, tuple(also))
-
-
-def _check_ledger(folder: Path) -> None:
-    """Refuse a finished run whose ledger is gone or an older copy: what it lacks would count towards no ε."""
-    path, least = folder / LEDGER, int(read_json("out", folder / SUMMARY, "Remove it").get("releases", 0))
-    found = read_ledger(path).releases if path.exists() else None
-    if found is None or found < least:
-        has = "no ledger" if found is None else f"a ledger of {found}"
-        fix = f"Put its {LEDGER} back as it was, or give another folder"
-        raise bad("out", str(folder), f"holds a finished run of {least} releases and {has}", fix)
 
 
 def _check_data(folder: Path, data: Data, people: People | None) -> None:
