@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -23,6 +24,7 @@ HERE = Path(__file__).parent
 TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
 #: Title, column without a temperature and with one, factor, digits.
 SCORES = (("NLL", "nll", "tempered_nll", 1.0, 3), ("ECE", "ece", "tempered_ece", 1.0, 3))
+FASHION = (("Accuracy, %", "accuracy", 100.0, 1), ("NLL with one temperature", "tempered_nll", 1.0, 3))
 LOOKS = {"dp-steady": ("#0072B2", "D"), "dp-sgd": ("#D55E00", "^"), "dp-adam": ("#009E73", "v"), IVON: ("#CC79A7", "s")}
 PANELS = (("accuracy", "test accuracy, %", 100.0), ("tempered_nll", "test NLL after one temperature", 1.0))
 #: Network, where it starts, method; and its rows by ε.
@@ -91,32 +93,24 @@ def accuracy() -> str:
 def calibration() -> str:
     """NLL and ECE, raw and with one temperature."""
     parts = []
-    for title, raw, tempered, factor, digits in SCORES:
-        shown = _lines(
-            arms()[0],
-            BOARD,
-            lambda rows, raw=raw, tempered=tempered, factor=factor, digits=digits: (  # type: ignore[misc]
-                f"{_mean(rows, raw, factor, digits)} → {_mean(rows, tempered, factor, digits)}" if rows else "–"
-            ),
-        )
-        parts.append(f"{title}, raw → with one temperature:\n\n{shown}")
+    for title, *columns, factor, digits in SCORES:
+        cell = partial(_arrow, columns=columns, factor=factor, digits=digits)
+        parts.append(f"{title}, raw → with one temperature:\n\n{_lines(arms()[0], BOARD, cell)}")
     return "\n\n".join(parts)
 
 
-def _mean(rows: Sequence[Row], column: str, factor: float, digits: int) -> str:
-    return number(factor * mean(float(row[column]) for row in rows), digits)
+def _arrow(rows: Sequence[Row], columns: Sequence[str], factor: float, digits: int) -> str:
+    means = (number(factor * mean(float(row[column]) for row in rows), digits) for column in columns)
+    return " → ".join(means) if rows else "–"
 
 
 def fashion() -> str:
-    found, epsilons = arms()[1], (1.0, 3.0, 8.0)
-    shown = [
-        f"{title}:\n\n{_lines(found, epsilons, lambda rows, c=column, f=factor, d=digits: _score(rows, c, f, d))}"  # type: ignore[misc]
-        for title, column, factor, digits in (
-            ("Accuracy, %", "accuracy", 100.0, 1),
-            ("NLL with one temperature", "tempered_nll", 1.0, 3),
-        )
-    ]
-    return "\n\n".join(shown)
+    """Accuracy and NLL of the recipe on Fashion-MNIST."""
+    parts = []
+    for title, column, factor, digits in FASHION:
+        cell = partial(_score, column=column, factor=factor, digits=digits)
+        parts.append(f"{title}:\n\n{_lines(arms()[1], (1.0, 3.0, 8.0), cell)}")
+    return "\n\n".join(parts)
 
 
 def gains() -> str:
@@ -143,13 +137,11 @@ BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (accuracy, gains,
 
 def filled(text: str) -> str:
     for name, make in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise SystemExit(
-                f"README.md: needs '<!-- begin {name} -->' and '<!-- end {name} -->' once. Add the markers."
-            )
-        block = make()
-        text = pattern.sub(lambda m, block=block: f"{m[1]}{block}\n{m[2]}", text)  # type: ignore[misc]
+        found = list(re.finditer(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", text, re.DOTALL))
+        if len(found) != 1:
+            markers = f"'<!-- begin {name} -->' and '<!-- end {name} -->'"
+            raise SystemExit(f"README.md: needs {markers} once. Add the markers.")
+        text = f"{text[: found[0].end(1)]}{make()}\n{text[found[0].start(2) :]}"
     return text
 
 
