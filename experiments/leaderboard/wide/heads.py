@@ -3,8 +3,9 @@
     python -m experiments.leaderboard.wide.heads --data DATA --prior wide.npz --table heads.csv [--judge]
 
 Features are the mean over ten shifted and mirrored copies of an image, computed once, so that a step is nearly free: every step
-takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. All arms are compared on validation images;
-arms that the table has are not trained again.
+takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. A method with ``flat-`` before its name
+learns in the coordinates of :mod:`experiments.leaderboard.priors.flat`. All arms are compared on validation images; arms that
+the table has are not trained again.
 With ``--judge`` the best arm per ε is trained on all training images with three seeds, and scored on the test set.
 """
 
@@ -28,13 +29,16 @@ from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.temperature import temper
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import load_split
+from experiments.leaderboard.priors.flat import IMAGES, Flat
+from experiments.leaderboard.priors.folded import made_up
 from experiments.leaderboard.priors.predictions import RESERVE
 from experiments.leaderboard.priors.private import DELTA, C
 from experiments.leaderboard.priors.scores import best_temperature
-from experiments.leaderboard.wide.network import features, load_wide
+from experiments.leaderboard.wide.network import WideNetwork, features, load_wide, process_of
 
 EPSILONS = (1.0, 3.0, 8.0)
 RATES = {"dp-sgd": (3.0, 10.0, 30.0, 100.0), "dp-adam": (0.03, 0.1, 0.3), "dp-steady": (8.0, 16.0, 32.0)}
+FLAT = "flat-"
 STEPS = (160, 500)
 ACCOUNTANT = "pld"
 Row = dict[str, str]
@@ -52,8 +56,9 @@ class Arm:
 
     def run(self, what: str, sigma: float, size: int) -> Run:
         seed = int(hashlib.sha256(f"head {self} {what} {sigma}".encode()).hexdigest()[:15], 16)
-        averaged = {} if self.method == "dp-steady" else {"ema": window_decay(float(self.steps))}
-        return Run(self.method, seed, sigma, C, self.lr, size, averaged)
+        method = self.method.removeprefix(FLAT)
+        averaged = {} if method == "dp-steady" else {"ema": window_decay(float(self.steps))}
+        return Run(method, seed, sigma, C, self.lr, size, averaged)
 
     def cost(self, sigma: float) -> tuple[float, float, int]:
         return sigma, 1.0, self.steps
@@ -67,14 +72,24 @@ COLUMNS = (
 )
 
 
-def trained_heads(runs: Sequence[Run], steps: int, x: Tensor, y: Tensor) -> list[nn.Linear]:
-    """Averaged logits of every run, from zero."""
+def trained_heads(runs: Sequence[Run], steps: int, x: Tensor, y: Tensor, flat: Flat | None = None) -> list[nn.Linear]:
+    """Averaged logits of every run, from zero; learned in flat coordinates if these are given, and of features as they are."""
+    x = x if flat is None else flat(x)
     network = AnyNetwork(lambda: nn.Linear(x.shape[1], 10))
     stack = Stack(runs, network, x, y, start=torch.zeros(len(runs), network.size), steps=steps, block=8)
     for _ in stack.train(steps):
         pass
     found = [stack.model(i, averaged=True) for i in range(len(runs))]
-    return [head for head in found if isinstance(head, nn.Linear)]
+    heads = [head for head in found if isinstance(head, nn.Linear)]
+    for head in heads if flat is not None else ():
+        weight, bias = flat.undone(head)
+        head.weight.data, head.bias.data = weight, bias
+    return heads
+
+
+def flattened(network: WideNetwork, path: Path, device: torch.device, toy: bool) -> Flat:
+    """The coordinates of a prior's features on images of its process."""
+    return Flat(features(network, made_up(process_of(path), device, 64 if toy else IMAGES)))
 
 
 def best_arm(rows: Sequence[Row], prior: str, places: int, target: float) -> Arm:
@@ -94,6 +109,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--places", type=int, default=1, help="of the features, in each direction: 1, 2, 4 or 8")
     parser.add_argument("--steps", type=int, nargs="+", default=list(STEPS), help="T of the arms that are tried")
+    every = [f"{m}:{lr:g}" for m, rates in RATES.items() for lr in rates]
+    parser.add_argument("--arms", nargs="+", default=every, metavar="METHOD:RATE", help="to try")
     parser.add_argument("--judge", action="store_true")
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
@@ -106,23 +123,25 @@ def main() -> None:
     if a.judge:
         arms = [replace(best_arm(known, a.prior.stem, a.places, e), seed=seed) for e in EPSILONS for seed in (1, 2, 3)]
     else:
-        arms = [Arm(e, m, lr, t) for t in a.steps for e in EPSILONS for m, each in RATES.items() for lr in each]
+        tried = [word.split(":") for word in a.arms]
+        arms = [Arm(e, m, float(lr), t) for t in a.steps for e in EPSILONS for m, lr in tried]
     done = {(r["prior"], r["places"], r["split"], *(r[n] for n in NAMES)) for r in known}
     arms = [
         arm
         for arm in arms
         if (a.prior.stem, str(a.places), split.name, *(str(v) for v in asdict(arm).values())) not in done
     ]
-    for steps in sorted({arm.steps for arm in arms}):
-        mine = [replace(arm, steps=4) if a.toy else arm for arm in arms if arm.steps == steps]
-        steps = mine[0].steps
+    for steps, is_flat in sorted({(arm.steps, arm.method.startswith(FLAT)) for arm in arms}):
+        alike = [arm for arm in arms if (arm.steps, arm.method.startswith(FLAT)) == (steps, is_flat)]
+        mine = [replace(arm, steps=4) if a.toy else arm for arm in alike]
+        steps, flat = mine[0].steps, flattened(network, a.prior, device, a.toy) if is_flat else None
         sigmas = {
             e: noise_multiplier(e, DELTA, 1.0, steps, ACCOUNTANT, also=[RESERVE]) for e in {arm.epsilon for arm in mine}
         }
         runs = [arm.run(split.name, sigmas[arm.epsilon], len(x)) for arm in mine]
         rows: list[dict[str, Any]] = []
         began = time.monotonic()
-        for arm, head in zip(mine, trained_heads(runs, steps, x, split.labels), strict=True):
+        for arm, head in zip(mine, trained_heads(runs, steps, x, split.labels, flat), strict=True):
             with torch.no_grad():
                 probs, fitted = (head(f).softmax(1) for f in (held, fit))
             t, y, sigma = best_temperature(fitted, split.fit_labels), split.score_labels, sigmas[arm.epsilon]

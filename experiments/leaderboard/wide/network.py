@@ -123,12 +123,23 @@ def write_prior(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
     partial.replace(path)
 
 
+def process_of(path: Path) -> str:
+    """The random process that a prior was learned from."""
+    with np.load(path, allow_pickle=False) as file:
+        return str(_metadata(path, file)["process"])
+
+
+def _metadata(path: Path, file: Mapping[str, np.ndarray]) -> dict[str, str]:
+    found: dict[str, str] = json.loads(str(file["metadata"])) if "metadata" in file else {}
+    if found.get(FORMAT) != VERSION:
+        raise SystemExit(f"{path}: is not a prior of version {VERSION}. Give what learn.py wrote.")
+    return found
+
+
 def read_prior(path: Path) -> dict[str, Tensor]:
     """The tensors of a prior's file."""
     with np.load(path, allow_pickle=False) as file:
-        found = json.loads(str(file["metadata"])).get(FORMAT) if "metadata" in file else None
-        if found != VERSION:
-            raise SystemExit(f"{path}: is not a prior of version {VERSION}. Give what learn.py wrote.")
+        _metadata(path, file)
         tensors = {name: torch.from_numpy(file[name]) for name in file.files if name != "metadata"}
     units = {name: tensors.pop(name) for name in [n for n in tensors if n.endswith(".unit")]}
     return {n: t.float() * units[f"{n}.unit"] if f"{n}.unit" in units else t for n, t in tensors.items()}

@@ -39,7 +39,7 @@ from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE
 from experiments.leaderboard.priors.private import DELTA, C
 from experiments.leaderboard.priors.scores import scores
-from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, Row, trained_heads
+from experiments.leaderboard.wide.heads import ACCOUNTANT, FLAT, Arm, Row, flattened, trained_heads
 from experiments.leaderboard.wide.network import WideNetwork, Wrapped, balanced, features, load_wide, wide
 
 HEADS = "dpivon_wide_heads"
@@ -117,13 +117,19 @@ class Group:
             return made
         path = self.folder / "heads.safetensors"
         if not path.is_file():
-            x = features(self._prior().to(self.device), self.split.images, views=True)
-            runs = []
-            for i in places:  # a cell's own stream: rates of one ε do not share the noise of their heads
-                run = self.heads[i].run(f"{self.split.name} {self.cells[i]}", self.head_sigmas[i], self.size)
-                runs.append(run)
-            found = trained_heads(runs, self.a.head_steps, x, self.split.labels)
-            rows = torch.stack([nn.utils.parameters_to_vector(head.parameters()).detach() for head in found])
+            prior = self._prior().to(self.device)
+            x, found = features(prior, self.split.images, views=True), {}
+            for is_flat in (False, True):
+                mine = [i for i in places if self.cells[i].head_method.startswith(FLAT) == is_flat]
+                flat = flattened(prior, self.a.prior, self.device, self.a.toy) if mine and is_flat else None
+                # A cell's own stream: rates of one ε do not share the noise of their heads.
+                runs = [
+                    self.heads[i].run(f"{self.split.name} {self.cells[i]}", self.head_sigmas[i], self.size)
+                    for i in mine
+                ]
+                made_ = trained_heads(runs, self.a.head_steps, x, self.split.labels, flat) if mine else []
+                found |= dict(zip(mine, made_, strict=True))
+            rows = torch.stack([nn.utils.parameters_to_vector(found[i].parameters()).detach().cpu() for i in places])
             write_tensors(path, {"rows": rows}, {HEADS: "1"})
         tensors, _ = read_tensors(path, key=HEADS, version="1", what="heads", fix="Delete it")
         for i, row in zip(places, tensors["rows"], strict=True):
