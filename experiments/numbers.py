@@ -37,7 +37,7 @@ GAINS = ("dp-sgd", "dp-adam", IVON)  # whose own iterates beat their mean at ε 
 def pages() -> list[Path]:
     """Where numbers may stand."""
     docs = sorted((ROOT / "docs").glob("*.md"))
-    own = ("paper/README.md", "posterior/verdict.md", "strong_privacy/README.md")
+    own = ("paper/README.md", "posterior/verdict.md", "robustness/README.md", "strong_privacy/README.md")
     return [ROOT / "README.md", *(ROOT / "experiments" / name for name in own), *docs]
 
 
@@ -166,6 +166,12 @@ def draws(side: str, condition: str = "clean") -> str:
     found = differences(kinds, posterior().methods, "nll", condition=condition)
     beyond = sum(i.high < 0 if side == "lower" else i.low > 0 for i in found)
     return f"{beyond} of {len(found)}" if side == "lower" else str(beyond)
+
+
+def shifted(method: str, kind: str, column: str, digits: str) -> str:
+    """Draws of a kind less the mean on corrupted images, each with its temperature."""
+    (one,) = differences([kind], [method], column, condition="shift")
+    return within(one, int(digits))
 
 
 def small(kind: str, side: str) -> str:
@@ -379,6 +385,7 @@ _ALL = (
     iterates,
     gain,
     draws,
+    shifted,
     small,
     spread,
     platt,

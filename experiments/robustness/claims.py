@@ -65,12 +65,12 @@ class RobustnessClaims:
             ),
             Claim(
                 "B9",
-                "mutual information tells OOD images better than entropy does (AUROC)",
+                "mutual information detects OOD images better than entropy does (AUROC)",
                 self._information(),
             ),
             Claim(
                 "B10",
-                "DP-IVON-Gradsq, averaged, tells OOD images by entropy better than DP-SGD and DP-Adam (AUROC)",
+                "DP-IVON-Gradsq, averaged, detects OOD images by entropy better than DP-SGD and DP-Adam (AUROC)",
                 self._ivon_ood(),
             ),
             Claim(

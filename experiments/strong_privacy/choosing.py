@@ -2,7 +2,7 @@
 
     python -m experiments.strong_privacy.choosing       # one thread; docs/images/choosing-*.png and results/choosing.json
 
-An MLP of 2,410 weights (64–32–10), 20 epochs of 1,297 digits, δ = 1e-4, three seeds a cell (0, 1, 2 for the first weights;
+An MLP of 2,410 weights (64–32–10), 20 epochs of 1,297 digits, δ = 1e-4, three seeds per cell (0, 1, 2 for the first weights;
 noise and batches have seeds of their own, counted from 1), scores on the 200 validation digits; no test digit is read. Where
 a sweep does not move them: ε = 4, b = 256, C = 1, lr = 1, N_ess = N, h₀ = 1. Runs of one batch size are one stack.
 """

@@ -126,8 +126,8 @@ def fit(
     >>> fitted = dpivon.fit(model, x, y, batch_size=256, epochs=20, target_epsilon=3.0, delta=1e-5)
     >>> fitted.predict(test_x).probs
 
-    Give either ``target_epsilon`` or ``noise_multiplier``. ``dp-steady`` needs no tuning; :func:`dpivon.steady` adds a private
-    temperature to it. The model and the data are on one device, or go to ``device``.
+    Give either ``target_epsilon`` or ``noise_multiplier``. ``dp-steady`` has one default step for every ε;
+    :func:`dpivon.steady` adds a private temperature to it. The model and the data are on one device, or go to ``device``.
 
     Args:
         model: the network; it is copied.

@@ -1,4 +1,4 @@
-"""The recipe for private training with calibrated probabilities and nothing to tune.
+"""The recipe for private training with calibrated probabilities and one default for every ε.
 
 Its parts and their reasons (docs/strong-privacy.md has the measurements):
 
@@ -90,7 +90,8 @@ def steady(
     >>> trained.predict(test_x).probs, trained.temperature, trained.predictor.account.get_epsilon(1e-5)
 
     ``predictor`` of what it returns is the :class:`dpivon.Fitted`; ``temperature`` is 1 where none was worth its cost.
-    Larger batches and more epochs help at every ε; they are a matter of computing time, not of tuning.
+    Larger batches and more epochs cost computing time. More of both helped on CIFAR-10; more epochs did
+    not always help on small tables (docs/methods.md).
 
     Args:
         model: the classifier; it is copied.

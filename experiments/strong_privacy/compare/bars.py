@@ -227,7 +227,7 @@ class _Judge:
         return f"{len(self.accuracy)} cells" if len(self.accuracy) > 1 else "one cell"
 
     def _bar(self, number: str, text: str, found: str = NOT_MEASURED, numbers: str = "") -> Bar:
-        """What is met in a part of the scope is not met in the rest; and what was seen in a part is said to be."""
+        """One bar; where a part of the scope was not measured, a verdict of 'met' says 'where measured'."""
         gaps = lacking(self.field, self.scope, list(self.accuracy)) if found != NOT_MEASURED else []
         if gaps and found.startswith(MET):
             found = f"{MET} where measured{found.removeprefix(MET)}"

@@ -10,9 +10,9 @@ Here the step divides by the root mean square of what is released, noise include
     σ² = T / (N_ess (h + δ))                                          posterior variance
 
 s² is the variance of the noise in the release and is known, so where there is no signal the denominator is s itself, not an
-estimate of it: the step is then α times noise of standard deviation √((1 − β₁)/(1 + β₁)), whatever σ, C and b. One α serves
-every budget. As s → 0 the step is Adam's, with v̂ for its second moment. A loss, clip and noise scaled together by c leave the
-step as it is (δ = ν = 0). Gradients are taken at the mean, and h₀ decays into the estimate at the rate β₂.
+estimate of it: the step is then α times noise of standard deviation √((1 − β₁)/(1 + β₁)), whatever σ, C and b. So α means the
+same at every budget. As s → 0 the step is Adam's, with v̂ for its second moment. A loss, clip and noise scaled together by c
+leave the step as it is (δ = ν = 0). Gradients are taken at the mean, and h₀ decays into the estimate at the rate β₂.
 
 **DP-Steady** states α in units of the weights. T steps of noise alone are a random walk of α √T in every coordinate, so
 
