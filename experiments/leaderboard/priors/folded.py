@@ -20,8 +20,8 @@ from dpivon.priors.processes import images
 from experiments.leaderboard.priors.flat import IMAGES
 from experiments.leaderboard.priors.scores import SHIFTS
 
-#: DP-SGD's rate in the first phase, whose steps are of all images.
-RATE = 8.0
+#: DP-SGD's rate in the first phase, whose steps are of all images, per unit of the ε that the phase would spend by itself.
+RATE = 2.0
 
 
 @torch.no_grad()

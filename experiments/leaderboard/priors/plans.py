@@ -299,7 +299,7 @@ def fold(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
         replace(base, epsilon=e, keep=keep, features=size, lr=r)
         for keep in FOLDED
         for size in (1.0, 3.0)
-        for r in (0.45, 0.75, 1.25, 1.75)
+        for r in (0.45, 0.9, 1.75)
         for e in EPSILONS
     ]
 
@@ -318,16 +318,13 @@ def fold_rivals(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
 
 
 def folded(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
-    """Three seeds after a first phase on the feature maps: all methods at every ε."""
+    """Three seeds after a first phase on the feature maps: the recipe at every ε, the other methods where they were tuned."""
     base, cells = _folded(rows), []
     for e in sorted({*EPSILONS, *BOARD}):
-        near = min(EPSILONS, key=lambda tuned: abs(math.log(tuned / e)))
-        rates = {m: best_rate(of_plans(rows, (fold_rivals,)), base.start, m, near, base) for m in FOLD_RIVALS}
-        cells += [
-            replace(base, epsilon=e, method=m, lr=lr, seed=seed)
-            for m, lr in {base.method: base.lr, **rates}.items()
-            for seed in (1, 2, 3)
-        ]
+        rivals = FOLD_RIVALS if e in EPSILONS else ()
+        rates = {m: best_rate(of_plans(rows, (fold_rivals,)), base.start, m, e, base) for m in rivals}
+        arms = {base.method: base.lr, **rates}
+        cells += [replace(base, epsilon=e, method=m, lr=lr, seed=s) for m, lr in arms.items() for s in (1, 2, 3)]
     return cells
 
 

@@ -185,7 +185,15 @@ class Group:
             x = flat(folded.maps(prior, split.images, views=True))
             options = {"ema": window_decay(float(self.head_steps))}
             runs = [
-                Run("dp-sgd", c.stream(f"{split.name} maps"), cost[0], C, folded.RATE, self.pieces.size, options)
+                Run(
+                    "dp-sgd",
+                    c.stream(f"{split.name} maps"),
+                    cost[0],
+                    C,
+                    folded.RATE * FOLDED[c.keep] * c.epsilon,
+                    self.pieces.size,
+                    options,
+                )
                 for c, (cost,) in zip(self.cells, self.head_costs, strict=True)
             ]
             zeros = torch.zeros(len(runs), network.size)
