@@ -159,6 +159,20 @@ def test_a_finished_run_says_so_again_without_the_data(whole: Any, tmp_path: Pat
     assert (Path(options["out"]) / "ledger.jsonl").read_bytes() == before
 
 
+def test_a_finished_run_whose_ledger_is_gone_or_an_older_copy_is_refused(tmp_path: Path) -> None:
+    options = clinic(tmp_path) | {"epochs": 1}
+    assert train(resolve(options))["releases"] == 6
+    ledger = Path(options["out"]) / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    for text, has in (("".join(lines[:-2]), r"a ledger of \d"), (None, "no ledger")):
+        ledger.unlink() if text is None else ledger.write_text(text)
+        with pytest.raises(DpivonError, match=f"^out=.* holds a finished run of 6 releases and {has}.* Put its ledger"):
+            train(resolve(options))
+        assert ledger.exists() == (text is not None)
+    ledger.write_text("".join(lines))
+    assert train(resolve(options))["releases"] == 6
+
+
 def test_a_finished_run_scores_test_data_that_comes_later(tmp_path: Path) -> None:
     options = clinic(tmp_path) | {"epochs": 1}
     assert train(resolve(options))["metrics"] is None

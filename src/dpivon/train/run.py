@@ -30,7 +30,7 @@ from dpivon.sources.table import check_column, column_names, read_columns
 from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
 from dpivon.train.config import COUNT, Config
-from dpivon.train.earlier import Earlier, earlier_run, together
+from dpivon.train.earlier import Earlier, check_ledger, earlier_run, together
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
 from dpivon.train.published import FOLDER, Description, load, publish
@@ -183,6 +183,7 @@ def _read(name: str, where: str | None, config: Config, description: Description
 def _again(config: Config, folder: Path, watcher: Watcher, proceed: bool) -> dict[str, Any]:
     """A finished run: its summary, with the scores on test data that was not given before."""
     summary: dict[str, Any] = read_json("out", folder / SUMMARY, "Remove it; the same command then writes it again")
+    check_ledger(folder, "out")
     watcher.say(f"The run in {folder} is finished; nothing was trained.")
     if config.test is not None and config.test != configs.read(folder).test:
         published = load(folder)
