@@ -199,6 +199,35 @@ def test_a_checkpoint_that_a_run_without_a_ledger_overwrote_is_not_resumed_with_
     third.engine.ledger.close()
 
 
+@pytest.mark.parametrize("swapped", ["adapter_model.safetensors", "optimizer.pt", "model.safetensors"])
+def test_a_checkpoint_with_a_file_of_another_is_not_resumed_with_its_account(swapped, tmp_path):
+    """The last is in neither: it would be read in place of the adapters."""
+
+    def trainer(name, sigma=SIGMA):
+        settings = arguments(tmp_path / name, max_steps=2, save_strategy="steps", save_steps=1)
+        model = make("gpt2", "causal LM", "LoRA")
+        return PrivateTrainer(model, settings, delta=1e-3, noise_multiplier=sigma, train_dataset=rows())
+
+    for name, sigma in (("paid", SIGMA), ("other", SIGMA / 9)):
+        first = trainer(name, sigma)
+        first.train()
+        first.engine.ledger.close()
+    checkpoint, other = (tmp_path / name / "checkpoint-1" for name in ("paid", "other"))
+    file = checkpoint / swapped
+    saved = file.read_bytes() if file.exists() else None
+    file.write_bytes((other / (swapped if saved else "adapter_model.safetensors")).read_bytes())
+    second = trainer("paid")
+    with pytest.raises(dpivon.DpivonError, match=f"resume_from_checkpoint=.*its {swapped} is not the one .* Put back"):
+        second.train(resume_from_checkpoint=str(checkpoint))
+    assert len(second.engine.accountant) == 2  # what was charged before; nothing was released
+    second.engine.ledger.close()
+    file.unlink() if saved is None else file.write_bytes(saved)
+    third = trainer("paid")
+    third.train(resume_from_checkpoint=str(checkpoint))
+    assert len(third.engine.accountant) == 3
+    third.engine.ledger.close()
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("label_smoothing_factor", 0.1), ("torch_compile", True), ("max_grad_norm", 0.0), ("auto_find_batch_size", True)],

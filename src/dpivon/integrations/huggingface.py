@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ need("transformers", "huggingface")
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402  (after the error that says how to get it)
 
 POSTERIOR, LEDGER, ACCOUNT = "posterior.safetensors", "ledger.jsonl", "account.json"
+_LOADED = (".safetensors", ".bin", ".pt", ".index.json")  # files of weights, or of an optimizer's state
 
 
 class per_example_loss:
@@ -128,8 +130,8 @@ class PrivateTrainer(Trainer):
     was taken. For a loss of your own override :meth:`losses`.
 
     The ledger is ``output_dir/ledger.jsonl``, and ``train(resume_from_checkpoint=…)`` goes on with its account; a checkpoint
-    without its ledger is refused. ε is in the logs. The training loss is not, nor what depends on the size of a batch:
-    private examples decide both, without noise.
+    without its ledger, or with files of another, is refused. ε is in the logs. The training loss is not, nor what depends on
+    the size of a batch: private examples decide both, without noise.
 
     Args:
         model: as ``Trainer``'s.
@@ -292,7 +294,8 @@ class PrivateTrainer(Trainer):
         noted.unlink(missing_ok=True)  # of another run's checkpoint, which this one overwrites
         super()._save_optimizer_and_scheduler(output_dir)
         if self.engine.ledger is not None:
-            replace(noted, json.dumps(mark(self.engine.ledger.record)).encode())
+            paid = {**mark(self.engine.ledger.record), "files": _digests(Path(output_dir))}
+            replace(noted, json.dumps(paid).encode())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -302,7 +305,13 @@ class PrivateTrainer(Trainer):
             problem = "the engine has no ledger" if ledger is None else f"it holds no {ACCOUNT}, so no account"
             fix = "Resume what was begun with a ledger, with that ledger, or load the weights and add their ε"
             raise bad("resume_from_checkpoint", checkpoint, problem, fix)
-        check_mark(ledger.path, ledger.record, json.loads(noted.read_text(encoding="utf-8")))
+        paid = json.loads(noted.read_text(encoding="utf-8"))
+        check_mark(ledger.path, ledger.record, paid)
+        for name, digest in _digests(Path(checkpoint)).items():
+            if paid.get("files", {}).get(name) != digest:
+                problem = f"its {name} is not the one that was saved with its {ACCOUNT}, which need not cover it"
+                fix = "Put back the files that were saved together, or resume another checkpoint"
+                raise bad("resume_from_checkpoint", checkpoint, problem, fix)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- what is said about private data
@@ -320,6 +329,15 @@ class PrivateTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if self._dp is not None and isinstance(self._dp.original_optimizer, IVON):
             self.posterior().save(self._folder(output_dir) / POSTERIOR)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that a resume may read weights or optimizer state from; adapters may be in folders."""
+    found = {}
+    for path in (p for p in (*folder.glob("*"), *folder.glob("*/*")) if p.name.endswith(_LOADED)):
+        with path.open("rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 class _Budget(TrainerCallback):
