@@ -171,3 +171,31 @@ def test_a_ledger_replays_the_cost(tmp_path):
     ledger.charge((spec.terms,), 3)
     ledger.close()
     assert dpivon.PrivacyEngine(ledger=tmp_path / "ledger.jsonl").accountant.history == [(1.0, 1.0, 3)]
+
+
+@pytest.mark.parametrize("left", [1, 2])
+@pytest.mark.parametrize("path", ["loop", "eager", "captured"])
+def test_bounds_per_layer_are_refused_where_a_layer_was_frozen_since(path, left):
+    engine, model, optimizer, loader = private(clipping="per_layer", max_grad_norm=[0.1, 0.2, 0.3, 0.4])
+
+    def losses(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    step = None if path == "loop" else engine.compile(losses, capture=path == "captured")
+
+    def release():
+        train(model, optimizer, loader) if step is None else [step(batch) for batch in loader]
+
+    release()
+    made = len(engine.accountant)
+    frozen = list(model.parameters())[left:]
+    for p in frozen:
+        p.requires_grad_(False)
+    problem = rf"^max_grad_norm=\[0.1, 0.2, 0.3, 0.4\]: has 4 bounds, and .* now trained is {left}. Freeze before"
+    with pytest.raises(ArgumentError, match=problem):
+        release()
+    assert len(engine.accountant) == made == 4
+    for p in frozen:
+        p.requires_grad_(True)
+    release()
+    assert len(engine.accountant) == 8

@@ -106,6 +106,11 @@ class PerLayerClipping:
         return float(torch.tensor(self.bounds, dtype=torch.float64).norm())
 
     def factors(self, norms: Tensor) -> Tensor:
+        if len(norms) != len(self.bounds):
+            problem = f"has {len(self.bounds)} bounds, and the number of parameters now trained is {len(norms)}"
+            raise bad(
+                "max_grad_norm", self.given, problem, "Freeze before make_private, with one bound for each that is left"
+            )
         bounds = torch.tensor(self.bounds, dtype=norms.dtype, device=norms.device).unsqueeze(1)
         # An example that is bad in one tensor is dropped everywhere: half an example is not an example.
         usable = torch.isfinite(norms).all(dim=0, keepdim=True)
