@@ -75,9 +75,16 @@ def test_so_it_is_with_a_plan(options: dict[str, float], data: Any) -> None:
     check_row("dp-steady", options, data)
 
 
-def check_row(name: str, options: dict[str, Any], data: Any) -> None:
+@pytest.mark.parametrize("name", ["dp-steady", "dp-calm"])
+def test_so_it_is_where_the_pull_to_zero_is_longer_than_what_the_step_divides_by(name: str, data: Any) -> None:
+    """σC/b is about 1e-7 and α δ is not: a step that passed zero by more than it came from would end in NaN."""
+    stack, row, start = check_row(name, {"weight_decay": 1e-3}, data, clip=1e-6)
+    assert stack.mean[row].abs().max() < start.abs().max()
+
+
+def check_row(name: str, options: dict[str, Any], data: Any, clip: float = 1.0) -> tuple[Stack, int, Tensor]:
     ema = options.get("ema")
-    run = Run(name, 21, 1.0, 1.0, 0.05, 8, options)
+    run = Run(name, 21, 1.0, clip, 0.05, 8, options)
     others = [Run("dp-sgd", 1, 1.0, 1.0, 0.1, 4), Run(name, 2, 0.5, 2.0, 0.01, 16)]
     stack = Stack([others[0], run, others[1]], AnyNetwork(build), *data)
     row = stack._row(1)
@@ -122,6 +129,7 @@ def check_row(name: str, options: dict[str, Any], data: Any) -> None:
     for key in solo.mean:
         torch.testing.assert_close(q.mean[key], solo.mean[key], rtol=2e-4, atol=1e-5)
         torch.testing.assert_close(q.variance[key], solo.variance[key], rtol=1e-4, atol=0)
+    return stack, row, start
 
 
 def test_runs_of_every_method_in_one_stack_equal_themselves_alone(data: Any) -> None:

@@ -5,7 +5,7 @@ Here the step divides by the root mean square of what is released, noise include
 
     s ← β₁ s + (1 − β₁) g,   s̄ = s / (1 − β₁ᵗ)                        momentum
     v̂ = an estimate of E[g²] − s²                                     (:mod:`dpivon.optim.curvature`)
-    m ← m − α (s̄ + δ m) / (√(max(v̂, 0) + s²) + ν)                     mean
+    m ← m − α (s̄ + δ m) / max(√(max(v̂, 0) + s²) + ν, α δ)             mean
     h ← β₂ h + (1 − β₂) ĥ + (1 − β₂)² (h − ĥ)² / (2 (h + δ)),  ĥ = κ v̂   curvature
     σ² = T / (N_ess (h + δ))                                          posterior variance
 
@@ -75,13 +75,12 @@ def calm_step(
     nu: Any,
     prior_mean: Values | None = None,
 ) -> Values:
-    """m − α (s̄ + δ (m − μ)) / D with D = √(max(v̂, 0) + s²) + ν; with a prior D = max(√(max(v̂, 0) + s²) + ν, α δ).
+    """m − α (s̄ + δ (m − μ)) / D with D = max(√(max(v̂, 0) + s²) + ν, α δ).
 
-    So a step never passes a prior's mean by its pull alone: where the prior is that precise, m becomes μ − s̄/δ.
+    So a step never passes the prior's mean by its pull alone: where δ is that large, m becomes μ − s̄/δ.
     """
-    size = (moment.clamp(min=0.0) + noise_variance).sqrt() + nu
-    if prior_mean is not None:
-        size = size + (decay * lr - size).clamp(min=0.0)
+    least = [decay * rate for rate in lr] if isinstance(lr, list) and isinstance(decay, float) else decay * lr
+    size = ((moment.clamp(min=0.0) + noise_variance).sqrt() + nu).clamp(min=least)
     return mean - (momentum + pull(mean, decay, prior_mean)) / size * lr
 
 

@@ -176,12 +176,8 @@ class TensorList:
     def rsqrt(self) -> TensorList:
         return self._map(torch.rsqrt, torch._foreach_rsqrt)
 
-    def clamp(self, min: TensorList | float | None = None, max: float | None = None) -> TensorList:
-        out = self
-        if isinstance(min, TensorList):
-            out = out._with(min, torch.maximum, torch._foreach_maximum)
-        elif min is not None:
-            out = out._map(torch.clamp_min, torch._foreach_clamp_min, min)
+    def clamp(self, min: Operand | None = None, max: float | None = None) -> TensorList:
+        out = self if min is None else self._with(min, torch.clamp_min, torch._foreach_clamp_min)
         if max is not None:
             out = out._map(torch.clamp_max, torch._foreach_clamp_max, max)
         return out
