@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from dpivon.privacy.accounting.recorded import history
 from dpivon.privacy.augmentation import Augmentation
 from dpivon.privacy.clipping import Clipping
 from dpivon.privacy.engine import PrivacyEngine
+from dpivon.privacy.noise import seed_of
 from dpivon.privacy.people import People
 from dpivon.stacked.networks import cross_entropy, network_for
 from dpivon.stacked.run import Run, stackable
@@ -258,8 +258,7 @@ def seed_after(seed: int | None, after: Fitted) -> int | None:
     if seed is None:
         return None
     fix = "Use a whole number; it seeds the privacy noise, so keep it secret"
-    text = f"{check_whole('seed', seed, fix)} after {after.posterior.digest}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    return seed_of(f"{check_whole('seed', seed, fix)} after {after.posterior.digest}")
 
 
 def _earlier(after: Any, unit: str, out: Any) -> History:

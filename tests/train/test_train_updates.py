@@ -284,4 +284,5 @@ def test_the_same_seed_draws_other_noise_in_the_next_run(years: Any) -> None:
     folder, _, _ = years
     after = load(folder / "one").posterior.digest
     assert Seeds(5, after).number("noise") != Seeds(5).number("noise")
-    assert Seeds(5, after).number("noise") == Seeds(5, after).number("noise")
+    assert Seeds(5, "abc").number("noise") == 2156767883132717874  # a resumed run draws as it was begun
+    assert Seeds(5).number("noise") == 894514872134007861

@@ -187,6 +187,11 @@ def not_pickled(what: str) -> PrivacyError:
     )
 
 
+def seed_of(text: str) -> int:
+    """A seed of 62 bits that follows from the text, and is as secret."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
 def own_generator(parent: torch.Generator | None = None, device: torch.device | str = "cpu") -> torch.Generator:
     """A new generator, seeded by one draw from its parent, or by the operating system if it has none."""
     if parent is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from dpivon.privacy import PerExampleLoss, PrivacyEngine
 from dpivon.privacy.accounting.history import Entry
 from dpivon.privacy.counting import NoisySums, class_counts, class_factors, class_thresholds, sets_cost, shares_cost
 from dpivon.privacy.kernels.reference import autocast
-from dpivon.privacy.noise import SecureNoise, TorchNoise
+from dpivon.privacy.noise import SecureNoise, TorchNoise, seed_of
 from dpivon.privacy.people import People
 from dpivon.sources import Examples
 from dpivon.train.artefacts import Line
@@ -45,8 +44,7 @@ class Seeds:
     def number(self, purpose: str) -> int:
         if self.seed is None:
             return secrets.randbits(62)
-        text = f"{self.seed} {purpose}" + (f" after {self.after}" if self.after else "")
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+        return seed_of(f"{self.seed} {purpose}" + (f" after {self.after}" if self.after else ""))
 
     def generator(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         return torch.Generator(device).manual_seed(self.number(purpose))
