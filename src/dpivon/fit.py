@@ -153,7 +153,8 @@ def fit(
             ``seed`` draws other noise than it did there.
         dtype: ``torch.bfloat16`` runs forward and backward in bf16; norms and sums are still taken in fp32 and double.
         seed: decides batches, noise and posterior samples: leave it out (it is then drawn from the operating system)
-            unless the data is public.
+            unless the data is public. With ``out`` on a CPU the same seed gives other bits than without: noise
+            is drawn for the sum that it is added to, so that copies of a folder never add the same noise to two sums.
         augment: augmentations of every drawn image, averaged before clipping (:class:`dpivon.Augmentation`); they cost no
             privacy.
         clipping: the rule that bounds every example at C, by its name or as an object.
