@@ -130,8 +130,8 @@ class PrivateTrainer(Trainer):
     was taken. For a loss of your own override :meth:`losses`.
 
     The ledger is ``output_dir/ledger.jsonl``, and ``train(resume_from_checkpoint=…)`` goes on with its account; a checkpoint
-    without its ledger, or with files of another, is refused. ε is in the logs. The training loss is not, nor what depends on
-    the size of a batch: private examples decide both, without noise.
+    without its ledger, or with files of another, is refused. ε is in the logs. The training loss is not, nor what
+    depends on the size of a batch: private examples decide both, without noise.
 
     Args:
         model: as ``Trainer``'s.
