@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experiments.leaderboard.priors import folded, learn, private
-from experiments.leaderboard.priors.flat import NORM, Flat
+from experiments.leaderboard.priors import learn, private
 from experiments.leaderboard.priors.plans import EPSILONS, PLANS, Cell, best_prior, cell_of
 from experiments.leaderboard.priors.starts import Starts, hidden_units
 
-from dpivon.models import PaperCNN
 from dpivon.privacy.accounting import epsilon
 
 
@@ -80,28 +78,3 @@ def test_a_group_fits_the_room_and_loses_no_cell() -> None:
     groups = private.grouped(cells)
     assert sorted(c.key for g in groups for c in g) == sorted(c.key for c in cells)
     assert all(len(g) * 16384 <= private.ROOM for g in groups)
-
-
-def test_folded_logits_are_the_same_function_of_an_image() -> None:
-    torch.manual_seed(0)
-    network, x = PaperCNN(), torch.randn(6, 3, 32, 32)
-    seen = folded.maps(network, x)
-    flat = Flat(torch.cat([seen, folded.maps(network, torch.randn(40, 3, 32, 32))]))
-    logits = torch.nn.Linear(seen.shape[1], 10)
-    with torch.no_grad():
-        wanted = logits(flat(seen))
-        folded.fold(network, *flat.undone(logits), size=3.0)
-        torch.testing.assert_close(network(x), wanted, rtol=1e-3, atol=1e-3)
-    units = network.head.hidden.weight[:20].detach()
-    assert float(units.square().mean().sqrt()) == pytest.approx(3.0 / (3 * 2048) ** 0.5, rel=1e-4)
-
-
-def test_flat_features_have_at_most_one_unit_in_every_direction() -> None:
-    g = torch.Generator().manual_seed(0)
-    seen = torch.randn(4000, 12, generator=g) * torch.logspace(-3, 1, 12) + 5.0
-    made = Flat(seen, ridge=0.01)(seen)
-    torch.testing.assert_close(made.mean(0), torch.zeros(12), rtol=0, atol=1e-3)
-    assert float(made.square().sum(1).mean().sqrt()) == pytest.approx(NORM, rel=1e-3)
-    sizes = torch.linalg.eigvalsh(made.T @ made / len(made)).sqrt()
-    assert float(sizes[-4:].min() / sizes[-1]) > 0.6  # of directions far above the ridge,
-    assert float(sizes[0] / sizes[-1]) < 0.1  # and far below it

@@ -80,7 +80,7 @@ def test_balancing_the_head_leaves_the_function_and_gives_it_its_size(places: in
 def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None:
     cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 2, 0.4, 2, "dp-sgd", 1.0)
     a = argparse.Namespace(head_steps=2, work=tmp_path, prior=prior, toy=True, until=float("inf"))
-    group = private.Group([cell, replace(cell, seed=1), replace(cell, head_method="flat-dp-sgd")], split(), a)
+    group = private.Group([cell, replace(cell, seed=1)], split(), a)
     stack = group.train()
     assert stack is not None
     for row in group.rows(stack):

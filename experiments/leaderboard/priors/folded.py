@@ -20,8 +20,8 @@ from dpivon.priors.processes import images
 from experiments.leaderboard.priors.flat import IMAGES
 from experiments.leaderboard.priors.scores import SHIFTS
 
-#: DP-SGD's rate in the first phase, whose steps are of all images, per unit of the ε that the phase would spend by itself.
-RATE = 2.0
+#: DP-SGD's rate in the first phase, whose steps are of all images.
+RATE = 8.0
 
 
 @torch.no_grad()
@@ -46,14 +46,15 @@ def made_up(process: str, device: torch.device, count: int = IMAGES) -> Tensor:
 
 
 @torch.no_grad()
-def fold(network: PaperCNN, weight: Tensor, bias: Tensor, size: float) -> None:
+def fold(network: PaperCNN, weight: Tensor, bias: Tensor, size: float, copies: int = 1) -> None:
     """Write logits of maps into ``network``, in place: the same function of an image, up to rounding.
 
     Args:
-        network: its first hidden units become the logits and their negatives.
+        network: its first 20 · ``copies`` hidden units become the logits and their negatives.
         weight: of the logits, on maps as they are.
         bias: of the logits.
         size: root mean square of the weights into these units, in those of an initialisation.
+        copies: of every logit, which share its weight out.
     """
     hidden, last = network.head.hidden, network.head.logits
     weight, bias = weight.to(hidden.weight.device), bias.to(hidden.weight.device)
@@ -61,7 +62,8 @@ def fold(network: PaperCNN, weight: Tensor, bias: Tensor, size: float) -> None:
     classes = len(bias)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    for sign, units in ((1.0, slice(classes)), (-1.0, slice(classes, 2 * classes))):
+    for i in range(2 * copies):
+        sign, units = 1.0 - 2.0 * (i % 2), slice(i * classes, (i + 1) * classes)
         hidden.weight[units] = sign * scale * weight
         hidden.bias[units] = sign * scale * bias
-        last.weight[:, units] = sign / scale * torch.eye(classes)
+        last.weight[:, units] = sign / (scale * copies) * torch.eye(classes)

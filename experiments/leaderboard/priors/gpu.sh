@@ -111,7 +111,7 @@ private)
     shift 2
     for plan; do
         judge=
-        case $plan in judge | final | board | fashion | folded) judge=--judge ;; esac
+        case $plan in judge | final | board | fashion) judge=--judge ;; esac
         # shellcheck disable=SC2086  # a flag or none
         if [ "$plan" = probe ]; then
             "$python" -m "$here.probe" --data "$DATA" --priors $(learned) --table "$KEEP/probe.csv" $TOY

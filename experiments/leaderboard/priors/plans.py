@@ -13,8 +13,9 @@ from statistics import mean
 
 EPSILONS = (1.0, 3.0, 7.5)
 SCRATCH = "scratch"
-#: Cells whose first phase is on the feature maps: by ``keep``, the ε that it would spend by itself, as a part of the whole.
-FOLDED = {"folded": 0.35, "folded-more": 0.6}
+#: Cells whose first phase is on the feature maps: by ``keep``, how many copies of each logit are among the hidden units, and
+#: the ε that the phase would spend by itself, as a part of the whole.
+FOLDED = {"folded": (1, 0.35), "folded-6": (6, 0.35), "folded-more": (1, 0.6)}
 Row = dict[str, str]
 
 
@@ -199,12 +200,6 @@ HEAD_STEPS, RATES = 100, (1.25, 1.75, 2.5, 3.5)
 FOLD_STEPS = 160
 #: A factor of about three for DP-SGD, of two for DP-Adam; 'widen' goes on where the best is an end.
 RIVALS = {"dp-sgd": (0.03, 0.1, 0.3, 1.0, 3.0), "dp-adam": (0.0005, 0.001, 0.002, 0.004, 0.008)}
-#: After a first phase on the feature maps, which leaves less to do.
-FOLD_RIVALS = {
-    "dp-sgd": (0.01, 0.03, 0.1, 0.3),
-    "dp-adam": (0.00025, 0.0005, 0.001, 0.002),
-    "dp-ivon-gradsq": (0.1, 0.3, 1.0, 3.0),
-}
 
 
 def starts(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
@@ -299,41 +294,17 @@ def fold(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
         replace(base, epsilon=e, keep=keep, features=size, lr=r)
         for keep in FOLDED
         for size in (1.0, 3.0)
-        for r in (0.45, 0.9, 1.75)
+        for r in (0.45, 0.75, 1.25, 1.75)
         for e in EPSILONS
     ]
 
 
-def _folded(rows: Sequence[Row]) -> Cell:
-    """The best one of 'fold'."""
-    return best_default(of_plans(rows, (fold,)), "filters")
-
-
-def fold_rivals(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
-    """The other methods after the same first phase, at rates over a decade and more."""
-    base = _folded(rows)
-    return [
-        replace(base, method=m, lr=lr, epsilon=e) for m, each in FOLD_RIVALS.items() for lr in each for e in EPSILONS
-    ]
-
-
-def folded(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
-    """Three seeds after a first phase on the feature maps: the recipe at every ε, the other methods where they were tuned."""
-    base, cells = _folded(rows), []
-    for e in sorted({*EPSILONS, *BOARD}):
-        rivals = FOLD_RIVALS if e in EPSILONS else ()
-        rates = {m: best_rate(of_plans(rows, (fold_rivals,)), base.start, m, e, base) for m in rivals}
-        arms = {base.method: base.lr, **rates}
-        cells += [replace(base, epsilon=e, method=m, lr=lr, seed=s) for m, lr in arms.items() for s in (1, 2, 3)]
-    return cells
-
-
 #: Plans that are scored on the test set.
-JUDGED = ("judge", "final", "board", "fashion", "folded")
+JUDGED = ("judge", "final", "board", "fashion")
 #: Three rounds: a plan chooses by rows of its own. Charged maps are part of σ from the second on; the third adds to it.
 FIRST = (compare, rates, phases, geometry, longer, views, joint, judge)
 SECOND = (starts, tune, rivals, widen, settle, final)
-THIRD = (*SECOND, ivon, board, fashion, fold, fold_rivals, folded)
+THIRD = (*SECOND, ivon, board, fashion, fold)
 Plan = Callable[[Sequence[Row], Sequence[str]], list[Cell]]
 PLANS: dict[str, Plan] = {p.__name__: p for p in (*FIRST, *THIRD)}
 

@@ -96,7 +96,7 @@ class Group:
         """What a first phase of its own σ costs."""
         if not self.folded:
             return []
-        alone = noise_multiplier(FOLDED[cell.keep] * cell.epsilon, DELTA, 1.0, self.head_steps, "rdp")
+        alone = noise_multiplier(FOLDED[cell.keep][1] * cell.epsilon, DELTA, 1.0, self.head_steps, "rdp")
         return [(alone, 1.0, self.head_steps)]
 
     def _scale(self, cell: Cell) -> float:
@@ -185,15 +185,7 @@ class Group:
             x = flat(folded.maps(prior, split.images, views=True))
             options = {"ema": window_decay(float(self.head_steps))}
             runs = [
-                Run(
-                    "dp-sgd",
-                    c.stream(f"{split.name} maps"),
-                    cost[0],
-                    C,
-                    folded.RATE * FOLDED[c.keep] * c.epsilon,
-                    self.pieces.size,
-                    options,
-                )
+                Run("dp-sgd", c.stream(f"{split.name} maps"), cost[0], C, folded.RATE, self.pieces.size, options)
                 for c, (cost,) in zip(self.cells, self.head_costs, strict=True)
             ]
             zeros = torch.zeros(len(runs), network.size)
@@ -206,7 +198,7 @@ class Group:
         for cell, row, made in zip(self.cells, rows["rows"], networks, strict=True):
             logits = nn.Linear(prior.head.hidden.in_features, 10)
             nn.utils.vector_to_parameters(row, logits.parameters())
-            folded.fold(made, *flat.undone(logits), cell.features)
+            folded.fold(made, *flat.undone(logits), cell.features, FOLDED[cell.keep][0])
             shown = scores(copy.deepcopy(made).to(self.pieces.device), split)["accuracy"]
             print(
                 f"  folded {cell.method} {cell.epsilon:g} {cell.lr:g}: {shown:.4f} before the second phase", flush=True
@@ -235,12 +227,12 @@ class Group:
         return found
 
     def predictions(self, stack: Stack, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What else the trained runs can predict; draws for the recipe alone, head first, which has a spread of its own."""
+        """What else the trained runs can predict; draws for the recipe alone, which has a spread of its own."""
         found, split = [], self.pieces.split
         for i, cell in enumerate(self.cells):
             model, seed = stack.model(i, averaged=True).eval(), cell.stream(f"{split.name} maps")
             rows = mapped_rows(model, split, seed)
-            if cell.method == "dp-steady" and cell.keep not in FOLDED:
+            if cell.method == "dp-steady":
                 spread = {n: v.sqrt() for n, v in stack.posterior(i, averaged=True).variance.items()}
                 rows += drawn_rows(model, split, spread, seed)
             own = {name: made[i][name] for name in tables.SHARED}
@@ -258,7 +250,7 @@ class Group:
 
 CELL = tuple(Cell.__dataclass_fields__)
 #: Plans whose runs are predicted from in every way.
-PREDICTED = ("settle", "final", "folded")
+PREDICTED = ("settle", "final")
 
 
 @cache

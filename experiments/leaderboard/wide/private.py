@@ -85,7 +85,7 @@ class Group:
         self.cuda = self.device.type == "cuda"
         first = cells[0]
         self.steps, self.rate = first.steps, first.batch / self.size
-        self.heads = [Arm(c.epsilon, c.head_method, self._head_rate(c), c.head_steps) for c in cells]
+        self.heads = [Arm(c.epsilon, c.head_method, c.head_lr, c.head_steps) for c in cells]
         self.head_sigmas = [self._head_sigma(c) for c in cells]
         self.sigmas = [
             noise_multiplier(c.epsilon, DELTA, self.rate, self.steps, ACCOUNTANT, also=[*self._head_cost(i), RESERVE])
@@ -96,9 +96,6 @@ class Group:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.network = AnyNetwork(lambda: wide(a.toy, first.places))
         self.seconds = 0.0
-
-    def _head_rate(self, c: Cell) -> float:
-        return c.head_lr * c.share * c.epsilon if c.head_method.startswith(FLAT) else c.head_lr
 
     def _head_sigma(self, c: Cell) -> float:
         return noise_multiplier(c.share * c.epsilon, DELTA, 1.0, c.head_steps, ACCOUNTANT) if c.head_steps else 0.0
