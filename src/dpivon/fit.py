@@ -47,6 +47,7 @@ class Fitted:
         budget: the plan that was run, with its ε.
         account: what was spent, and what is charged later; of a run that is kept in a folder, its engine.
         path: ``"captured"`` where steps were replayed as a CUDA graph, or ``"eager"`` with the reason.
+        features: what inputs go through before the model: of a prior, by :func:`dpivon.steady`.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Fitted:
     budget: Budget
     account: Accountant | PrivacyEngine = field(default_factory=Accountant)
     path: str = ""
+    features: nn.Module | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.account, Accountant) and not self.account.history:
@@ -77,6 +79,7 @@ class Fitted:
 
     def predict(self, x: Tensor, samples: int = 32, **options: Any) -> ClassPrediction:
         """Class probabilities averaged over the posterior, as :func:`dpivon.predict`."""
+        x = x if self.features is None else self.features(x)
         return predict(self.model, self.posterior, x, samples, **options)
 
 

@@ -15,10 +15,9 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
    surprise less entropy by more than ``WORTH``, it is left out, and training has the whole budget: that depends on N, ε and
    δ alone, all public.
 
-**From a prior** (``start_from``, docs/priors.md) the last layer is new and zero, and passes no gradient, so a first step would
-move all other weights by noise alone. It is trained by itself for a twelfth of the epochs. Then all weights are, at r = 2.25,
-with w that of torch's own initialisation: self-supervised weights are two to four times as large, and want no larger steps for
-it. Every step has the σ of a single training of as many steps.
+**From a prior** (``start_from``, docs/priors.md) only a last layer is trained, on what the prior's network sees, in flat
+coordinates (:mod:`dpivon.priors.features`). Noise grows with the number of weights, and flat features leave the rest
+little to add.
 """
 
 from __future__ import annotations
@@ -38,20 +37,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpivon.defaults import METHOD
 from dpivon.durable.files import read_json, replace
-from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number, check_whole
+from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number
 from dpivon.fit import Fitted, fit, seed_after
-from dpivon.optim.curvature import matrix
-from dpivon.optim.steady import weight_scale
 from dpivon.posterior import Posterior
-from dpivon.priors.start import check_free, last_layer
-from dpivon.priors.start import start_from as start
-from dpivon.privacy import Accountant, Budget, PrivacyEngine, budget
+from dpivon.priors.features import Features
+from dpivon.privacy import Accountant, PrivacyEngine
 from dpivon.privacy.accounting import DEFAULT
 from dpivon.privacy.accounting.recorded import LEDGER
+from dpivon.privacy.augmentation import used
 from dpivon.privacy.people import People
 from dpivon.privacy.temperature import BOUND, calibrate_temperature, temperature_cost, temperature_noise
-from dpivon.report.run_folder import SUMMARY
-from dpivon.stacked.run import Run
 from dpivon.temperature import Tempered
 
 #: How much of the iterates' spread is width, with a temperature and without.
@@ -59,9 +54,6 @@ WIDTH, WIDTH_ALONE = 0.25, 1.0
 
 #: What a kept run's temperature is in.
 TEMPERATURE = "temperature.json"
-
-#: From a prior: one of so many epochs is of the last layer alone, r of all weights after it, and the first ones' folder.
-HEAD_PART, AFTER_HEAD, HEAD = 12, 2.25, "head"
 
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
@@ -76,7 +68,7 @@ def steady(
     delta: float,
     batch_size: int,
     epochs: int,
-    start_from: str | os.PathLike[str] | Posterior | None = None,
+    start_from: str | os.PathLike[str] | Posterior | Features | None = None,
     max_grad_norm: float = 1.0,
     temperature_share: float = 0.1,
     samples: int = 32,
@@ -101,18 +93,30 @@ def steady(
         delta: δ, well below 1/N.
         batch_size: the expected batch b.
         epochs: length of the run, in epochs of ⌈N/b⌉ steps.
-        start_from: begin with the weights of a prior that no one's data is in, and a new last layer that is trained first: a
-            name such as ``"images-32"``, a file of ``dpivon prior learn`` or a :class:`dpivon.Posterior`, as
-            :func:`dpivon.priors.start_from` takes them. This is where weights begin; ``prior=`` pulls every step.
+        start_from: train a new last layer alone, on what a prior's network sees: ``model`` is that network, and says how many
+            classes there are. The prior is a name such as ``"images-32"``, a file of ``dpivon prior learn``, or
+            :class:`dpivon.priors.Features` of any network and public inputs.
         max_grad_norm: C.
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
         accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
         **options: of :func:`~dpivon.fit.fit`, such as ``out=`` for a run that is kept, ``dtype=``, ``lr=`` for another r than
-            3.5, or ``options={"ramp": 0}`` for first steps of full size however few there are. With ``start_from`` these two
-            are of the steps of all weights. With ``user_ids`` no temperature is chosen: its guarantee is for rows.
+            3.5, or ``options={"ramp": 0}`` for first steps of full size however few there are. With ``user_ids`` no
+            temperature is chosen: its guarantee is for rows.
     """
+    if start_from is not None:
+        last, features, x, y = _on_features(model, start_from, inputs, labels, options)
+        common: dict[str, Any] = {
+            "target_epsilon": target_epsilon,
+            "delta": delta,
+            "batch_size": batch_size,
+            "epochs": epochs,
+        }
+        common |= {"max_grad_norm": max_grad_norm, "temperature_share": temperature_share, "samples": samples}
+        found = steady(last, x, y, **common, accountant=accountant, seed=seed, **options)
+        fitted: Any = found.predictor
+        return dataclasses.replace(found, predictor=dataclasses.replace(fitted, features=features))
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     sigma = temperature_noise(share * target, delta, accountant=accountant)
@@ -121,20 +125,9 @@ def steady(
     n = options.get("dataset_size") or len(given if people is None else people)
     worth = people is None and blur(sigma, n) <= WORTH
     own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
-    plan: dict[str, Any] = {"batch_size": batch_size, "delta": delta, "accountant": accountant}
-    plan["also"] = [temperature_cost(sigma)] if worth else None
-    shared = dict(**plan, method=METHOD, max_grad_norm=max_grad_norm, seed=seed, options=own, **options)
-    shared |= {"inputs": inputs, "labels": labels}
-    body = []
-    if start_from is not None:
-        model = copy.deepcopy(model)
-        body = _begin(model, start_from)
-    if body:
-        alone = options.get("noise_multiplier")  # refused beside ε
-        whole = budget(dataset_size=n, epochs=epochs, target_epsilon=target, noise_multiplier=alone, **plan)
-        fitted = _head_first(model, body, whole, epochs, shared)
-    else:
-        fitted = fit(model, **shared, epochs=epochs, target_epsilon=target)
+    plan: dict[str, Any] = {"batch_size": batch_size, "delta": delta, "accountant": accountant, "epochs": epochs}
+    plan |= {"also": [temperature_cost(sigma)] if worth else None, "target_epsilon": target, "seed": seed}
+    fitted = fit(model, inputs, labels, method=METHOD, max_grad_norm=max_grad_norm, options=own, **plan, **options)
     if not worth:
         return Tempered(fitted, 1.0)
     chosen: dict[str, Any] = {"noise_multiplier": sigma, "samples": samples}
@@ -147,50 +140,33 @@ def steady(
     return _kept_temperature(fitted, data, Path(options["out"]), chosen)
 
 
-def _begin(model: nn.Module, start_from: Any) -> list[str]:
-    """Put a prior into the model; the names of the trained parameters before its last layer."""
-    last = f"{last_layer(model)}."
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    body = [name for name in trained if not name.startswith(last)]
-    if len(body) == len(trained):
-        problem = f"begins with a new last layer, and {last}weight is frozen"
-        raise bad("start_from", start_from, problem, "Set its requires_grad, or leave start_from out")
-    fix = "Give fit its Fitted as after=. If no one's private data is in it, give Posterior(its mean, its variance)"
-    check_free(start(model, start_from), start_from, fix)
-    return body
-
-
-def _head_first(model: nn.Module, body: list[str], plan: Budget, epochs: int, shared: dict[str, Any]) -> Fitted:
-    """The last layer alone, then all weights: two trainings within one plan, of which the second comes after the first."""
-    epochs = check_whole("epochs", epochs, "Use 2 or more, better 12", at_least=1)
-    first = -(-epochs // HEAD_PART)
-    if first == epochs:
-        fix = "Give 2 or more, better 12, or leave start_from out"
-        raise bad("epochs", epochs, "is too few for two phases, the last layer alone and all weights", fix)
-    if shared.get("after") is not None:
-        raise bad("after", "Fitted", "was given with start_from, which begins anew", "Leave one of them out")
-    folder = None if shared.get("out") is None else Path(shared["out"])
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise bad("out", str(folder), "is a file", "Give a folder")
-    if folder is not None and folder.is_dir() and any(folder.iterdir()) and not (folder / HEAD).is_dir():
-        raise bad("out", str(folder), "is not empty, and no run from a prior was begun in it", "Give another folder")
-    if folder is not None and (folder / LEDGER).exists() and not (folder / HEAD / SUMMARY).exists():
-        problem = f"has begun to train all weights, and the finished run of the last layer in {HEAD}/ is gone"
-        raise bad("out", str(folder), problem, f"Put {HEAD}/ back as it was, or give another folder")
-    shared, steps = {**shared, "noise_multiplier": plan.noise_multiplier}, plan.steps // epochs * first
-    lr, own, also, say = (shared.pop(name, None) for name in ("lr", "options", "also", "on_progress"))
-    lr, say = AFTER_HEAD if lr is None else lr, say or (lambda done, steps: None)
-    # What the second training would refuse is refused before the first releases anything.
-    Run(METHOD, 0, plan.noise_multiplier, shared["max_grad_norm"], lr, plan.batch_size, own)
-    for name in body:
-        model.get_parameter(name).requires_grad_(False)
-    alone = {**shared, "out": folder and folder / HEAD, "on_progress": lambda done, _: say(done, plan.steps)}
-    head = fit(model, **alone, epochs=first)
-    learned = [head.model.get_parameter(name).requires_grad_() for name in body]
-    drawn = [torch.zeros_like(p) for p in learned]  # of which the scale is that of an initialisation
-    shared["options"] = {"scale": weight_scale(drawn, [matrix(p.shape) for p in drawn]), **own}
-    shared |= {"lr": lr, "also": also, "after": head, "on_progress": lambda done, _: say(steps + done, plan.steps)}
-    return dataclasses.replace(fit(head.model, **shared, epochs=epochs - first), budget=plan)
+def _on_features(
+    model: nn.Module, start_from: Any, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]
+) -> tuple[nn.Linear, Features, Tensor, Tensor]:
+    """A last layer of zero, a prior's features, and the data as that layer sees them."""
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not linear:
+        problem = "has no linear layer to say how many classes there are"
+        raise bad("model", type(model).__name__, problem, "Add an nn.Linear as its last layer")
+    if used(options.get("augment")) is not None:
+        fix = "Leave augment out, or give start_from=dpivon.priors.Features(…, shift=2, mirror=True)"
+        raise bad("augment", options["augment"], "was given with start_from, whose features are made once", fix)
+    if isinstance(inputs, Tensor):
+        x, y = inputs, labels
+    else:
+        pairs = list(DataLoader(inputs, batch_size=1024))
+        x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+    if y is None:
+        raise bad("labels", None, "is missing", "Give one label per row of inputs, or a Dataset of pairs as inputs")
+    if isinstance(start_from, Features):
+        features = start_from
+    else:
+        on = options.get("device") or x.device
+        features = Features.of(copy.deepcopy(model).to(on), start_from, tuple(x.shape[1:]))
+    last = nn.Linear(features.width, linear[-1].out_features)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return last.to(x.device), features, features(x), y
 
 
 def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[str, Any]) -> Tempered:

@@ -13,9 +13,6 @@ from statistics import mean
 
 EPSILONS = (1.0, 3.0, 7.5)
 SCRATCH = "scratch"
-#: Cells whose first phase is on the feature maps: by ``keep``, how many copies of each logit are among the hidden units, and
-#: the ε that the phase would spend by itself, as a part of the whole.
-FOLDED = {"folded": (1, 0.35), "folded-6": (6, 0.35), "folded-more": (1, 0.6)}
 Row = dict[str, str]
 
 
@@ -32,9 +29,7 @@ class Cell:
         body: factor on the convolutions' weights. GroupNorm undoes it, so the function stays the same; but a step of the same
             size moves the function less, as under a prior of body² times the precision.
         features: factor on the hidden units, whose incoming weights are scaled; the logits learn faster by its square.
-        keep: ``"all"``, ``"body"`` to keep the prior's convolutions and draw the hidden layer afresh, or one of
-            :data:`FOLDED`: a first phase of ``head_steps`` steps of all images on the feature maps, which is written into
-            hidden units (:mod:`folded`). ``features`` is then the size of the weights into these, in an initialisation's.
+        keep: ``"all"``, or ``"body"`` to keep the prior's convolutions and draw the hidden layer afresh.
     """
 
     start: str
@@ -196,8 +191,6 @@ def judge(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
 
 #: The first phase of the plans below, and the rates around the recipe's own.
 HEAD_STEPS, RATES = 100, (1.25, 1.75, 2.5, 3.5)
-#: Steps of a first phase on the feature maps, of all images each.
-FOLD_STEPS = 160
 #: A factor of about three for DP-SGD, of two for DP-Adam; 'widen' goes on where the best is an end.
 RIVALS = {"dp-sgd": (0.03, 0.1, 0.3, 1.0, 3.0), "dp-adam": (0.0005, 0.001, 0.002, 0.004, 0.008)}
 
@@ -287,24 +280,12 @@ def fashion(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
     return [replace(cell, epsilon=e, seed=seed) for cell in both for e in (1.0, 3.0, 8.0) for seed in (1, 2, 3)]
 
 
-def fold(rows: Sequence[Row], priors: Sequence[str]) -> list[Cell]:
-    """A first phase on the feature maps: how it is written into the hidden units, and the recipe's rate."""
-    base = Cell("filters", 1.0, head_steps=FOLD_STEPS)
-    return [
-        replace(base, epsilon=e, keep=keep, features=size, lr=r)
-        for keep in FOLDED
-        for size in (1.0, 3.0)
-        for r in (0.45, 0.75, 1.25, 1.75)
-        for e in EPSILONS
-    ]
-
-
 #: Plans that are scored on the test set.
 JUDGED = ("judge", "final", "board", "fashion")
 #: Three rounds: a plan chooses by rows of its own. Charged maps are part of σ from the second on; the third adds to it.
 FIRST = (compare, rates, phases, geometry, longer, views, joint, judge)
 SECOND = (starts, tune, rivals, widen, settle, final)
-THIRD = (*SECOND, ivon, board, fashion, fold)
+THIRD = (*SECOND, ivon, board, fashion)
 Plan = Callable[[Sequence[Row], Sequence[str]], list[Cell]]
 PLANS: dict[str, Plan] = {p.__name__: p for p in (*FIRST, *THIRD)}
 

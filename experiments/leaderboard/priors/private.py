@@ -8,14 +8,12 @@ appended when a stack is evaluated, and runs that have their row are left out. A
 
 Head first: the first phase is a stack of its own, a linear layer on the prior's hidden units. Its gradients are clipped and
 noised in 1,290 coordinates, with the σ of the second phase. σ is calibrated to the steps of both together, and to the charged
-maps of :mod:`predictions`. A baseline has the recipe's first phase: only the second differs. Folded (:mod:`folded`), the first
-phase trains logits on the feature maps, by steps of all images with a σ of their own; the second has the whole length.
+maps of :mod:`predictions`. A baseline has the recipe's first phase: only the second differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import hashlib
 import json
@@ -37,10 +35,9 @@ from dpivon.optim.steady import weight_scale
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, PaperNetwork, Run, Stack
 from dpivon.stacked.checkpoint import StackCheckpoints
-from experiments.leaderboard.priors import folded, tables
+from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
-from experiments.leaderboard.priors.flat import IMAGES, Flat
-from experiments.leaderboard.priors.plans import FOLDED, JUDGED, PLANS, Cell, key_of, same_round
+from experiments.leaderboard.priors.plans import JUDGED, PLANS, Cell, key_of, same_round
 from experiments.leaderboard.priors.predictions import RESERVE, drawn_rows, mapped_rows
 from experiments.leaderboard.priors.scores import scores
 from experiments.leaderboard.priors.starts import Starts, hidden_units
@@ -76,14 +73,10 @@ class Group:
         # A toy makes every kind of stack, small: its rows say what they would be at full size.
         self.batch, epochs = (first.batch // 128, 2) if pieces.toy else (first.batch, first.epochs)
         self.total = -(-pieces.size // self.batch) * epochs
-        self.folded = first.keep in FOLDED
         self.head_steps = min(first.head_steps, self.total // 2)
-        self.steps = self.total - (0 if self.folded else self.head_steps)
+        self.steps = self.total - self.head_steps
         self.rate = self.batch / pieces.size
-        self.head_costs = [self._head_cost(cell) for cell in cells]
-        self.sigmas = [
-            sigma(cell.epsilon, self.rate, self.total, *c) for cell, c in zip(cells, self.head_costs, strict=True)
-        ]
+        self.sigmas = [sigma(cell.epsilon, self.rate, self.total) for cell in cells]
         name = hashlib.sha256(repr([split.name, self.cells]).encode()).hexdigest()[:16]
         self.folder = pieces.work / name
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +84,6 @@ class Group:
         # The kernels of the paper's network make no augmentations.
         self.network = PaperNetwork() if self.augment is None else AnyNetwork(PaperCNN)
         self.scales = [self._scale(cell) for cell in cells]
-
-    def _head_cost(self, cell: Cell) -> list[tuple[float, float, int]]:
-        """What a first phase of its own σ costs."""
-        if not self.folded:
-            return []
-        alone = noise_multiplier(FOLDED[cell.keep][1] * cell.epsilon, DELTA, 1.0, self.head_steps, "rdp")
-        return [(alone, 1.0, self.head_steps)]
 
     def _scale(self, cell: Cell) -> float:
         """w of the weights as they were learned: another geometry is not to change r's unit."""
@@ -108,9 +94,7 @@ class Group:
         """The trained stack; None if there was no time to finish it, and it was kept."""
         split, pieces = self.pieces.split, self.pieces
         networks = [pieces.starts.network(cell) for cell in self.cells]
-        if self.folded:
-            self._fold(networks)
-        elif self.head_steps:
+        if self.head_steps:
             self._heads(networks)
         stack = Stack(
             [self._run(cell, s, w) for cell, s, w in zip(self.cells, self.sigmas, self.scales, strict=True)],
@@ -173,37 +157,6 @@ class Group:
             pass
         return torch.stack([network.pack(stack.model(i, averaged=True)) for i in range(len(runs))])
 
-    def _fold(self, networks: Sequence[PaperCNN]) -> None:
-        """The first phase on feature maps: logits that are trained once, kept, and written into the networks."""
-        path, split = self.folder / "folded.safetensors", self.pieces.split
-        (start,) = {cell.start for cell in self.cells}
-        prior = self.pieces.starts.learned(self.cells[0])
-        pixels = folded.made_up(start.split("-")[0], self.pieces.device, 64 if self.pieces.toy else IMAGES)
-        flat = Flat(folded.maps(prior, pixels))
-        network = AnyNetwork(lambda: nn.Linear(prior.head.hidden.in_features, 10))
-        if not path.is_file():
-            x = flat(folded.maps(prior, split.images, views=True))
-            options = {"ema": window_decay(float(self.head_steps))}
-            runs = [
-                Run("dp-sgd", c.stream(f"{split.name} maps"), cost[0], C, folded.RATE, self.pieces.size, options)
-                for c, (cost,) in zip(self.cells, self.head_costs, strict=True)
-            ]
-            zeros = torch.zeros(len(runs), network.size)
-            stack = Stack(runs, network, x, split.labels, start=zeros, steps=self.head_steps, block=8)
-            for _ in stack.train(self.head_steps):
-                pass
-            found = [network.pack(stack.model(i, averaged=True)) for i in range(len(runs))]
-            write_tensors(path, {"rows": torch.stack(found)}, {HEAD: "1"})
-        rows, _ = read_tensors(path, key=HEAD, version="1", what="heads", fix="Delete it")
-        for cell, row, made in zip(self.cells, rows["rows"], networks, strict=True):
-            logits = nn.Linear(prior.head.hidden.in_features, 10)
-            nn.utils.vector_to_parameters(row, logits.parameters())
-            folded.fold(made, *flat.undone(logits), cell.features, FOLDED[cell.keep][0])
-            shown = scores(copy.deepcopy(made).to(self.pieces.device), split)["accuracy"]
-            print(
-                f"  folded {cell.method} {cell.epsilon:g} {cell.lr:g}: {shown:.4f} before the second phase", flush=True
-            )
-
     def rows(self, stack: Stack, plan: str) -> list[dict[str, Any]]:
         """One per run, in the order of the cells."""
         shared = {
@@ -218,10 +171,9 @@ class Group:
         found = []
         for i, (cell, s, w) in enumerate(zip(self.cells, self.sigmas, self.scales, strict=True)):
             # What the stack charged, a resumed one's lost steps included, and the head's phase before it.
-            charged = stack.mechanism.charged + (0 if self.folded else self.head_steps)
-            costs = [(s, self.rate, charged), *self.head_costs[i], RESERVE]
+            charged = stack.mechanism.charged + self.head_steps
             own = {"noise_multiplier": round(s, 4), "scale": round(w, 5)}
-            own |= {"epsilon_spent": round(epsilon(costs, DELTA, "rdp"), 4)}
+            own |= {"epsilon_spent": round(epsilon([(s, self.rate, charged), RESERVE], DELTA, "rdp"), 4)}
             own |= dict(zip(CELL, cell.key, strict=True)) | scores(stack.model(i, averaged=True), self.pieces.split)
             found.append(shared | own)
         return found
@@ -254,10 +206,8 @@ PREDICTED = ("settle", "final")
 
 
 @cache
-def sigma(target: float, rate: float, steps: int, *also: tuple[float, float, int]) -> float:
-    """The σ at which the steps, ``also`` and the charged maps spend ε, from ``sigmas.json`` where it was made before."""
-    if also:
-        return noise_multiplier(target, DELTA, rate, steps, "rdp", also=[*also, RESERVE])
+def sigma(target: float, rate: float, steps: int) -> float:
+    """The σ at which the steps and the charged maps spend ε, from ``sigmas.json`` where it was made before."""
     name = f"{target} {rate} {steps} {RESERVE}"
     known = json.loads(SIGMAS.read_text()) if SIGMAS.is_file() else {}
     found = float(known.get(name) or _raised(target, rate, steps))
@@ -279,8 +229,7 @@ def grouped(cells: Sequence[Cell]) -> list[list[Cell]]:
     """Cells in stacks: of one batch size, length, number of views and length of the first phase."""
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        own = (cell.start, cell.keep) if cell.keep in FOLDED else ()
-        groups.setdefault((cell.batch, cell.epochs, cell.views, cell.head_steps, *own), []).append(cell)
+        groups.setdefault((cell.batch, cell.epochs, cell.views, cell.head_steps), []).append(cell)
     out = []
     for each in groups.values():
         most = max(1, ROOM // each[0].batch)

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from dpivon.models import PaperCNN
 from experiments.leaderboard.priors.learn import load_prior
-from experiments.leaderboard.priors.plans import FOLDED, SCRATCH, Cell
-
-#: The size of hidden units that was best, where ``features`` says something else.
-HALF = 0.5
+from experiments.leaderboard.priors.plans import SCRATCH, Cell
 
 
 class Starts:
@@ -38,15 +35,14 @@ class Starts:
     def network(self, cell: Cell) -> PaperCNN:
         """The cell's first network."""
         network = self.learned(cell)
-        features = HALF if cell.keep in FOLDED else cell.features
         with torch.no_grad():
             for block in network.features:
                 # GroupNorm divides by it again; its ε of 1e-5 is small beside the variance of what it normalises.
                 block.conv.weight *= cell.body
                 block.conv.bias *= cell.body
             for p in network.head.hidden.parameters():
-                p *= features
-            network.head.logits.weight /= features
+                p *= cell.features
+            network.head.logits.weight /= cell.features
         return network
 
 

@@ -4,7 +4,7 @@
 
 Features are the mean over ten shifted and mirrored copies of an image, computed once, so that a step is nearly free: every step
 takes all images (q = 1), for which the cost of T steps at σ is that of one at σ/√T. A method with ``flat-`` before its name
-learns in the coordinates of :mod:`experiments.leaderboard.priors.flat`. All arms are compared on validation images; arms that
+learns in the coordinates of :mod:`dpivon.priors.features`. All arms are compared on validation images; arms that
 the table has are not trained again.
 With ``--judge`` the best arm per ε is trained on all training images with three seeds, and scored on the test set.
 """
@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpivon.data import MEAN, STD
 from dpivon.metrics import accuracy, ece, nll
 from dpivon.optim.average import window_decay
+from dpivon.priors.features import IMAGES, flat
+from dpivon.priors.processes import images
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.temperature import temper
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import load_split
-from experiments.leaderboard.priors.flat import IMAGES, Flat
-from experiments.leaderboard.priors.folded import made_up
 from experiments.leaderboard.priors.predictions import RESERVE
 from experiments.leaderboard.priors.private import DELTA, C
 from experiments.leaderboard.priors.scores import best_temperature
@@ -72,24 +73,30 @@ COLUMNS = (
 )
 
 
-def trained_heads(runs: Sequence[Run], steps: int, x: Tensor, y: Tensor, flat: Flat | None = None) -> list[nn.Linear]:
+def trained_heads(
+    runs: Sequence[Run], steps: int, x: Tensor, y: Tensor, coordinates: tuple[Tensor, Tensor] | None = None
+) -> list[nn.Linear]:
     """Averaged logits of every run, from zero; learned in flat coordinates if these are given, and of features as they are."""
-    x = x if flat is None else flat(x)
+    if coordinates is not None:
+        x = (x - coordinates[0]) @ coordinates[1]
     network = AnyNetwork(lambda: nn.Linear(x.shape[1], 10))
     stack = Stack(runs, network, x, y, start=torch.zeros(len(runs), network.size), steps=steps, block=8)
     for _ in stack.train(steps):
         pass
     found = [stack.model(i, averaged=True) for i in range(len(runs))]
     heads = [head for head in found if isinstance(head, nn.Linear)]
-    for head in heads if flat is not None else ():
-        weight, bias = flat.undone(head)
-        head.weight.data, head.bias.data = weight, bias
+    for head in heads if coordinates is not None else ():
+        mean, matrix = coordinates
+        head.weight.data = head.weight.data @ matrix.T
+        head.bias.data -= head.weight.data @ mean
     return heads
 
 
-def flattened(network: WideNetwork, path: Path, device: torch.device, toy: bool) -> Flat:
-    """The coordinates of a prior's features on images of its process."""
-    return Flat(features(network, made_up(process_of(path), device, 64 if toy else IMAGES)))
+def flattened(network: WideNetwork, path: Path, device: torch.device, toy: bool) -> tuple[Tensor, Tensor]:
+    """Flat coordinates of a prior's features, by images of its process."""
+    g = torch.Generator(device).manual_seed(0)
+    made = torch.cat([images(process_of(path), 512, g, 32) for _ in range(1 if toy else IMAGES // 512)])
+    return flat(features(network, (made.float() / 255 - MEAN) / STD))
 
 
 def best_arm(rows: Sequence[Row], prior: str, places: int, target: float) -> Arm:
@@ -134,14 +141,14 @@ def main() -> None:
     for steps, is_flat in sorted({(arm.steps, arm.method.startswith(FLAT)) for arm in arms}):
         alike = [arm for arm in arms if (arm.steps, arm.method.startswith(FLAT)) == (steps, is_flat)]
         mine = [replace(arm, steps=4) if a.toy else arm for arm in alike]
-        steps, flat = mine[0].steps, flattened(network, a.prior, device, a.toy) if is_flat else None
+        steps, to = mine[0].steps, flattened(network, a.prior, device, a.toy) if is_flat else None
         sigmas = {
             e: noise_multiplier(e, DELTA, 1.0, steps, ACCOUNTANT, also=[RESERVE]) for e in {arm.epsilon for arm in mine}
         }
         runs = [arm.run(split.name, sigmas[arm.epsilon], len(x)) for arm in mine]
         rows: list[dict[str, Any]] = []
         began = time.monotonic()
-        for arm, head in zip(mine, trained_heads(runs, steps, x, split.labels, flat), strict=True):
+        for arm, head in zip(mine, trained_heads(runs, steps, x, split.labels, to), strict=True):
             with torch.no_grad():
                 probs, fitted = (head(f).softmax(1) for f in (held, fit))
             t, y, sigma = best_temperature(fitted, split.fit_labels), split.score_labels, sigmas[arm.epsilon]

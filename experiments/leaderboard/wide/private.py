@@ -121,13 +121,13 @@ class Group:
             x, found = features(prior, self.split.images, views=True), {}
             for is_flat in (False, True):
                 mine = [i for i in places if self.cells[i].head_method.startswith(FLAT) == is_flat]
-                flat = flattened(prior, self.a.prior, self.device, self.a.toy) if mine and is_flat else None
+                to = flattened(prior, self.a.prior, self.device, self.a.toy) if mine and is_flat else None
                 # A cell's own stream: rates of one ε do not share the noise of their heads.
                 runs = [
                     self.heads[i].run(f"{self.split.name} {self.cells[i]}", self.head_sigmas[i], self.size)
                     for i in mine
                 ]
-                made_ = trained_heads(runs, self.a.head_steps, x, self.split.labels, flat) if mine else []
+                made_ = trained_heads(runs, self.a.head_steps, x, self.split.labels, to) if mine else []
                 found |= dict(zip(mine, made_, strict=True))
             rows = torch.stack([nn.utils.parameters_to_vector(found[i].parameters()).detach().cpu() for i in places])
             write_tensors(path, {"rows": rows}, {HEADS: "1"})

@@ -3,8 +3,9 @@
 An import contract keeps every reader of data out of this package.
 """
 
+from dpivon.priors.features import Features
 from dpivon.priors.learning import Learning, Settings, learn
 from dpivon.priors.processes import MIXTURES, PROCESSES, images
 from dpivon.priors.start import BUILT_IN, start_from
 
-__all__ = ["BUILT_IN", "MIXTURES", "PROCESSES", "Learning", "Settings", "images", "learn", "start_from"]
+__all__ = ["BUILT_IN", "MIXTURES", "PROCESSES", "Features", "Learning", "Settings", "images", "learn", "start_from"]

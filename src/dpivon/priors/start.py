@@ -24,21 +24,21 @@ def start_from(
     model: nn.Module,
     prior: str | os.PathLike[str] | Posterior,
     *,
-    input_mean: float = MEAN,
-    input_std: float = STD,
+    input_mean: float | None = None,
+    input_std: float | None = None,
 ) -> Posterior:
     """Put a prior's mean into ``model``, in place, with a last layer of zero; the prior of this model, for ``prior=``.
 
     >>> prior = dpivon.priors.start_from(model, "images-32")
     >>> dpivon.fit(model, x, y, target_epsilon=1, delta=1e-5, batch_size=4096, epochs=90, lr=1.75)
 
-    :func:`dpivon.steady` does it by itself with ``start_from=``, and trains the last layer before all weights.
+    With ``start_from=`` :func:`dpivon.steady` trains a last layer alone instead (:class:`dpivon.priors.Features`).
 
     Args:
         model: ends in a linear layer, which is new and may have any number of classes.
         prior: a name of :data:`BUILT_IN`, a file of ``dpivon prior learn`` or of ``Posterior.save``, or a posterior.
         input_mean: pixels p in [0, 1] come to the model as (p − input_mean)/input_std; the first layer takes up the
-            difference to what the prior was learned with.
+            difference to what the prior was learned with. None: as there, 0.5 and 0.25 with those of the library.
         input_std: see above.
     """
     mean, metadata = _read(prior)
@@ -52,19 +52,22 @@ def start_from(
             problem = f"is not of this network: it has {'another' if name in mean else 'no'} {name}"
             of = "; ".join(f"{key}: {value}" for key, value in BUILT_IN.items())
             raise bad("start_from", shown, problem, f"Give a prior of the same network ({of})")
+    was = {"input_mean": float(metadata.get("input_mean", MEAN)), "input_std": float(metadata.get("input_std", STD))}
+    given = {"input_mean": input_mean, "input_std": input_std}
+    now = {name: was[name] if value is None else float(value) for name, value in given.items()}
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(mean[name])
         first = next(layer for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear))
         if first.bias is not None:
-            first.bias += first.weight.flatten(1).sum(1) * (input_mean - MEAN) / STD
-        first.weight *= input_std / STD
+            first.bias += first.weight.flatten(1).sum(1) * (now["input_mean"] - was["input_mean"]) / was["input_std"]
+        first.weight *= now["input_std"] / was["input_std"]
         own = {name: p.detach().float().clone() for name, p in named.items()}
     variance = {name: p.square().mean().clamp_min(1e-4).expand(p.shape).clone() for name, p in own.items()}
     for name, v in variance.items():
         if name.startswith(last):  # as wide as torch's initialisation: its zeros tell nothing
             v.fill_(1.0 / (3.0 * linear[-1][1].in_features))
-    return Posterior(own, variance, metadata)
+    return Posterior(own, variance, metadata | {name: repr(value) for name, value in now.items()})
 
 
 def last_layer(model: nn.Module) -> str:

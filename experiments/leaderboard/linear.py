@@ -1,0 +1,168 @@
+"""A private linear layer on a prior's flat features, on CIFAR-10: the recipe with ``start_from=``, and other methods there.
+
+    python -m experiments.leaderboard.linear paper --data DATA --work WORK --table linear.csv --epsilons 1 3 --seeds 0
+    python -m experiments.leaderboard.linear wide --data DATA --work WORK --table linear.csv --judge --seeds 1 2 3
+
+``paper`` is the library's prior ``images-32`` of the paper's CNN: 2,048 features of its convolutions. ``wide`` is the prior of
+WRN-16-4 in ``wide/results``: 4,096 features, means over 4 × 4 places, computed in bf16. Both are averaged over ten shifted and
+mirrored copies of an image, and made once: WORK keeps them. An arm is METHOD:RATE; ``dp-steady`` by itself is the recipe with
+its defaults, and the other methods have its plan, σ and averaging. Rows that the table has are not made again.
+Without ``--judge`` 45,000 training images are trained on and 5,000 scored, with it all 50,000 and the test set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+import dpivon
+from dpivon.data import MEAN, STD, normalised
+from dpivon.data.images import tuning_places
+from dpivon.machine import hardware_name
+from dpivon.metrics import accuracy, ece, nll
+from dpivon.models import PaperCNN
+from dpivon.optim.average import window_decay
+from dpivon.priors import Features
+from dpivon.priors.features import IMAGES
+from dpivon.priors.processes import images
+from dpivon.privacy.temperature import temperature_cost, temperature_noise
+from dpivon.temperature import Tempered, temper
+from experiments.leaderboard.priors import tables
+from experiments.leaderboard.priors.data import cached
+from experiments.leaderboard.priors.scores import best_temperature
+from experiments.leaderboard.wide.network import load_wide, process_of
+
+WIDE = Path(__file__).parent / "wide" / "results" / "wide-places.npz"
+EPSILONS, DELTA, BATCH, EPOCHS, DRAWS = (1.0, 2.0, 3.0, 4.0, 8.0), 1e-5, 4096, 90, 32
+RECIPE = "dp-steady"
+CELL = ("network", "split", "epsilon", "method", "lr", "seed", "batch", "epochs")
+#: Of the draws and of the mean: raw, at the best temperature by training images, and at the one that the run paid for.
+SCORES = tuple(f"{p}_{kind}{s}" for p in ("draws", "mean") for kind in ("", "tempered_") for s in ("nll", "ece"))
+COLUMNS = (*CELL, "delta", "max_grad_norm", "noise_multiplier", "steps", "epsilon_spent", "train_size", "temperature")
+COLUMNS += (
+    "accuracy",
+    "nll",
+    "ece",
+    "draws_accuracy",
+    "mean_accuracy",
+    *SCORES,
+    "seconds",
+    "device",
+    "torch",
+    "commit",
+)
+
+
+def features_of(network: str, toy: bool = False) -> Features:
+    """The prior's features, flat on images of its process."""
+    if network == "paper":
+        return Features.of(PaperCNN(), "images-32", (3, 32, 32))
+    g = Generator().manual_seed(0)
+    made = torch.cat([images(process_of(WIDE), 512, g, 32) for _ in range(1 if toy else IMAGES // 512)])
+    return Features(load_wide(WIDE, places=4), (made.float() / 255 - MEAN) / STD, shift=2, mirror=True)
+
+
+@torch.no_grad()
+def made(network: str, data: Path, work: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Flat features and labels of the training and the test images."""
+    path = work / f"{network}.pt"
+    if not path.is_file():
+        began, features = time.monotonic(), features_of(network)
+        found = {}
+        for name, part in zip(("train", "test"), cached(data), strict=True):
+            x, y = normalised(part)
+            with torch.autocast("cpu", torch.bfloat16, enabled=network == "wide"):
+                seen = features.seen(x)
+            found[name] = (seen - features.mean) @ features.matrix, y
+            print(f"{network}, {name}: {tuple(seen.shape)} after {time.monotonic() - began:.0f} s", flush=True)
+        work.mkdir(parents=True, exist_ok=True)
+        torch.save(found, path)
+    loaded: dict[str, tuple[Tensor, Tensor]] = torch.load(path)
+    return loaded
+
+
+def trained(method: str, lr: str, epsilon: float, seed: int, x: Tensor, y: Tensor, plan: dict[str, Any]) -> Tempered:
+    """A linear layer from zero; the recipe by its own door, another method with the recipe's plan and no temperature."""
+    last = nn.Linear(x.shape[1], 10)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    # Public data: a seed makes the run one that can be made again.
+    given = {**plan, "target_epsilon": epsilon, "seed": seed, "progress": False}
+    if method == RECIPE:
+        return dpivon.steady(last, x, y, **given, **({"lr": float(lr)} if lr else {}))
+    steps = -(-len(x) // plan["batch_size"]) * plan["epochs"]
+    also = [temperature_cost(temperature_noise(0.1 * epsilon, DELTA))]
+    options = {"ema": window_decay(float(steps))}
+    return Tempered(dpivon.fit(last, x, y, method=method, lr=float(lr), also=also, options=options, **given), 1.0)
+
+
+def scored(found: Tempered, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """What a run's mean and draws of its posterior score on ``test``."""
+    fitted: Any = found.predictor
+    x, y = test
+    own = found.predict(x, samples=DRAWS).probs
+    row = {"accuracy": accuracy(own, y), "nll": nll(own, y), "ece": ece(own, y), "temperature": found.temperature}
+    for name, samples in (("draws", DRAWS), ("mean", 0)):
+        probs = fitted.predict(x, samples).probs
+        t = best_temperature(fitted.predict(train[0], samples).probs, train[1])
+        row[f"{name}_accuracy"] = accuracy(probs, y)
+        row |= {f"{name}_nll": nll(probs, y), f"{name}_ece": ece(probs, y)}
+        row |= {f"{name}_tempered_nll": nll(temper(probs, t), y), f"{name}_tempered_ece": ece(temper(probs, t), y)}
+    return {name: round(float(value), 5) for name, value in row.items()}
+
+
+def run(cell: dict[str, str], train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """One row."""
+    began, epsilon = time.monotonic(), float(cell["epsilon"])
+    plan = {"delta": DELTA, "batch_size": int(cell["batch"]), "epochs": int(cell["epochs"])}
+    found = trained(cell["method"], cell["lr"], epsilon, int(cell["seed"]), *train, plan)
+    seconds, fitted = time.monotonic() - began, replace(found).predictor
+    assert isinstance(fitted, dpivon.Fitted)
+    spent = fitted.account.get_epsilon(DELTA)
+    facts: dict[str, Any] = {"delta": DELTA, "max_grad_norm": 1.0, "train_size": len(train[1])}
+    facts |= {"noise_multiplier": round(fitted.budget.noise_multiplier, 4), "steps": fitted.budget.steps}
+    facts |= {"epsilon_spent": round(spent, 5), "seconds": round(seconds, 1)} | tables.facts(train[0].device)
+    return {**cell, **facts, "device": hardware_name(train[0].device), **scored(found, train, test)}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", choices=("paper", "wide"))
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for features")
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
+    parser.add_argument("--arms", nargs="+", default=[RECIPE], help="METHOD:RATE")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--judge", action="store_true")
+    a = parser.parse_args(words)
+    parts = made(a.network, a.data, a.work)
+    train, test = parts["train"], parts["test"]
+    if not a.judge:
+        kept, held = (torch.from_numpy(places) for places in tuning_places(len(train[1])))
+        train, test = ((train[0][places], train[1][places]) for places in (kept, held))
+    split = "test" if a.judge else "validation"
+    known = {tuple(row[name] for name in CELL) for row in tables.read(a.table)}
+    for seed in a.seeds:
+        for epsilon in a.epsilons:
+            for method, _, lr in (arm.partition(":") for arm in a.arms):
+                own = (a.network, split, f"{epsilon:g}", method, lr, str(seed), str(a.batch), str(a.epochs))
+                if own in known:
+                    continue
+                row = run(dict(zip(CELL, own, strict=True)), train, test)
+                tables.append(a.table, [row], COLUMNS)
+                told = " ".join(f"{n}={row[n]}" for n in ("accuracy", "nll", "ece", "mean_tempered_nll", "seconds"))
+                print(*own, told, flush=True)
+
+
+if __name__ == "__main__":
+    main()
