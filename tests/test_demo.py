@@ -13,13 +13,13 @@ import torch
 
 import dpivon
 from dpivon.data.images import PIXEL_RANGE, load_digits
-from dpivon.demo import BATCH_SIZE, PRIOR, Result, run_demo, stream, train
+from dpivon.demo import BATCH_SIZE, PRIOR, TRAIN, Result, on_features, run_demo, stream, train
 from dpivon.machine import one_thread
 from dpivon.methods import METHODS
 from dpivon.metrics import accuracy, nll
 from dpivon.models import SmallCNN
 from dpivon.posterior import Posterior
-from dpivon.priors import start_from
+from dpivon.priors import Features
 
 EPSILON, DELTA, EPOCHS = 8.0, 1e-4, 10
 
@@ -171,14 +171,18 @@ def test_a_prior_is_one_more_row_beside_scratch(tmp_path: Path) -> None:
     assert {"posterior-dp-steady.safetensors", "posterior-dp-steady-prior.safetensors"} < found
 
 
-def test_training_begins_at_the_prior() -> None:
-    given = {"epsilon": 1.0, "delta": DELTA, "epochs": 1, "seed": 0, "lr": 1e-6}
+def test_the_prior_is_a_linear_layer_on_its_features() -> None:
+    digits = load_digits()
+    last, seen, test = on_features(digits)
+    features = Features.of(SmallCNN(), PRIOR, (1, 8, 8), input_mean=0.0, input_std=1.0)
+    torch.testing.assert_close(seen.x, features(digits.train.x), rtol=1e-4, atol=1e-4)
+    assert (len(seen), len(test)) == (TRAIN, len(digits.test))
     with one_thread():
-        run = train(METHODS["dp-steady"], load_digits().train, **given, start=PRIOR)
-    model = SmallCNN()
-    mean = start_from(model, PRIOR, input_mean=0.0, input_std=1.0).mean  # pixels are in [0, 1]
-    found = run.learner.posterior().mean
-    assert all(torch.allclose(found[name], value, atol=1e-4) for name, value in mean.items())
+        run = train(METHODS["dp-steady"], seen, epsilon=1.0, delta=DELTA, epochs=1, seed=0, network=last)
+    assert {name: p.shape for name, p in run.learner.posterior().mean.items()} == {
+        "weight": torch.Size([10, 128]),
+        "bias": torch.Size([10]),
+    }
 
 
 @pytest.mark.parametrize(("names", "message"), [(["dp-sdg"], "not a known method"), (["dp-sgd", "dp-sgd"], "twice")])

@@ -17,7 +17,6 @@ from experiments.leaderboard.priors.private import CELL
 from dpivon import demo
 from dpivon.models import SmallCNN
 from dpivon.priors import start_from
-from dpivon.recipe import AFTER_HEAD
 
 #: Arm: its plan and one of its cells.
 ARMS = {
@@ -136,7 +135,9 @@ def test_digits_were_judged_at_what_validation_chose() -> None:
         for start in digits.RATES:
             used = {float(r["rate"]) for r in digits.at(start, epsilon, "test", digits.JUDGING)}
             assert used == {digits.chosen(start, epsilon)}
-        assert digits.chosen("strokes-8", epsilon) == demo.PRIOR_LR
+        assert digits.chosen("strokes-8", epsilon) == digits_worth.ALL_WEIGHTS
+        alone = {float(r["rate"]) for r in digits.at(digits.LAST, epsilon, "test", digits.JUDGING)}
+        assert alone == {digits.chosen(digits.LAST, epsilon)} == {3.5}
     assert not set(digits.CHOOSING) & set(digits.JUDGING)
 
 
@@ -149,7 +150,11 @@ def test_parts_of_a_prior_were_judged_at_what_was_chosen(arm: str, epsilon: floa
     seen = {row["share"] for row in alone if int(row["seed"]) in digits_worth.JUDGING}
     assert seen == {str(share)}
     rates = {"scratch": digits.chosen("scratch", epsilon), "filters": digits.chosen("filters", 1.0)}
-    rates |= {"head first, r = 1.25": 1.25, "head first, by default": AFTER_HEAD, "filters, again": rates["filters"]}
+    rates |= {
+        "head first, r = 1.25": 1.25,
+        "head first, by default": digits_worth.AFTER_HEAD,
+        "filters, again": rates["filters"],
+    }
     assert {float(row["rate"]) for row in runs} == {rates.get(arm, digits.chosen("strokes-8", epsilon))}
     used = {*digits.CHOOSING, *digits.JUDGING}  # r was chosen with some, and the others' scores were known
     assert not used & {*digits_worth.CHOOSING, *digits_worth.JUDGING}

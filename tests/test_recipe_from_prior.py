@@ -1,9 +1,7 @@
-"""The recipe from a prior: the last layer first, then all weights, within one plan, one account and one ledger."""
+"""The recipe from a prior: a private linear layer on what the prior's network sees, in flat coordinates."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpivon
-import dpivon.optim.steady
-import dpivon.recipe
-from dpivon import ArgumentError
+from dpivon import ArgumentError, Augmentation
+from dpivon.data.images import load_digits
 from dpivon.durable.ledger import read
-from dpivon.models import PaperCNN
+from dpivon.metrics import accuracy
+from dpivon.models import PaperCNN, SmallCNN
+from dpivon.priors import Features
+from dpivon.priors import features as module
+from dpivon.priors.features import flat, last_layers
 from dpivon.privacy.accounting import epsilon
-from dpivon.privacy.accounting.recorded import LEDGER, history, started_from
+from dpivon.privacy.accounting.recorded import LEDGER, history
 from dpivon.privacy.temperature import temperature_cost, temperature_noise
 
-N, EPOCHS, HEAD = 300, 14, 2
+N = 300
 PLAN: dict[str, Any] = {"target_epsilon": 4.0, "delta": 1e-5, "batch_size": 1000, "dataset_size": 10_000}
-PLAN |= {"epochs": EPOCHS, "accountant": "rdp", "seed": 3}
-STEPS = {"head": 10 * HEAD, "all": 10 * EPOCHS}
+PLAN |= {"epochs": 3, "accountant": "rdp", "seed": 3}
 TEMPERATURE = temperature_cost(temperature_noise(0.4, 1e-5, accountant="rdp"))
 
 
@@ -40,272 +40,207 @@ def network(classes: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, classes))
 
 
-def prior() -> dpivon.Posterior:
-    """Of a network with other classes, and no one's data."""
-    named = {n: 1.5 * p.detach() for n, p in network(7).named_parameters()}
-    return dpivon.Posterior(named, {n: torch.ones_like(p) for n, p in named.items()})
+def public() -> Tensor:
+    return torch.randn(500, 3, generator=torch.Generator().manual_seed(9))
 
 
-def phases(monkeypatch: Any) -> list[tuple[dict[str, Any], dpivon.Fitted]]:
-    """What ``steady`` gives to ``fit``, and what it gets, from now on."""
-    found, fit = [], dpivon.fit
+def small() -> SmallCNN:
+    torch.manual_seed(2)
+    return SmallCNN()
 
-    def remembered(*args: Any, **options: Any) -> dpivon.Fitted:
-        found.append((options, fit(*args, **options)))
-        return found[-1][1]
 
-    monkeypatch.setattr(dpivon.recipe, "fit", remembered)
-    return found
+def pictured(rows: int = 200) -> Tensor:
+    return torch.randn(rows, 1, 8, 8, generator=torch.Generator().manual_seed(4))
 
 
 def same(a: Any, b: Any) -> bool:
-    return all(
-        torch.equal(x[n], y[n]) for x, y in ((a.mean, b.mean), (a.variance, b.variance)) for n in {*x, *y} if n in x
-    )
+    return all(torch.equal(x[n], y[n]) for x, y in ((a.mean, b.mean), (a.variance, b.variance)) for n in {*x, *y})
 
 
-def test_it_is_two_trainings_by_hand_with_one_noise_and_the_temperature(monkeypatch: Any) -> None:
-    x, y = data()
-    made = phases(monkeypatch)
-    seen: list[tuple[int, int]] = []
-    trained = dpivon.steady(network(), x, y, start_from=prior(), on_progress=lambda *at: seen.append(at), **PLAN)
-    monkeypatch.undo()
-    fitted: Any = trained.predictor
-
-    plan = {key: value for key, value in PLAN.items() if key not in ("seed", "target_epsilon")}
-    sigma = dpivon.budget(**plan, target_epsilon=4.0, also=[TEMPERATURE]).noise_multiplier
-    common = {**plan, "noise_multiplier": sigma}
-    model = network()
-    dpivon.priors.start_from(model, prior())
-    size = (1 / (3 * 3)) ** 0.5  # of an initialisation with three inputs, whatever the prior has learned
-    model[0].requires_grad_(False)
-    head = dpivon.fit(model, x, y, **common | {"epochs": HEAD}, seed=3)
-    after = copy.deepcopy(head.model).requires_grad_()
-    also = [*head.history, TEMPERATURE]
-    drawn = hashlib.sha256(f"3 after {head.posterior.digest}".encode()).digest()
-    seed = int.from_bytes(drawn[:8], "big") >> 2
-    options = {"scale": size, "trace": 0.25}
-    rest = {**common, "epochs": EPOCHS - HEAD, "lr": 2.25, "options": options, "also": also, "seed": seed}
-    by_hand = dpivon.fit(after, x, y, **rest)
-
-    assert same(fitted.posterior, by_hand.posterior)
-    assert len(fitted.posterior.mean) == 4
-    assert fitted.history == [(sigma, 0.1, STEPS["all"]), TEMPERATURE]
-    assert fitted.budget == dpivon.budget(**plan, target_epsilon=4.0, also=[TEMPERATURE])
-    assert 3.98 < fitted.account.get_epsilon(1e-5) == fitted.epsilon == by_hand.epsilon <= 4.0
-    assert seen[-1] == (STEPS["all"], STEPS["all"])
-    assert (STEPS["head"], STEPS["all"]) in seen
-    assert [at for at, _ in seen] == sorted({at for at, _ in seen})
-    # The first phase changed nothing but the last layer.
-    start = {n: p.detach() for n, p in model.named_parameters()}
-    first = made[0][1]
-    assert set(first.posterior.mean) == {"2.weight", "2.bias"}
-    assert all(torch.equal(first.model.get_parameter(n), start[n]) for n in ("0.weight", "0.bias"))
-    assert not torch.equal(first.model.get_parameter("2.weight"), start["2.weight"])
-    assert first.history == [(sigma, 0.1, STEPS["head"])]
+# ---- features
 
 
-def test_the_head_is_a_linear_layer_on_what_the_prior_computes(monkeypatch: Any) -> None:
-    """To rounding, a step is that of a linear classifier on features that are functions of one example."""
-    x, y = data()
-    made = phases(monkeypatch)
-    dpivon.steady(network(), x, y, start_from=prior(), **PLAN)
-    monkeypatch.undo()
-    options, first = made[0]
-    model = network()
-    dpivon.priors.start_from(model, prior())
-    given = {key: value for key, value in options.items() if key not in ("inputs", "labels")}
-    alone = dpivon.fit(copy.deepcopy(model[2]), model[:2](x).detach(), y, **given)
-    torch.testing.assert_close(first.posterior.mean["2.weight"], alone.posterior.mean["weight"], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(first.posterior.mean["2.bias"], alone.posterior.mean["bias"], rtol=1e-4, atol=1e-5)
+def test_flat_coordinates_are_those_of_the_formula() -> None:
+    """A Σ A = c² Σ (Σ + σ̄² I)⁻¹, by another way than eigenvectors; c makes the mean variance 1."""
+    g = torch.Generator().manual_seed(0)
+    seen = torch.randn(4000, 6, generator=g, dtype=torch.float64) @ torch.randn(6, 6, generator=g, dtype=torch.float64)
+    seen = seen * torch.tensor([100.0, 10.0, 1.0, 0.1, 0.01, 0.0]) + 5
+    mean, matrix = flat(seen)
+    centred = seen - seen.mean(0)
+    covariance = centred.T @ centred / len(seen)
+    ratio = covariance @ torch.linalg.inv(covariance + covariance.diagonal().mean() * torch.eye(6, dtype=torch.float64))
+    z = (seen - mean.double()) @ matrix.double()
+    found = z.T @ z / len(z)
+    torch.testing.assert_close(found, ratio * 6 / ratio.trace(), rtol=1e-4, atol=1e-4)
+    assert abs(float(found.diagonal().mean()) - 1) < 1e-5
 
 
-def test_what_the_caller_says_is_of_all_weights_and_the_callers_model_stays(monkeypatch: Any) -> None:
-    x, y = data()
-    made, model = phases(monkeypatch), network()
-    model[0].bias.requires_grad_(False)
-    before = copy.deepcopy(model.state_dict())
-    dpivon.steady(model, x, y, start_from=prior(), lr=0.5, options={"trace": 2.0, "scale": 0.3}, **PLAN)
-    (first, _), (second, fitted) = made
-    assert "options" not in first
-    assert "lr" not in first
-    assert second["lr"] == 0.5
-    assert second["options"] == {"trace": 2.0, "scale": 0.3}
-    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
-    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
-    assert set(fitted.posterior.mean) == {"0.weight", "2.weight", "2.bias"}  # what was frozen stays so
-    assert torch.equal(fitted.model.get_parameter("0.bias"), prior().mean["0.bias"])
+def test_features_are_the_mean_over_moved_copies_of_what_the_last_layers_see() -> None:
+    model, x = small(), pictured()
+    made = Features(model, x, shift=1, mirror=True)
+    assert (made.cut, made.width) == ("head.hidden", 128)
+    padded = nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")
+    copies = [padded[..., i : i + 8, j : j + 8] for i, j in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))]
+    with torch.no_grad():
+        each = [model.features(c).flatten(1) for copy in copies for c in (copy, copy.flip(-1))]
+    by_hand = (torch.stack(each).mean(0) - made.mean) @ made.matrix
+    torch.testing.assert_close(made(x), by_hand, rtol=1e-3, atol=1e-4)
+    plain = Features(model, x)
+    torch.testing.assert_close(plain.seen(x), model.features(x).flatten(1).detach(), rtol=1e-5, atol=1e-6)
+    assert not any(p.requires_grad for p in made.parameters())
 
 
-def test_where_the_last_layer_is_all_there_is_to_train_it_is_trained_by_itself() -> None:
-    x, y = data()
-    model = network()
-    model[0].requires_grad_(False)
-    trained = dpivon.steady(model, x, y, start_from=prior(), **PLAN)
-    dpivon.priors.start_from(model, prior())
-    plain = dpivon.steady(model, x, y, **PLAN)
-    assert same(trained.predictor.posterior, plain.predictor.posterior)  # type: ignore[attr-defined]
+def test_an_examples_features_are_of_that_example_alone() -> None:
+    x = pictured()
+    made = Features(small(), x, shift=1)
+    other = x.clone()
+    other[1:] = float("nan")
+    other[5:] = 1e6
+    torch.testing.assert_close(made(other)[:1], made(x)[:1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made(x[:1]), made(x)[:1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_built_in_prior_begins_a_network_of_images() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 2, (16,))
-    options = {"target_epsilon": 8.0, "delta": 1e-3, "batch_size": 8, "epochs": 2, "lr": 1e-6}
-    model = PaperCNN(classes=2)
-    trained: Any = dpivon.steady(model, x, y, start_from="images-32", **options).predictor
-    start = dpivon.priors.start_from(model, "images-32")
-    for name, p in trained.model.named_parameters():
-        moved = float((p.detach() - start.mean[name]).abs().max())
-        assert moved > 1e-3 if name.startswith("head.logits") else moved < 1e-3, name
-    assert sum(steps for _, _, steps in trained.history) == 4
-
-
-# ---- a run that is kept
-
-
-@pytest.mark.parametrize("at", [STEPS["head"] // 2, STEPS["head"], STEPS["head"] + 1, STEPS["all"] - 1, None])
-def test_a_kept_run_goes_on_to_the_bit_and_its_ledger_names_every_release(tmp_path: Path, at: int | None) -> None:
-    def stop(done: int, steps: int) -> None:
-        if done == at:
-            raise KeyboardInterrupt
-
-    given = {**PLAN, "start_from": prior()}
-    whole: Any = dpivon.steady(network(), *data(), **given, out=tmp_path / "whole")
-    out, spent = tmp_path / "run", 0.0
-    if at is not None:
-        with pytest.raises(KeyboardInterrupt):
-            dpivon.steady(network(), *data(), **given, out=out, on_progress=stop)
-        begun = out if (out / LEDGER).exists() else out / "head"
-        spent = epsilon(history(read(begun / LEDGER), 0), 1e-5, "rdp")
-        assert len(list(history(read(begun / LEDGER), 0))) == 1
-    for _ in range(2):  # the second finds it finished
-        made: Any = dpivon.steady(network(), *data(), **given, out=out)
-        record = read(out / LEDGER)
-        assert same(made.predictor.posterior, whole.predictor.posterior)
-        assert made.temperature == whole.temperature
-        assert record.releases == STEPS["all"] + TEMPERATURE[2]
-        assert made.predictor.history == history(record, 0) == whole.predictor.history
-        assert started_from(record, 0) == {read(out / "head" / LEDGER).id: STEPS["head"]}
-        assert spent < epsilon(history(record, 0), 1e-5, "rdp") == made.predictor.account.get_epsilon(1e-5) <= 4.0
-
-
-def test_a_kept_run_is_the_stacks_run_but_for_its_draws(tmp_path: Path) -> None:
-    """Alike in plan, account and how far the weights go, by all three ways."""
-    given = {**PLAN, "start_from": prior()}
-    stacked: Any = dpivon.steady(network(), *data(), **given).predictor
-    kept: Any = dpivon.steady(network(), *data(), **given, out=tmp_path / "run").predictor
-    dataset: Any = dpivon.steady(network(), TensorDataset(*data()), **given).predictor
-    assert stacked.budget == kept.budget == dataset.budget
-    assert stacked.history == kept.history == dataset.history
-    start = network()
-    dpivon.priors.start_from(start, prior())
-    a, b, c = (
-        torch.cat([(f.posterior.mean[n] - p.detach()).flatten() for n, p in start.named_parameters()]).norm()
-        for f in (stacked, kept, dataset)
-    )
-    assert 0.6 < float(a / b) < 1.6
-    assert 0.6 < float(a / c) < 1.6
-
-
-def test_an_earlier_phase_that_was_changed_or_is_missing_is_refused(tmp_path: Path) -> None:
-    given = {**PLAN, "start_from": prior()}
-    out = tmp_path / "run"
-    dpivon.steady(network(), *data(), **given, out=out)
-    (out / "head").rename(tmp_path / "head")
-    with pytest.raises(ArgumentError, match="no run from a prior was begun in it"):
-        dpivon.steady(network(), *data(), **given, out=out)
-    (out / "head").mkdir()
-    with pytest.raises(ArgumentError, match="the finished run of the last layer in head/ is gone"):
-        dpivon.steady(network(), *data(), **given, out=out)
-    assert not any((out / "head").iterdir())  # nothing was trained for it
-    dpivon.steady(network(), *data(), **{**given, "seed": 4}, out=tmp_path / "other")
-    (out / "head").rmdir()
-    (tmp_path / "other" / "head").rename(out / "head")
-    with pytest.raises(ArgumentError, match="has changed since"):
-        dpivon.steady(network(), *data(), **given, out=out)
-    assert read(out / LEDGER).releases == STEPS["all"] + TEMPERATURE[2]
-
-
-@pytest.mark.parametrize("which", ["head", "."])
-def test_a_ledger_that_is_gone_or_an_older_copy_counts_for_nothing_less(which: str, tmp_path: Path) -> None:
-    given, out = {**PLAN, "start_from": prior()}, tmp_path / "run"
-    dpivon.steady(network(), *data(), **given, out=out)
-    ledger = out / which / LEDGER
-    lines = ledger.read_text().splitlines(keepends=True)
-    (out / "temperature.json").unlink()
-    for text in (None, "".join(lines[: len(lines) // 2])):
-        ledger.unlink()
-        if text is not None:
-            ledger.write_text(text)
-        with pytest.raises(
-            ArgumentError, match=r"holds a finished run of \d+ releases and (no ledger|a ledger of \d+)"
-        ):
-            dpivon.steady(network(), *data(), **given, out=out)
-        assert text is not None or not ledger.exists()
-        ledger.touch()
-
-
-# ---- refused, before anything is released
-
-
-class Convolved(nn.Module):
+class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.last = nn.Linear(3, 8), nn.Conv1d(8, 3, 1)
+        self.first, self.last = nn.Conv2d(1, 4, 3), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.linear(x).relu().unsqueeze(-1)).squeeze(-1)
+        seen = self.first(x).mean((2, 3))
+        out: Tensor = self.last(seen - seen.mean(0))
         return out
 
 
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    return model
+def test_the_layers_that_give_way() -> None:
+    assert last_layers(PaperCNN()) == "head.hidden"
+    assert last_layers(network()) == "2"
+    assert last_layers(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))) == "3"
+    tailed = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2))
+    assert last_layers(tailed) == "2"
 
 
-def frozen() -> nn.Module:
-    model = network()
-    model[2].requires_grad_(False)
-    return model
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Features(Mixed(), pictured()), "Mixed.*mixes the examples of a batch"),
+        (lambda: Features(nn.Conv2d(1, 2, 3), pictured()), "does not end in a linear layer"),
+        (lambda: Features(nn.Linear(3, 2), public()), "does not end in a linear layer"),
+        (lambda: Features(network(), public(), shift=1), r"public=\(500, 3\): are not images"),
+        (lambda: Features(small(), pictured() * float("nan")), "features that are not finite"),
+        (lambda: Features.of(small(), "strokes-9", (1, 8, 8)), "neither a prior by name nor a file"),
+        (lambda: Features.of(small(), "images-32", (3, 32, 32)), "is not of this network"),
+        (lambda: Features.of(small(), "strokes-8", (1, 8, 9)), r"inputs=\(1, 8, 9\): is not the shape of square"),
+        (lambda: Features.of(small(), plain(small()), (1, 8, 8)), "names no random process"),
+        (lambda: Features.of(small(), plain(small(), method="dp-steady"), (1, 8, 8)), "was trained by dp-steady"),
+    ],
+)
+def test_what_gives_no_features_is_named(make: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        make()
 
 
-def private() -> dpivon.Posterior:
-    return dpivon.Posterior(prior().mean, prior().variance, {"method": "dp-steady"})
+def plain(model: nn.Module, **metadata: str) -> dpivon.Posterior:
+    named = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return dpivon.Posterior(named, {n: torch.ones_like(p) for n, p in named.items()}, metadata)
+
+
+def test_too_many_features_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", 100)
+    with pytest.raises(ArgumentError, match="gives 128 features, and 2 to 100 can be flattened"):
+        Features(small(), pictured())
+
+
+def test_a_prior_of_pixels_at_another_scale_is_flattened_on_images_of_that_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "IMAGES", 512)
+    model = small()
+    prior = dpivon.priors.start_from(model, "strokes-8", input_mean=0.0, input_std=1.0)
+    by_posterior = Features.of(SmallCNN(), prior, (1, 8, 8))
+    by_name = Features.of(SmallCNN(), "strokes-8", (1, 8, 8), input_mean=0.0, input_std=1.0)
+    x = pictured().sigmoid()
+    torch.testing.assert_close(by_posterior(x), by_name(x), rtol=1e-4, atol=1e-4)
+    assert abs(float(by_name(x).square().mean())) < 30  # in the unit of its own images
+    assert (by_name.shift, by_name.mirror) == (1, False)
+
+
+# ---- the recipe
+
+
+def test_it_is_the_recipe_on_features_and_predicts_from_inputs() -> None:
+    x, y = data()
+    features = Features(network(7), public())
+    trained: Any = dpivon.steady(network(), x, y, start_from=features, **PLAN)
+    zero = nn.Linear(8, 3)
+    nn.init.zeros_(zero.weight)
+    nn.init.zeros_(zero.bias)
+    by_hand: Any = dpivon.steady(zero, features(x), y, **PLAN)
+    assert same(trained.predictor.posterior, by_hand.predictor.posterior)
+    assert trained.temperature == by_hand.temperature != 1.0
+    assert trained.predictor.history == [(trained.predictor.budget.noise_multiplier, 0.1, 30), TEMPERATURE]
+    assert 3.98 < trained.predictor.account.get_epsilon(1e-5) <= 4.0
+    ours, theirs = trained.predict(x, samples=0), by_hand.predict(features(x), samples=0)
+    torch.testing.assert_close(ours.probs, theirs.probs)
+    assert accuracy(ours.probs, y) > 0.6
+
+
+def test_a_prior_by_name_learns_digits_where_scratch_does_not() -> None:
+    digits = load_digits()
+    x, held = digits.train.x * 4 - 2, digits.validation.x * 4 - 2  # (p − 0.5)/0.25
+    plan: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-4, "batch_size": 256, "epochs": 40, "accountant": "rdp"}
+    found = []
+    for start in (None, "strokes-8"):
+        trained = dpivon.steady(small(), x, digits.train.y, start_from=start, seed=0, **plan)
+        found.append(accuracy(trained.predict(held, samples=0).probs, digits.validation.y))
+    assert found[1] > 0.93
+    assert found[1] > found[0] + 0.05
+
+
+def test_a_kept_run_and_a_data_set_are_the_same_recipe(tmp_path: Path) -> None:
+    x, y = data()
+    given = {**PLAN, "start_from": Features(network(7), public())}
+    free: Any = dpivon.steady(network(), x, y, **given)
+    dataset: Any = dpivon.steady(network(), TensorDataset(x, y), **given)
+    assert same(free.predictor.posterior, dataset.predictor.posterior)
+    out = tmp_path / "run"
+
+    def stop(done: int, steps: int) -> None:
+        if done == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dpivon.steady(network(), x, y, **given, out=out, on_progress=stop)
+    spent = epsilon(history(read(out / LEDGER), 0), 1e-5, "rdp")
+    whole: Any = dpivon.steady(network(), x, y, **given, out=tmp_path / "whole")
+    for _ in range(2):  # the second finds it finished
+        kept: Any = dpivon.steady(network(), x, y, **given, out=out)
+        assert same(kept.predictor.posterior, whole.predictor.posterior)
+        record = read(out / LEDGER)
+        assert record.releases == 30 + TEMPERATURE[2]
+        assert kept.predictor.history == history(record, 0) == free.predictor.history
+        assert spent < kept.predictor.account.get_epsilon(1e-5) <= 4.0
+        assert torch.equal(kept.predictor.predict(x, 0).label, whole.predict(x, samples=0).label)
 
 
 @pytest.mark.parametrize(
     ("model", "given", "said"),
     [
-        (Convolved, {}, "model='Convolved': does not end in a linear layer"),
-        (lambda: nn.Linear(3, 3), {}, "model='Linear': does not end in a linear layer of its own"),
-        (tied, {}, "does not end in a linear layer of its own"),
-        (frozen, {}, r"start_from=.*2\.weight is frozen"),
-        (network, {"epochs": 1}, "epochs=1: is too few for two phases"),
-        (network, {"epochs": 2.5}, "epochs=2.5: must be a whole number"),
+        (lambda: nn.Conv1d(3, 3, 1), {}, "model='Conv1d': has no linear layer"),
         (network, {"start_from": network()}, "start_from='Sequential': is no prior"),
-        (network, {"out": __file__}, "is a file"),
         (network, {"start_from": "images-64"}, "neither a prior by name nor a file"),
         (network, {"start_from": "images-32"}, "is not of this network"),
-        (network, {"start_from": private()}, "was trained by dp-steady, and what that cost"),
+        (network, {"start_from": plain(network())}, "names no random process"),
+        (network, {"start_from": plain(network(), method="dp-steady")}, "was trained by dp-steady, and what that cost"),
+        (network, {"augment": Augmentation(2, flip=True)}, "augment=.*was given with start_from"),
+        (network, {"labels": None}, "labels=None: is missing"),
         (network, {"lr": -1.0}, "lr=-1.0"),
         (network, {"options": {"raise": 1.0}}, "are not options of 'dp-steady'"),
         (network, {"noise_multiplier": 1.0}, "both were given"),
-        (network, {"after": dpivon.Fitted(network(), prior(), dpivon.budget(
-            dataset_size=100, batch_size=10, epochs=1, delta=1e-3, noise_multiplier=1.0))}, "begins anew"),
+        (network, {"target_epsilon": 0.0}, "target_epsilon=0"),
     ],
 )  # fmt: skip
-def test_what_cannot_begin_so_is_named_and_nothing_is_released(
-    model: Any, given: dict[str, Any], said: str, monkeypatch: Any
-) -> None:
-    made = phases(monkeypatch)
+def test_what_cannot_begin_so_is_named_and_nothing_is_released(model: Any, given: dict[str, Any], said: str) -> None:
+    x, y = data()
+    options = {**PLAN, "start_from": Features(network(7), public()), "inputs": x, "labels": y, **given}
     with pytest.raises(ArgumentError, match=said):
-        dpivon.steady(model(), *data(), **{**PLAN, "start_from": prior(), **given})
-    assert made == []
-
-
-def test_a_folder_with_other_things_in_it_is_refused_before_anything_is_released(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ArgumentError, match="is not empty"):
-        dpivon.steady(network(), *data(), **PLAN, start_from=prior(), out=tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+        dpivon.steady(model(), **options)

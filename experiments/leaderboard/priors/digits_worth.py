@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import dpivon
 from dpivon import demo
@@ -28,13 +29,14 @@ from dpivon.optim.curvature import matrix
 from dpivon.optim.steady import Steady, weight_scale
 from dpivon.priors import start_from
 from dpivon.priors.start import last_layer
-from dpivon.recipe import AFTER_HEAD
 from experiments.leaderboard.priors import digits, tables
 from experiments.leaderboard.priors.arms import number, paired_interval, table, told, wrapped
 
 TABLE = Path(__file__).parent / "results" / "digits-worth.csv"
 EPSILONS, SHARES = (0.5, 1.0, 2.0), (1.0, 0.3, 0.1, 0.03)
 CHOOSING, JUDGING = (20, 21, 22), tuple(range(30, 40))
+#: r of all weights from a prior, and r in units of an initialisation for the arm 'by default', once the recipe's.
+ALL_WEIGHTS, AFTER_HEAD = 0.45, 2.25
 #: An arm, and the arms that it is compared with: they differ in one part.
 ARMS = {
     "scratch": (),
@@ -42,7 +44,7 @@ ARMS = {
     "mean and precision": ("mean",),
     "mean and precision, last layer free": ("mean",),
     "head first, r = 1.25": ("mean",),
-    f"head first, r = {demo.PRIOR_LR:g}": ("mean",),
+    f"head first, r = {ALL_WEIGHTS:g}": ("mean",),
     "head first, by default": ("mean", "scratch"),
     "filters": ("mean", "scratch"),
     "filters, again": ("mean", "scratch", "filters"),
@@ -62,6 +64,24 @@ def around(prior: dpivon.Posterior, share: float, free: bool) -> dpivon.Posterio
     return dpivon.Posterior(prior.mean, own)
 
 
+def head_first(network: SmallCNN, x: Tensor, y: Tensor, learned: bool, given: dict[str, Any]) -> dpivon.Fitted:
+    """The last layer alone for a twelfth of the epochs, then all weights, with one σ."""
+    epochs, rate = given["epochs"], given["lr"]
+    target = {name: given[name] for name in ("target_epsilon", "delta", "batch_size", "accountant")}
+    sigma = dpivon.budget(dataset_size=len(y), epochs=epochs, **target).noise_multiplier
+    common = {name: given[name] for name in ("delta", "batch_size", "accountant", "seed", "progress")}
+    common["noise_multiplier"] = sigma
+    body = [p for n, p in network.named_parameters() if not n.startswith(f"{last_layer(network)}.")]
+    drawn = [p.detach() if learned else torch.zeros_like(p) for p in body]
+    unit = {"trace": 1.0, "scale": weight_scale(drawn, [matrix(p.shape) for p in drawn])}
+    for p in body:
+        p.requires_grad_(False)
+    first = -(-epochs // 12)
+    head = dpivon.fit(network, x, y, epochs=first, **common)
+    rest = {"epochs": epochs - first, "lr": rate, "options": unit, "after": head}
+    return dpivon.fit(head.model.requires_grad_(), x, y, **common, **rest)
+
+
 def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str = "") -> dict[str, Any]:
     """Scores of one run at its mean, on the validation digits. ``share`` is s, of the precision alone."""
     data, start = load_digits(), "" if arm == "scratch" else file or demo.PRIOR
@@ -77,11 +97,7 @@ def row(arm: str, epsilon: float, seed: int, share: float | str = "", file: str 
         prior = start_from(network, start, input_mean=0.0, input_std=1.0) if start else None
         if head:
             # By default in units of an initialisation; else of the prior's weights, as all other arms.
-            learned = [p.detach() for n, p in network.named_parameters() if not n.startswith(f"{last_layer(network)}.")]
-            unit = {} if default else {"scale": weight_scale(learned, [matrix(p.shape) for p in learned])}
-            trained = dpivon.steady(network, x, y, start_from=prior, options=unit, **given)
-            assert trained.temperature == 1.0, "a temperature has a part of the budget"
-            fitted: Any = trained.predictor
+            fitted: Any = head_first(network, x, y, not default, given)
         else:
             pull = around(prior, float(share), arm.endswith("free")) if prior and share else None
             fitted = dpivon.fit(network, x, y, prior=pull, **given)

@@ -64,11 +64,11 @@ class Features(nn.Module):
             raise bad("public", tuple(public.shape), "are not images, which alone can be moved", fix)
         self.body = copy.deepcopy(network).eval().requires_grad_(False)
         self.cut = last_layers(self.body)
-        self._check_rows(public[:4])
         seen = self.seen(public)
         if not torch.isfinite(seen).all():
             problem = "gives features that are not finite"
             raise bad("network", type(network).__name__, problem, "Look at its weights and at public")
+        self._check_rows(public[:CHUNK], seen[:CHUNK])
         if not 2 <= seen.shape[1] <= MOST:
             problem = f"gives {seen.shape[1]:,} features, and 2 to {MOST:,} can be flattened"
             raise bad("network", type(network).__name__, problem, "Pool them before its last linear layer")
@@ -150,10 +150,10 @@ class Features(nn.Module):
             raise bad("network", type(self.body).__name__, problem, "Give a network whose last layer sees one row each")
         return got[0].flatten(1).float()
 
-    def _check_rows(self, few: Tensor) -> None:
-        """Refuse a network in which one example changes another's features; made-up inputs show it."""
-        together, alone = self.seen(few), torch.cat([self.seen(x) for x in few.split(1)])
-        if not torch.allclose(together, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+    def _check_rows(self, some: Tensor, together: Tensor) -> None:
+        """Refuse a network in which one example changes another's features; public inputs show it."""
+        alone = torch.cat([self.seen(x) for x in some[:8].split(1)])
+        if not torch.allclose(together[: len(alone)], alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
             problem = "mixes the examples of a batch, so that one person's data would be in the features of another's"
             raise bad("network", type(self.body).__name__, problem, "Use layers that keep examples apart")
 
