@@ -29,9 +29,8 @@ def test_a_built_in_prior_fits_any_number_of_classes_and_any_scale_of_inputs() -
     assert found.matches(one)
     assert all(torch.equal(found.mean[n], p) for n, p in one.named_parameters())
     assert not one.head.logits.weight.any()
-    drawn = PaperCNN(classes=200).head.logits.weight.detach()  # as wide as a layer that torch initialises
-    for name in ("head.logits.weight", "head.logits.bias"):
-        torch.testing.assert_close(found.variance[name], drawn.var().expand_as(found.variance[name]), rtol=0.05, atol=0)
+    for name in ("head.logits.weight", "head.logits.bias"):  # loose, since its zeros tell nothing
+        assert torch.equal(found.variance[name], torch.ones_like(found.variance[name]))
     # The same function of pixels, whatever their scale; away from the border, where padding is of the scale itself.
     start_from(other, "images-32", input_mean=0.0, input_std=1.0)
     pixels = torch.rand(2, 3, 32, 32)

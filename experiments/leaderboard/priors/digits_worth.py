@@ -59,7 +59,8 @@ def around(prior: dpivon.Posterior, share: float, free: bool) -> dpivon.Posterio
     That is as wide as an initialisation, or with ``free`` as wide as the usual weight decay makes it in all other arms.
     """
     last, decay = f"{last_layer(SmallCNN())}.", Steady.defaults["weight_decay"]
-    wide = {n: torch.full_like(v, 1 / (decay * demo.TRAIN)) if free else v for n, v in prior.variance.items()}
+    drawn = 1 / (3 * SmallCNN().head.logits.in_features)
+    wide = {n: torch.full_like(v, 1 / (decay * demo.TRAIN) if free else drawn) for n, v in prior.variance.items()}
     own = {n: wide[n] if n.startswith(last) else share**2 * v for n, v in prior.variance.items()}
     return dpivon.Posterior(prior.mean, own)
 

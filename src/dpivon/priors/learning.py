@@ -255,13 +255,13 @@ class Learning:
         say(f"{self.settings.process}: goes on at {self.step:,} steps, {self.seconds:.0f} s")
 
     def posterior(self) -> Posterior:
-        """N(μ, v) for ``prior=``: μ as learned, with a last layer of zero; v the mean square of each tensor's weights."""
+        """N(μ, v) for ``prior=``: μ as learned, v the mean square of each tensor's weights; a last layer of zero, with v = 1."""
         mean, variance = {}, {}
         for name, p in self.model.network.named_parameters():
             size = p.detach().float().square().mean().clamp_min(1e-4)
             last = name.startswith(f"{self.model.head}.")
             mean[name] = torch.zeros_like(p, dtype=torch.float32) if last else p.detach().float().clone()
-            variance[name] = size.expand(p.shape).clone()
+            variance[name] = torch.ones_like(mean[name]) if last else size.expand(p.shape).clone()
         return Posterior(mean, variance, {"method": "random process", "process": self.settings.process})
 
 

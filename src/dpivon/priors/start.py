@@ -65,8 +65,8 @@ def start_from(
         own = {name: p.detach().float().clone() for name, p in named.items()}
     variance = {name: p.square().mean().clamp_min(1e-4).expand(p.shape).clone() for name, p in own.items()}
     for name, v in variance.items():
-        if name.startswith(last):  # as wide as torch's initialisation: its zeros tell nothing
-            v.fill_(1.0 / (3.0 * linear[-1][1].in_features))
+        if name.startswith(last):  # its zeros tell nothing, so they must hardly pull
+            v.fill_(1.0)
     return Posterior(own, variance, metadata | {name: repr(value) for name, value in now.items()})
 
 
