@@ -70,6 +70,8 @@ check) studies check ;;
 plan)
     cat <<'P'
 WRN-16-4 from leaderboard/wide/results/wide-places.npz, by leaderboard/wide/gpu.sh full (PRIOR=that file); compiling takes 100 s
+   120  all weights after a flat head, on validation images: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --head
+        0.6:flat-dp-steady:3.5 --arms dp-steady:0.35 dp-steady:0.7 dp-steady:0.7@0.35:flat-dp-steady:3.5; then --judge, 400 steps, 4 views
     60  on validation images, baselines: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-sgd:0.6 dp-adam:0.003
     60  from scratch, with SCRATCH=" ": --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-steady:3.5
    450  judged again, --seed 1: --judge --places 4 --epsilons 1 3 8 --batch 4096 --steps 400 --views 4 --arms chosen

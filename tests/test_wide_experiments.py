@@ -12,10 +12,11 @@ from experiments.leaderboard.priors.data import Split
 from experiments.leaderboard.priors.learn import Settings
 from experiments.leaderboard.priors.private import DELTA
 from experiments.leaderboard.wide import private, report
-from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, best_arm
+from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, best_arm, trained_heads
 from experiments.leaderboard.wide.learn import WideLearning
 from experiments.leaderboard.wide.network import HEAD, UNIT, as_kept, balanced, features, load_wide, wide
 
+from dpivon.priors.features import flat
 from dpivon.priors.learning import state_of
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_balancing_the_head_leaves_the_function_and_gives_it_its_size(places: in
 def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None:
     cell = private.Cell("w", 2.0, "dp-steady", 1.25, 0, 8, 2, 2, 2, 0.4, 2, "dp-sgd", 1.0)
     a = argparse.Namespace(head_steps=2, work=tmp_path, prior=prior, toy=True, until=float("inf"))
-    group = private.Group([cell, replace(cell, seed=1)], split(), a)
+    group = private.Group([cell, replace(cell, seed=1, head_method="flat-dp-steady", head_lr=3.5)], split(), a)
     stack = group.train()
     assert stack is not None
     for row in group.rows(stack):
@@ -92,6 +93,19 @@ def test_both_phases_together_spend_epsilon(prior: Path, tmp_path: Path) -> None
     first = group.networks()[0].head.weight
     assert torch.equal(first, private.Group(group.cells, split(), a).networks()[0].head.weight)
     assert not torch.equal(first, group.networks()[1].head.weight)
+
+
+def test_a_head_learned_in_flat_coordinates_is_one_of_features_as_they_are() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = (
+        torch.randn(60, 4, generator=g) * torch.tensor([9.0, 1.0, 0.3, 0.1]) + 2,
+        torch.randint(0, 10, (60,), generator=g),
+    )
+    mean, matrix = flat(x)
+    runs = [Arm(3.0, "flat-dp-steady", 3.5, 20).run("test", 1.0, len(x))]
+    (ours,), (theirs,) = trained_heads(runs, 20, x, y, (mean, matrix)), trained_heads(runs, 20, (x - mean) @ matrix, y)
+    torch.testing.assert_close(ours(x), theirs((x - mean) @ matrix), rtol=1e-3, atol=1e-4)
+    assert float(ours(x).detach().std(0).min()) > 1e-3
 
 
 def test_arms_are_chosen_by_validation_rows_alone() -> None:

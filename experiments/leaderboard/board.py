@@ -26,6 +26,14 @@ TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
 SCORES = (("NLL", "nll", "tempered_nll", 1.0, 3), ("ECE", "ece", "tempered_ece", 1.0, 3))
 FASHION = (("Accuracy, %", "accuracy", 100.0, 1), ("NLL with one temperature", "tempered_nll", 1.0, 3))
 LOOKS = {"dp-steady": ("#0072B2", "D"), "dp-sgd": ("#D55E00", "^"), "dp-adam": ("#009E73", "v"), IVON: ("#CC79A7", "s")}
+#: The recipe's last layer alone, on the prior's flat features; and how its networks are called in linear.csv.
+LAST, NETWORKS = "prior, last layer", {"paper": "paper's CNN", "wide": "WRN-16-4"}
+LINES = {"scratch": "--", "prior": "-", LAST: ":"}
+#: Accuracy, NLL and ECE that were aimed at, by network and ε.
+BARS = {
+    "paper": {"1": (0.66, 0.98, 0.02), "3": (0.71, 0.84, 0.02), "7.5": (0.74, 0.76, 0.02)},
+    "wide": {"1": (0.725, None, None), "3": (0.79, None, None), "8": (0.82, None, None)},
+}
 PANELS = (("accuracy", "test accuracy, %", 100.0), ("tempered_nll", "test NLL after one temperature", 1.0))
 #: Network, where it starts, method; and its rows by ε.
 Arm = tuple[str, str, str]
@@ -44,6 +52,9 @@ def arms() -> tuple[Arms, Arms]:
     for row in long:
         if int(row["steps"]) == max(int(other["steps"]) for other in long):
             _add(cifar, ("WRN-16-4", "prior", row["method"]), row)
+    for row in linear():
+        mean_only = {name: row[f"mean_{name}"] for name in ("accuracy", *(s for _, *two, _, _ in SCORES for s in two))}
+        _add(cifar, (NETWORKS[row["network"]], LAST, row["method"]), row | mean_only)
     for row in tables.read(HERE.parent / "posterior/results/rows.csv"):
         if (row["predictor"], row["condition"], row["charged"]) == ("mean", "clean", "0") and row["map"] != "vector":
             _add_scored(cifar, row)
@@ -52,6 +63,11 @@ def arms() -> tuple[Arms, Arms]:
         if row["split"] == "fashion-mnist":
             _add(fashion, ("paper's CNN", "scratch" if row["start"] == SCRATCH else "prior", row["method"]), row)
     return dict(sorted(cifar.items())), dict(sorted(fashion.items()))
+
+
+def linear() -> list[Row]:
+    """Runs of a last layer alone, on the test set."""
+    return [row for row in tables.read(HERE / "results/linear.csv") if row["split"] == "test"]
 
 
 def _add(found: Arms, arm: Arm, row: Row) -> None:
@@ -88,6 +104,29 @@ def _lines(found: Arms, epsilons: Sequence[float], cell: Callable[[Sequence[Row]
 def accuracy() -> str:
     """One view, in %."""
     return _lines(arms()[0], BOARD, lambda rows: _score(rows, "accuracy", 100.0, 1))
+
+
+def bars() -> str:
+    """The recipe's last layer as a user gets it, draws and charged temperature, beside what was aimed at."""
+    lines = []
+    for network, aims in BARS.items():
+        for e, aim in aims.items():
+            rows = [r for r in linear() if (r["network"], r["epsilon"], r["method"]) == (network, e, "dp-steady")]
+            cells = [_against(rows, *each) for each in zip(("accuracy", "nll", "ece"), aim, strict=True)]
+            lines.append([NETWORKS[network], e, str(len(rows)), *cells])
+    return table(["network", "ε", "seeds", "accuracy, %", "NLL", "ECE"], lines)
+
+
+def _against(rows: Sequence[Row], column: str, aim: float | None) -> str:
+    if not rows:
+        return "not run"
+    factor, digits, sign = (100.0, 1, "≥") if column == "accuracy" else (1.0, 3, "≤" if column == "ece" else "<")
+    own = mean(float(row[column]) for row in rows)
+    shown = _score(rows, column, factor, digits)
+    if aim is None:
+        return shown
+    met = own >= aim if column == "accuracy" else own < aim + (1e-12 if column == "ece" else 0.0)
+    return f"{'met' if met else 'missed'}: {shown} for {sign} {number(factor * aim, digits if factor == 1 else 1)}"
 
 
 def calibration() -> str:
@@ -132,7 +171,9 @@ def provenance() -> str:
     return wrapped(f"{len(rows)} runs, {minutes:.0f} minutes of training: {said}. δ = 1e-5, C = 1.")
 
 
-BLOCKS: dict[str, Callable[[], str]] = {f.__name__: f for f in (accuracy, gains, calibration, fashion, provenance)}
+BLOCKS: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (bars, accuracy, gains, calibration, fashion, provenance)
+}
 
 
 def filled(text: str) -> str:
@@ -156,7 +197,7 @@ def draw(path: Path) -> None:
         for axis, (column, title, factor) in zip(axes, PANELS, strict=True):
             for (network, start, method), own in arms()[0].items():
                 colour, marker = LOOKS[method] if network == "paper's CNN" else ("#000000", "o")
-                line, x = "-" if start == "prior" else "--", sorted(own)
+                line, x = LINES[start], sorted(own)
                 y = [factor * mean(float(row[column]) for row in own[e]) for e in x]
                 label = f"{network}, {TITLES[method]}, {start}"
                 axis.plot(x, y, color=colour, marker=marker, linestyle=line, linewidth=1.2, markersize=4.5, label=label)

@@ -255,7 +255,7 @@ class Learning:
         say(f"{self.settings.process}: goes on at {self.step:,} steps, {self.seconds:.0f} s")
 
     def posterior(self) -> Posterior:
-        """N(μ, v) for ``prior=``: μ as learned, v the mean square of each tensor's weights; a last layer of zero, with v = 1."""
+        """N(μ, v) for ``prior=``: μ as learned, v a tensor's mean square; a last layer of zero, with v = 1."""
         mean, variance = {}, {}
         for name, p in self.model.network.named_parameters():
             size = p.detach().float().square().mean().clamp_min(1e-4)

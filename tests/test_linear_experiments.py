@@ -1,0 +1,66 @@
+"""A last layer on a prior's features: what rows say, spend and are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments.leaderboard import board, linear
+from experiments.leaderboard.priors import tables
+from torch import Tensor
+
+from dpivon.priors.features import IMAGES
+
+
+def parts(*given: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 10, (600,), generator=g)
+    x = 3 * torch.eye(10)[y] + torch.randn(600, 10, generator=g)
+    return {"train": (x[:400], y[:400]), "test": (x[400:], y[400:])}
+
+
+def test_a_row_spends_what_it_says_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "made", parts)
+    table = tmp_path / "linear.csv"
+    words = ["paper", "--data", "-", "--work", "-", "--table", str(table), "--batch", "50", "--epochs", "4"]
+    words += ["--epsilons", "8", "--arms", "dp-steady", "dp-sgd:1"]
+    linear.main(words)
+    rows = tables.read(table)
+    assert [row["method"] for row in rows] == ["dp-steady", "dp-sgd"]
+    assert [row["split"] for row in rows] == ["validation"] * 2
+    assert {row["train_size"] for row in rows} == {"360"}  # a tenth is held out
+    assert all(7.9 < float(row["epsilon_spent"]) <= 8.0 for row in rows if row["method"] == "dp-steady")
+    linear.main([*words, "--judge"])
+    judged = tables.read(table)[2:]
+    assert [row["train_size"] for row in judged] == ["400"] * 2
+    before = table.read_bytes()
+    linear.main([*words, "--judge"])
+    assert table.read_bytes() == before
+
+
+def test_committed_rows_are_what_the_page_says() -> None:
+    rows = tables.read(board.HERE / "results" / "linear.csv")
+    assert {row["network"] for row in rows} == {"paper", "wide"}
+    for row in rows:
+        assert 0.99 * float(row["epsilon"]) < float(row["epsilon_spent"]) <= float(row["epsilon"])
+        assert row["lr"] == "" or row["method"] != linear.RECIPE  # the defaults
+    judged = [row for row in rows if row["split"] == "test"]
+    assert {row["seed"] for row in judged} <= {"1", "2", "3"}
+    assert not {row["seed"] for row in rows if row["split"] != "test"} & {row["seed"] for row in judged}
+
+
+def test_bars_are_met_by_numbers_alone() -> None:
+    rows = [{"accuracy": "0.66", "nll": "0.98", "ece": "0.02"}]
+    told = [board._against(rows, name, aim) for name, aim in (("accuracy", 0.66), ("nll", 0.98), ("ece", 0.02))]
+    assert [cell.split(":")[0] for cell in told] == ["met", "missed", "met"]
+    assert board._against(rows, "accuracy", 0.661).startswith("missed: 66.0")
+    assert board._against([], "nll", 1.0) == "not run"
+
+
+@pytest.mark.slow
+def test_features_are_flat_on_their_process() -> None:
+    features = linear.features_of("wide", toy=True)
+    assert (features.cut, features.width, features.shift, features.mirror) == ("head", 4096, 2, True)
+    assert IMAGES > 512
