@@ -49,7 +49,7 @@ def small() -> SmallCNN:
     return SmallCNN()
 
 
-def pictured(rows: int = 200) -> Tensor:
+def pictured(rows: int = 500) -> Tensor:
     return torch.randn(rows, 1, 8, 8, generator=torch.Generator().manual_seed(4))
 
 
@@ -100,15 +100,63 @@ def test_an_examples_features_are_of_that_example_alone() -> None:
     torch.testing.assert_close(made(x[:1]), made(x)[:1], rtol=1e-4, atol=1e-4)
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
+class Odd(nn.Module):
+    """A network that does with a batch what no private training may let it do."""
+
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.first, self.last = nn.Conv2d(1, 4, 3), nn.Linear(4, 2)
+        torch.manual_seed(0)
+        self.what, self.kept = what, torch.zeros(0)
+        self.first = nn.Conv2d(1, 4, 3)
+        self.batch = nn.BatchNorm2d(4, track_running_stats=what != "own statistics")
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("moved", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = self.first(x).mean((2, 3))
-        out: Tensor = self.last(seen - seen.mean(0))
+        if self.what == "keeps":
+            self.kept = x
+        if self.what == "guard" and not torch.isfinite(x).all():
+            x = torch.zeros_like(x)
+        seen = self.batch(self.first(x)).relu().mean((2, 3))
+        if self.what == "mean":
+            seen = seen - 0.5 * seen.mean(0)
+        if self.what == "buffer":
+            self.moved.mul_(0.9).add_(seen.mean(0))
+        if self.what == "first come":
+            seen = seen * (torch.arange(len(seen)) < 3).unsqueeze(1)
+        if self.what == "draws":
+            seen = seen + torch.randn_like(seen)
+        out: Tensor = self.last(seen)
         return out
+
+
+@pytest.mark.parametrize("what", ["plain", "keeps", "mean", "first come", "own statistics"])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_network_would_do_with_a_batch_changes_nothing(what: str, training: bool) -> None:
+    public_ = torch.randn(500, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    made = nn.Sequential(Features(Odd(what), public_)).train(training)[0]
+    x = pictured(20)
+    other = x.clone()
+    other[1:10] = 1e3 * other[1:10].flip(0)
+    other[10:] = float("nan")
+    torch.testing.assert_close(made(other)[0], made(x)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made(x.flip(0)).flip(0), made(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made(x[:1])[0], made(x)[0], rtol=1e-4, atol=1e-4)
+    assert not any(t.numel() for name, t in vars(made.body).items() if isinstance(t, Tensor))
+    assert made.body.batch.num_batches_tracked in (None, 0)
+
+
+@pytest.mark.parametrize("what", ["guard", "buffer", "draws"])
+def test_a_network_that_cannot_run_on_one_example_by_itself_is_refused(what: str) -> None:
+    with pytest.raises(ArgumentError, match=r"network='Odd': cannot run on one example of shape \(1, 8, 8\) by itself"):
+        Features(Odd(what), pictured(500))
+
+
+def test_a_normalisation_that_someone_puts_into_training_mode_is_refused() -> None:
+    made = Features(Odd("plain"), pictured(500))
+    made.body.train()
+    with pytest.raises(ArgumentError, match="by itself"):
+        made(pictured(5))
 
 
 def test_the_layers_that_give_way() -> None:
@@ -122,7 +170,11 @@ def test_the_layers_that_give_way() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Features(Mixed(), pictured()), "Mixed.*mixes the examples of a batch"),
+        (lambda: Features(small(), pictured(40)), "public=40: is not a tensor of 500 rows"),
+        (lambda: Features(small(), [1, 2]), "public='list': is not a tensor of 500 rows"),
+        (lambda: Features(small(), pictured(1).expand(500, 1, 8, 8)), "features that are all alike"),
+        (lambda: Features(small(), pictured(), shift=8), "are not images that can be moved so far"),
+        (lambda: Features(small(), torch.randn(500, 3, 8, 8)), r"cannot run on one example of shape \(3, 8, 8\)"),
         (lambda: Features(nn.Conv2d(1, 2, 3), pictured()), "does not end in a linear layer"),
         (lambda: Features(nn.Linear(3, 2), public()), "does not end in a linear layer"),
         (lambda: Features(network(), public(), shift=1), r"public=\(500, 3\): are not images"),
@@ -160,8 +212,8 @@ def test_a_prior_of_pixels_at_another_scale_is_flattened_on_images_of_that_scale
     by_name = Features.of(SmallCNN(), "strokes-8", (1, 8, 8), input_mean=0.0, input_std=1.0)
     x = pictured().sigmoid()
     torch.testing.assert_close(by_posterior(x), by_name(x), rtol=1e-4, atol=1e-4)
-    assert abs(float(by_name(x).square().mean())) < 30  # in the unit of its own images
     assert (by_name.shift, by_name.mirror) == (1, False)
+    assert dpivon.priors.start_from(PaperCNN(), "images-32").metadata["mirror"] == "yes"  # so has its posterior
 
 
 # ---- the recipe
@@ -182,6 +234,8 @@ def test_it_is_the_recipe_on_features_and_predicts_from_inputs() -> None:
     ours, theirs = trained.predict(x, samples=0), by_hand.predict(features(x), samples=0)
     torch.testing.assert_close(ours.probs, theirs.probs)
     assert accuracy(ours.probs, y) > 0.6
+    batches = trained.predict([(x[:100], y[:100]), (x[100:], y[100:])], samples=0)
+    torch.testing.assert_close(batches.probs, ours.probs)
 
 
 def test_a_prior_by_name_learns_digits_where_scratch_does_not() -> None:
@@ -233,6 +287,9 @@ def test_a_kept_run_and_a_data_set_are_the_same_recipe(tmp_path: Path) -> None:
         (network, {"start_from": plain(network(), method="dp-steady")}, "was trained by dp-steady, and what that cost"),
         (network, {"augment": Augmentation(2, flip=True)}, "augment=.*was given with start_from"),
         (network, {"labels": None}, "labels=None: is missing"),
+        (network, {"inputs": TensorDataset(*data())}, "labels='Tensor': was given with a Dataset"),
+        (network, {"inputs": TensorDataset(data()[0]), "labels": None}, "is not a Dataset of pairs"),
+        (network, {"evaluate": lambda learner: {}}, "evaluate=.*was given with start_from"),
         (network, {"lr": -1.0}, "lr=-1.0"),
         (network, {"options": {"raise": 1.0}}, "are not options of 'dp-steady'"),
         (network, {"noise_multiplier": 1.0}, "both were given"),

@@ -106,6 +106,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "priors":
+        return importlib.import_module("dpivon.priors")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LAZY.get(name, 'privacy')}"), name)

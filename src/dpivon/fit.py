@@ -42,7 +42,7 @@ class Fitted:
     """What :func:`fit` returns: the posterior, and what it cost.
 
     Attributes:
-        model: a copy of the network, at the posterior mean.
+        model: a copy of the network, at the posterior mean; where there are ``features``, the layer that takes these.
         posterior: the Gaussian over its weights.
         budget: the plan that was run, with its ε.
         account: what was spent, and what is charged later; of a run that is kept in a folder, its engine.
@@ -79,7 +79,8 @@ class Fitted:
 
     def predict(self, x: Tensor, samples: int = 32, **options: Any) -> ClassPrediction:
         """Class probabilities averaged over the posterior, as :func:`dpivon.predict`."""
-        x = x if self.features is None else self.features(x)
+        if self.features is not None:
+            x = self.features(x) if isinstance(x, Tensor) else map(self.features, map(_inputs, x))
         return predict(self.model, self.posterior, x, samples, **options)
 
 
@@ -251,6 +252,11 @@ def fit(
     at = {"averaged": run.averaged}
     path = "captured" if given.is_cuda else f"eager (on {given.device.type})"
     return Fitted(stack.model(0, **at), stack.posterior(0, **at), plan, account, path)
+
+
+def _inputs(batch: Any) -> Tensor:
+    found: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
+    return found
 
 
 def _accountant(fitted: Fitted) -> Accountant:

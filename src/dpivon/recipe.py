@@ -95,7 +95,9 @@ def steady(
         epochs: length of the run, in epochs of ⌈N/b⌉ steps.
         start_from: train a new last layer alone, on what a prior's network sees: ``model`` is that network, and says how many
             classes there are. The prior is a name such as ``"images-32"``, a file of ``dpivon prior learn``, or
-            :class:`dpivon.priors.Features` of any network and public inputs.
+            :class:`dpivon.priors.Features` of any network and public inputs. All features are in memory at once. With ``out=``
+            a run goes on where features come out to the bit, so on the same kind of machine; its ``model/`` is the last
+            layer, so keep ``predictor.features`` too.
         max_grad_norm: C.
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
@@ -151,13 +153,21 @@ def _on_features(
     if used(options.get("augment")) is not None:
         fix = "Leave augment out, or give start_from=dpivon.priors.Features(…, shift=2, mirror=True)"
         raise bad("augment", options["augment"], "was given with start_from, whose features are made once", fix)
-    if isinstance(inputs, Tensor):
-        x, y = inputs, labels
-    else:
-        pairs = list(DataLoader(inputs, batch_size=1024))
-        x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+    if options.get("evaluate") is not None:
+        fix = "Leave evaluate out, and score what steady returns"
+        raise bad("evaluate", options["evaluate"], "was given with start_from, whose training sees features alone", fix)
+    if isinstance(inputs, Tensor) == (labels is None):
+        given = type(labels).__name__ if labels is not None else None
+        problem = "is missing" if labels is None else "was given with a Dataset, which has its own"
+        raise bad("labels", given, problem, "Give one label per row of inputs, or a Dataset of pairs as inputs")
+    x, y = inputs, labels
     if y is None:
-        raise bad("labels", None, "is missing", "Give one label per row of inputs, or a Dataset of pairs as inputs")
+        pairs = list(DataLoader(inputs, batch_size=1024))
+        if any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
+            raise bad(
+                "inputs", type(inputs).__name__, "is not a Dataset of pairs", "Give pairs of an input and a label"
+            )
+        x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
     if isinstance(start_from, Features):
         features = start_from
     else:

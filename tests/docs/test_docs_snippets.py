@@ -25,11 +25,11 @@ def accuracy(names: Names, labels: str = "test_y") -> float:
 
 def readme(names: Names, folder: Path, said: str) -> None:
     printed = re.fullmatch(
-        r"epsilon 4\.00, accuracy (0\.\d+)\nsure of \d+% of them, accuracy there ([01]\.\d+)\n", said
+        r"epsilon 1\.00, accuracy (0\.\d+)\nsure of \d+% of them, accuracy there ([01]\.\d+)\n", said
     )
     assert printed is not None
-    assert 3.9 < names["trained"].predictor.epsilon <= 4.0
-    assert float(printed[1]) > 0.7
+    assert 0.99 < names["trained"].predictor.epsilon <= 1.0
+    assert float(printed[1]) > 0.8
     assert float(printed[2]) > float(printed[1])
 
 

@@ -28,13 +28,14 @@ from dpivon.models import SmallCNN
 from dpivon.optim.curvature import matrix
 from dpivon.optim.steady import Steady, weight_scale
 from dpivon.priors import start_from
-from dpivon.priors.start import last_layer
 from experiments.leaderboard.priors import digits, tables
 from experiments.leaderboard.priors.arms import number, paired_interval, table, told, wrapped
 
 TABLE = Path(__file__).parent / "results" / "digits-worth.csv"
 EPSILONS, SHARES = (0.5, 1.0, 2.0), (1.0, 0.3, 0.1, 0.03)
 CHOOSING, JUDGING = (20, 21, 22), tuple(range(30, 40))
+#: The last layer of the demo's network.
+LAST = "head.logits."
 #: r of all weights from a prior, and r in units of an initialisation for the arm 'by default', once the recipe's.
 ALL_WEIGHTS, AFTER_HEAD = 0.45, 2.25
 #: An arm, and the arms that it is compared with: they differ in one part.
@@ -58,10 +59,10 @@ def around(prior: dpivon.Posterior, share: float, free: bool) -> dpivon.Posterio
 
     That is as wide as an initialisation, or with ``free`` as wide as the usual weight decay makes it in all other arms.
     """
-    last, decay = f"{last_layer(SmallCNN())}.", Steady.defaults["weight_decay"]
+    decay = Steady.defaults["weight_decay"]
     drawn = 1 / (3 * SmallCNN().head.logits.in_features)
     wide = {n: torch.full_like(v, 1 / (decay * demo.TRAIN) if free else drawn) for n, v in prior.variance.items()}
-    own = {n: wide[n] if n.startswith(last) else share**2 * v for n, v in prior.variance.items()}
+    own = {n: wide[n] if n.startswith(LAST) else share**2 * v for n, v in prior.variance.items()}
     return dpivon.Posterior(prior.mean, own)
 
 
@@ -72,7 +73,7 @@ def head_first(network: SmallCNN, x: Tensor, y: Tensor, learned: bool, given: di
     sigma = dpivon.budget(dataset_size=len(y), epochs=epochs, **target).noise_multiplier
     common = {name: given[name] for name in ("delta", "batch_size", "accountant", "seed", "progress")}
     common["noise_multiplier"] = sigma
-    body = [p for n, p in network.named_parameters() if not n.startswith(f"{last_layer(network)}.")]
+    body = [p for n, p in network.named_parameters() if not n.startswith(LAST)]
     drawn = [p.detach() if learned else torch.zeros_like(p) for p in body]
     unit = {"trace": 1.0, "scale": weight_scale(drawn, [matrix(p.shape) for p in drawn])}
     for p in body:

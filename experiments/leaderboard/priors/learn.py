@@ -33,7 +33,7 @@ class Settings(learning.Settings):
     wide: bool = False
 
 
-class Features(learning.Features):
+class Features(learning.Projected):
     """The 128 hidden units of the paper's CNN, or its feature maps, and the projection that the loss is taken of."""
 
     def __init__(self, wide: bool = False) -> None:

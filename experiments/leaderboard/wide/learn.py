@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.priors import MIXTURES, Learning, Settings
-from dpivon.priors.learning import MEAN, STD, Features, state_of
+from dpivon.priors.learning import MEAN, STD, Projected, state_of
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.probe import ridge_accuracy
 from experiments.leaderboard.wide.network import (
@@ -52,7 +52,7 @@ MEASURED = 8192
 PLACES = 4
 
 
-class WideFeatures(Features):
+class WideFeatures(Projected):
     """The features of WRN-16-4 and the projection that the loss is taken of."""
 
     def __init__(self, toy: bool) -> None:

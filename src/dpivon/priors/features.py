@@ -8,6 +8,9 @@ so dividing by the root of Σ costs no privacy:
 
 with f the network up to its last linear layers and σ̄² the mean variance, which keeps directions that the process hardly shows
 from being noise alone. c makes the mean variance of a coordinate 1, for which the default step of ``dp-steady`` is made.
+
+Features go into a training whole, so an example's must be of that example alone. That holds by how they are made: the network
+runs on one example at a time (``torch.func.vmap``), on a copy that is thrown away, whatever it would do with a batch.
 """
 
 from __future__ import annotations
@@ -25,12 +28,10 @@ from dpivon.posterior import Posterior
 from dpivon.priors.processes import MIXTURES, images
 from dpivon.priors.start import check_free, start_from
 
-#: Images of a process that Σ is of, and the most features: Σ's roots take minutes with more.
-IMAGES, MOST = 8192, 8192
+#: Images of a process that Σ is of, the fewest public inputs, and the most features: Σ's roots take minutes with more.
+IMAGES, FEWEST, MOST = 8192, 500, 8192
 #: Images that run through the network at a time.
 CHUNK = 500
-#: Built-in priors of images that may be mirrored: photographs have no handedness, digits have.
-MIRRORED = frozenset({"images-32"})
 #: A shift of the copies whose features are averaged, in sides of the image.
 SHIFT = 1 / 16
 
@@ -45,7 +46,7 @@ class Features(nn.Module):
 
     Args:
         network: copied, in evaluation mode. Its weights must know no one's private data.
-        public: inputs that are public or made up, as ``network`` takes them: 2,000 or more. μ and Σ are of these.
+        public: public or made-up inputs, as ``network`` takes them: 500 or more, better thousands. μ and Σ are of these.
         shift: average over the image and four copies that are moved by so many pixels.
         mirror: average over mirrored copies too.
 
@@ -59,20 +60,24 @@ class Features(nn.Module):
     def __init__(self, network: nn.Module, public: Tensor, *, shift: int = 0, mirror: bool = False) -> None:
         super().__init__()
         self.shift, self.mirror = check_whole("shift", shift, "Use 2 for images of 32×32, or 0"), mirror
-        if (self.shift or mirror) and public.dim() != 4:
+        if not isinstance(public, Tensor) or len(public) < FEWEST:
+            shown = len(public) if isinstance(public, Tensor) else type(public).__name__
+            raise bad("public", shown, f"is not a tensor of {FEWEST} rows or more", "Give thousands of public inputs")
+        if (self.shift or mirror) and (public.dim() != 4 or min(public.shape[2:]) <= self.shift):
             fix = "Leave shift and mirror out, or give inputs [N, channels, height, width]"
-            raise bad("public", tuple(public.shape), "are not images, which alone can be moved", fix)
+            raise bad("public", tuple(public.shape), "are not images that can be moved so far", fix)
         self.body = copy.deepcopy(network).eval().requires_grad_(False)
         self.cut = last_layers(self.body)
         seen = self.seen(public)
         if not torch.isfinite(seen).all():
             problem = "gives features that are not finite"
             raise bad("network", type(network).__name__, problem, "Look at its weights and at public")
-        self._check_rows(public[:CHUNK], seen[:CHUNK])
         if not 2 <= seen.shape[1] <= MOST:
             problem = f"gives {seen.shape[1]:,} features, and 2 to {MOST:,} can be flattened"
             raise bad("network", type(network).__name__, problem, "Pool them before its last linear layer")
         mean, matrix = flat(seen)
+        if not torch.isfinite(matrix).all() or float(seen.var(0).mean()) < 1e-12:
+            raise bad("public", tuple(public.shape), "give features that are all alike", "Give inputs that differ")
         self.register_buffer("mean", mean)
         self.register_buffer("matrix", matrix)
         self.width = seen.shape[1]
@@ -112,18 +117,24 @@ class Features(nn.Module):
             fix = "Give inputs [N, channels, side, side]"
             raise bad("inputs", shape, "is not the shape of square images, which its process makes", fix)
         channels, side, _ = shape
-        generator = Generator(next(network.parameters()).device).manual_seed(0)
+        generator = Generator().manual_seed(0)  # the same images on every device
         made = torch.cat([images(process, 512, generator, side, channels) for _ in range(IMAGES // 512)])
         public = (made.float() / 255 - float(found.metadata["input_mean"])) / float(found.metadata["input_std"])
         shift = max(1, round(SHIFT * side)) if shift is None else shift
-        return cls(network, public, shift=shift, mirror=shown in MIRRORED if mirror is None else mirror)
+        return cls(
+            network, public, shift=shift, mirror=found.metadata.get("mirror") == "yes" if mirror is None else mirror
+        )
+
+    def train(self, mode: bool = True) -> Features:
+        """Stays in evaluation mode: a normalisation in training mode would be of a batch."""
+        return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return ((self.seen(x) - self.mean) @ self.matrix).to(x.device)
 
     @torch.no_grad()
     def seen(self, x: Tensor) -> Tensor:
-        """What the last layers get, averaged over the copies: an example's from that example alone."""
+        """What the last layers get, averaged over the copies."""
         device = next(self.body.parameters()).device
         return torch.cat([self._averaged(part.to(device)) for part in x.split(CHUNK)])
 
@@ -139,23 +150,23 @@ class Features(nn.Module):
         return found
 
     def _seen(self, x: Tensor) -> Tensor:
-        got: list[Tensor] = []
-        hook = self.body.get_submodule(self.cut).register_forward_pre_hook(lambda _, given: got.append(given[0]))
-        try:
-            self.body(x)
-        finally:
-            hook.remove()
-        if len(got) != 1 or got[0].shape[0] != len(x):
-            problem = f"gives its layer {self.cut} no row for each of {len(x)} examples"
-            raise bad("network", type(self.body).__name__, problem, "Give a network whose last layer sees one row each")
-        return got[0].flatten(1).float()
+        body = copy.deepcopy(self.body)  # what it keeps of these examples goes with it
 
-    def _check_rows(self, some: Tensor, together: Tensor) -> None:
-        """Refuse a network in which one example changes another's features; public inputs show it."""
-        alone = torch.cat([self.seen(x) for x in some[:8].split(1)])
-        if not torch.allclose(together[: len(alone)], alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
-            problem = "mixes the examples of a batch, so that one person's data would be in the features of another's"
-            raise bad("network", type(self.body).__name__, problem, "Use layers that keep examples apart")
+        def of_one(example: Tensor) -> Tensor:
+            got: list[Tensor] = []
+            hook = body.get_submodule(self.cut).register_forward_pre_hook(lambda _, given: got.append(given[0]))
+            try:
+                body(example.unsqueeze(0))
+            finally:
+                hook.remove()
+            return torch.cat([seen.flatten() for seen in got])
+
+        try:
+            return torch.func.vmap(of_one, randomness="error")(x).float()
+        except RuntimeError as error:
+            problem = f"cannot run on one example of shape {tuple(x.shape[1:])} by itself: {str(error).splitlines()[0]}"
+            fix = "Give inputs as it takes them, and layers that keep examples apart, change no buffer and draw nothing"
+            raise bad("network", type(self.body).__name__, problem, fix) from error
 
 
 def flat(seen: Tensor) -> tuple[Tensor, Tensor]:

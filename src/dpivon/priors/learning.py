@@ -92,7 +92,7 @@ def uniformity(z: Tensor) -> Tensor:
     return ((near.sum() - near.diagonal().sum()) / (n * (n - 1))).log()
 
 
-class Features(nn.Module):
+class Projected(nn.Module):
     """A network up to its last linear layer, and the projection that the loss is taken of."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -133,7 +133,7 @@ class Learning:
     """
 
     def __init__(
-        self, model: Features, settings: Settings, device: torch.device, shape: tuple[int, int] = (3, 32)
+        self, model: Projected, settings: Settings, device: torch.device, shape: tuple[int, int] = (3, 32)
     ) -> None:
         self.settings, self.device, (self.channels, self.side) = settings, device, shape
         self.model = model.to(device)
@@ -297,7 +297,7 @@ def learn(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     made = Settings(process, seconds, **settings)  # type: ignore[arg-type]
     torch.manual_seed(made.seed)
-    learning = Learning(Features(copy.deepcopy(network)), made, where, shape)
+    learning = Learning(Projected(copy.deepcopy(network)), made, where, shape)
     learning.fill()
     learning.learn(Path(out))
     return learning.posterior().to("cpu")

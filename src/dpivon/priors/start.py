@@ -16,6 +16,8 @@ from dpivon.priors.learning import FORMAT, MEAN, STD, VERSION
 
 #: Priors that come with the library, and the network that each is of.
 BUILT_IN = {"images-32": "paper, 3 × 32 × 32", "strokes-8": "small, 1 × 8 × 8"}
+#: Those of images that may be mirrored: photographs have no handedness, digits have.
+MIRRORED = frozenset({"images-32"})
 #: What a posterior that no one's data is in says of its method.
 SYNTHETIC = "random process"
 
@@ -70,17 +72,6 @@ def start_from(
     return Posterior(own, variance, metadata | {name: repr(value) for name, value in now.items()})
 
 
-def last_layer(model: nn.Module) -> str:
-    """The name of the linear layer that a model ends in, as its modules are listed; an error where that is something else."""
-    own = [(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    name, layer = own[-1] if own else ("", model)
-    named = {id(p): n for n, p in model.named_parameters()}  # a weight of two layers has its first name alone
-    if not name or not isinstance(layer, nn.Linear) or named[id(layer.weight)] != f"{name}.weight":
-        problem = "does not end in a linear layer of its own, which a prior would leave to the classes"
-        raise bad("model", type(model).__name__, problem, "Add an nn.Linear as its last layer, or leave start_from out")
-    return name
-
-
 def check_free(found: Posterior, start_from: object, fix: str) -> None:
     """Refuse a posterior that says what trained it: its cost, if there is one, is in no account here."""
     if (by := found.metadata.get("method", SYNTHETIC)) != SYNTHETIC:
@@ -92,11 +83,15 @@ def _read(prior: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     if isinstance(prior, str) and prior in BUILT_IN:
         path = Path(__file__).parent / f"{prior}.safetensors"
         tensors, metadata = read_tensors(path, key=FORMAT, version=VERSION, what="prior", fix="Install dpivon again")
-        return {n: t.float() for n, t in tensors.items()}, {"method": SYNTHETIC, "process": metadata["process"]}
+        return {n: t.float() for n, t in tensors.items()}, {
+            "method": SYNTHETIC,
+            "process": metadata["process"],
+            "mirror": "yes" if prior in MIRRORED else "no",
+        }
     if isinstance(prior, str) and not os.path.exists(prior):
         raise bad("start_from", prior, "is neither a prior by name nor a file", f"Use one of {', '.join(BUILT_IN)}")
     if not isinstance(prior, str | os.PathLike | Posterior):
-        fix = "Give a name, a file or a Posterior"
+        fix = "Give a name, a file or a Posterior; to steady, dpivon.priors.Features too"
         raise bad("start_from", type(prior).__name__, "is no prior", fix)
     found = prior if isinstance(prior, Posterior) else Posterior.load(prior)
     return found.mean, found.metadata

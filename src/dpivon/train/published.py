@@ -115,7 +115,7 @@ class Description(BaseModel):
             start = start.for_model(network)
             network.load_state_dict({**network.state_dict(), **start.mean})
         elif start is not None:
-            found = start_from(network, start, input_std=0.5)  # sources map pixels to [−1, 1]
+            found = start_from(network, start, input_mean=0.5, input_std=0.5)  # sources map pixels to [−1, 1]
             check_free(found, start, "Give the folder of that run, which says what it released")
         learner = make_method(
             self.method,
