@@ -168,15 +168,14 @@ def _on_features(
                 "inputs", type(inputs).__name__, "is not a Dataset of pairs", "Give pairs of an input and a label"
             )
         x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
-    if isinstance(start_from, Features):
-        features = start_from
-    else:
-        on = options.get("device") or x.device
+    on = options.get("device") or (x.device if isinstance(inputs, Tensor) else linear[-1].weight.device)
+    features = start_from
+    if not isinstance(start_from, Features):
         features = Features.of(copy.deepcopy(model).to(on), start_from, tuple(x.shape[1:]))
     last = nn.Linear(features.width, linear[-1].out_features)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
-    return last.to(x.device), features, features(x), y
+    return last.to(on), features, features(x).to(on), y.to(on)
 
 
 def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[str, Any]) -> Tempered:

@@ -107,7 +107,7 @@ class Features(nn.Module):
         """
         network, shown = copy.deepcopy(network), prior if isinstance(prior, str) else type(prior).__name__
         found = start_from(network, prior, input_mean=input_mean, input_std=input_std)
-        fix = "Give fit its Fitted as after=. If no one's private data is in it, give Posterior(its mean, its variance)"
+        fix = "If no one's private data is in it, give dpivon.priors.Features(network, public inputs)"
         check_free(found, prior, fix)
         process = found.metadata.get("process", "")
         if process not in MIXTURES:
