@@ -16,6 +16,7 @@ from experiments.tables.run import ROWS, delta
 from dpivon.data import load_digits
 from dpivon.demo import BATCH_SIZE, DELTA, EPOCHS
 from dpivon.privacy.accounting import epsilon
+from dpivon.privacy.temperature import temperature_cost, temperature_noise
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 #: Which columns say when, where and by which code; one of each is enough.
@@ -77,6 +78,13 @@ def of_heads(row: Row) -> tuple[Releases, float, str]:
     return ((float(row["noise_multiplier"]), 1.0, int(row["steps"])), RESERVE), float(row["delta"]), row["accountant"]
 
 
+def of_linear(row: Row) -> tuple[Releases, float, str]:
+    at, rate = float(row["delta"]), int(row["batch"]) / int(row["train_size"])
+    own = (float(row["noise_multiplier"]), rate, int(row["steps"]))
+    temperature = temperature_cost(temperature_noise(0.1 * float(row["epsilon"]), at))
+    return (own, temperature) if row["method"] == "dp-steady" else (own,), at, "pld"
+
+
 def of_small(row: Row) -> tuple[Releases, float, str]:
     rate = min(1.0, int(row["batch"]) / int(row["train_size"]))
     return ((float(row["noise_multiplier"]), rate, int(row["steps"])),), float(row["delta"]), "rdp"
@@ -105,6 +113,7 @@ STATED = {
     "leaderboard/priors/results/runs.csv": of_priors,
     "leaderboard/wide/results/wide-runs.csv": of_wide,
     "leaderboard/wide/results/wide-heads.csv": of_heads,
+    "leaderboard/results/linear.csv": of_linear,
     "tables/results/final.csv": of_tables,
     "tables/results/networks.csv": of_tables,
     "tables/results/default.csv": of_default,
