@@ -194,7 +194,7 @@ def filled(text: str) -> str:
 
 
 def draw(path: Path) -> None:
-    """The paper's CNN by method, dashed from scratch and solid from the prior; WRN-16-4 from its prior in black."""
+    """The paper's CNN by method, dashed from scratch, solid from the prior, dotted its last layer; WRN-16-4 in black."""
     import matplotlib
     from matplotlib.figure import Figure
 
