@@ -12,8 +12,7 @@ from experiments.leaderboard.priors import tables
 from experiments.leaderboard.wide.network import process_of
 from torch import Tensor
 
-from dpivon.data import MEAN, STD
-from dpivon.priors.processes import images
+from dpivon.priors.features import made_up
 
 
 def parts(*given: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -68,7 +67,6 @@ def test_bars_are_met_by_numbers_alone() -> None:
 def test_features_of_the_wide_prior_are_flat_on_its_process() -> None:
     features = linear.features_of("wide", toy=True)
     assert (features.cut, features.width, features.shift, features.mirror) == ("head", 4096, 2, True)
-    g = torch.Generator().manual_seed(0)
-    z = features((images(process_of(linear.WIDE), 512, g, 32).float() / 255 - MEAN) / STD)
+    z = features(made_up(process_of(linear.WIDE), 32, count=512))
     assert abs(float(z.var(0, correction=0).mean()) - 1) < 0.01
     assert float(z.mean(0).abs().max()) < 0.1

@@ -15,23 +15,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 import dpivon
-from dpivon.data import MEAN, STD, normalised
+from dpivon.data import normalised
 from dpivon.data.images import tuning_places
 from dpivon.machine import hardware_name
 from dpivon.metrics import accuracy, ece, nll
 from dpivon.models import PaperCNN
 from dpivon.optim.average import window_decay
 from dpivon.priors import Features
-from dpivon.priors.features import IMAGES
-from dpivon.priors.processes import images
+from dpivon.priors.features import made_up
 from dpivon.privacy.temperature import temperature_cost, temperature_noise
 from dpivon.temperature import Tempered, temper
 from experiments.leaderboard.priors import tables
@@ -64,9 +62,8 @@ def features_of(network: str, toy: bool = False) -> Features:
     """The prior's features, flat on images of its process."""
     if network == "paper":
         return Features.of(PaperCNN(), "images-32", (3, 32, 32))
-    g = Generator().manual_seed(0)
-    made = torch.cat([images(process_of(WIDE), 512, g, 32) for _ in range(1 if toy else IMAGES // 512)])
-    return Features(load_wide(WIDE, places=4), (made.float() / 255 - MEAN) / STD, shift=2, mirror=True)
+    public = made_up(process_of(WIDE), 32, count=512 if toy else None)
+    return Features(load_wide(WIDE, places=4), public, shift=2, mirror=True)
 
 
 @torch.no_grad()
@@ -123,7 +120,7 @@ def run(cell: dict[str, str], train: tuple[Tensor, Tensor], test: tuple[Tensor, 
     began, epsilon = time.monotonic(), float(cell["epsilon"])
     plan = {"delta": DELTA, "batch_size": int(cell["batch"]), "epochs": int(cell["epochs"])}
     found = trained(cell["method"], cell["lr"], epsilon, int(cell["seed"]), *train, plan)
-    seconds, fitted = time.monotonic() - began, replace(found).predictor
+    seconds, fitted = time.monotonic() - began, found.predictor
     assert isinstance(fitted, dpivon.Fitted)
     spent = fitted.account.get_epsilon(DELTA)
     facts: dict[str, Any] = {"delta": DELTA, "max_grad_norm": 1.0, "train_size": len(train[1])}

@@ -232,10 +232,7 @@ def on_features(digits: Digits, prior: str = PRIOR) -> tuple[nn.Linear, Split, S
     with one_thread():
         features = Features.of(SmallCNN(), prior, (1, 8, 8), input_mean=0.0, input_std=1.0)  # pixels are in [0, 1]
         train, test = (Split(features(part.x), part.y) for part in (digits.train, digits.test))
-    last = nn.Linear(features.width, 10)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return last, train, test
+    return features.last_layer(10), train, test
 
 
 def stream(seed: int, purpose: str) -> torch.Generator:

@@ -172,10 +172,7 @@ def _on_features(
     features = start_from
     if not isinstance(start_from, Features):
         features = Features.of(copy.deepcopy(model).to(on), start_from, tuple(x.shape[1:]))
-    last = nn.Linear(features.width, linear[-1].out_features)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return last.to(on), features, features(x).to(on), y.to(on)
+    return features.last_layer(linear[-1].out_features).to(on), features, features(x).to(on), y.to(on)
 
 
 def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[str, Any]) -> Tempered:

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon.data import MEAN, STD
 from dpivon.metrics import accuracy, ece, nll
 from dpivon.optim.average import window_decay
-from dpivon.priors.features import IMAGES, flat
-from dpivon.priors.processes import images
+from dpivon.priors.features import flat, made_up
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.temperature import temper
@@ -94,9 +92,7 @@ def trained_heads(
 
 def flattened(network: WideNetwork, path: Path, device: torch.device, toy: bool) -> tuple[Tensor, Tensor]:
     """Flat coordinates of a prior's features, by images of its process."""
-    g = torch.Generator(device).manual_seed(0)
-    made = torch.cat([images(process_of(path), 512, g, 32) for _ in range(1 if toy else IMAGES // 512)])
-    return flat(features(network, (made.float() / 255 - MEAN) / STD))
+    return flat(features(network, made_up(process_of(path), 32, count=512 if toy else None).to(device)))
 
 
 def best_arm(rows: Sequence[Row], prior: str, places: int, target: float) -> Arm:

@@ -1,6 +1,6 @@
 """Priors that no one's data is in: random image processes, and self-supervised learning on them.
 
-An import contract keeps every reader of data out of this package.
+An import contract keeps every reader of data out of this package. Only ``features`` is ever given private inputs.
 """
 
 from dpivon.priors.features import Features

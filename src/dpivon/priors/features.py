@@ -11,6 +11,8 @@ from being noise alone. c makes the mean variance of a coordinate 1, for which t
 
 Features go into a training whole, so an example's must be of that example alone. That holds by how they are made: the network
 runs on one example at a time (``torch.func.vmap``), on a copy that is thrown away, whatever it would do with a batch.
+This is the one module of the package that is given private inputs. It learns nothing from them, and what it returns is as
+private as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Generator, Tensor, nn
 
 from dpivon.errors import bad, check_whole
 from dpivon.posterior import Posterior
+from dpivon.priors.learning import MEAN, STD
 from dpivon.priors.processes import MIXTURES, images
 from dpivon.priors.start import check_free, start_from
 
@@ -117,13 +120,17 @@ class Features(nn.Module):
             fix = "Give inputs [N, channels, side, side]"
             raise bad("inputs", shape, "is not the shape of square images, which its process makes", fix)
         channels, side, _ = shape
-        generator = Generator().manual_seed(0)  # the same images on every device
-        made = torch.cat([images(process, 512, generator, side, channels) for _ in range(IMAGES // 512)])
-        public = (made.float() / 255 - float(found.metadata["input_mean"])) / float(found.metadata["input_std"])
+        mean, std = float(found.metadata["input_mean"]), float(found.metadata["input_std"])
         shift = max(1, round(SHIFT * side)) if shift is None else shift
-        return cls(
-            network, public, shift=shift, mirror=found.metadata.get("mirror") == "yes" if mirror is None else mirror
-        )
+        mirror = found.metadata.get("mirror") == "yes" if mirror is None else mirror
+        return cls(network, made_up(process, side, channels, mean, std), shift=shift, mirror=mirror)
+
+    def last_layer(self, classes: int) -> nn.Linear:
+        """A linear layer of zero on these features."""
+        layer = nn.Linear(self.width, classes)
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        return layer
 
     def train(self, mode: bool = True) -> Features:
         """Stays in evaluation mode: a normalisation in training mode would be of a batch."""
@@ -167,6 +174,15 @@ class Features(nn.Module):
             problem = f"cannot run on one example of shape {tuple(x.shape[1:])} by itself: {str(error).splitlines()[0]}"
             fix = "Give inputs as it takes them, and layers that keep examples apart, change no buffer and draw nothing"
             raise bad("network", type(self.body).__name__, problem, fix) from error
+
+
+def made_up(
+    process: str, side: int, channels: int = 3, mean: float = MEAN, std: float = STD, count: int | None = None
+) -> Tensor:
+    """Images of a random process, normalised as inputs are; the same ones on every device."""
+    generator = Generator().manual_seed(0)
+    parts = [images(process, 512, generator, side, channels) for _ in range((count or IMAGES) // 512)]
+    return (torch.cat(parts).float() / 255 - mean) / std
 
 
 def flat(seen: Tensor) -> tuple[Tensor, Tensor]:
