@@ -123,12 +123,15 @@ def test_arms_are_chosen_by_validation_rows_alone() -> None:
         )
     ]
     given, theirs = "0.35:dp-sgd:1", (0.2, "dp-sgd", 3.0)
-    assert private.arms(["best"], table, 1.0, "w", 2, given) == [("dp-sgd", 0.3, *theirs), ("dp-steady", 1.25, *theirs)]
-    assert private.arms(["chosen", "dp-sgd:1", "dp-sgd:2@0.1:dp-adam:3", "dp-sgd:4@0"], table, 1.0, "w", 2, given) == [
-        ("dp-steady", 1.25, *theirs),
-        ("dp-sgd", 1.0, 0.35, "dp-sgd", 1.0),
-        ("dp-sgd", 2.0, 0.1, "dp-adam", 3.0),
-        ("dp-sgd", 4.0, 0.0, "", 0.0),
+    best = [("w", "dp-sgd", 0.3, *theirs), ("w", "dp-steady", 1.25, *theirs)]
+    assert private.arms(["best"], table, 1.0, "w", 2, given) == best
+    words = ["chosen", "dp-sgd:1", "dp-sgd:2@0.1:dp-adam:3", "dp-sgd:4@0", "dp-sgd:5@scratch"]
+    assert private.arms(words, table, 1.0, "w", 2, given) == [
+        ("w", "dp-steady", 1.25, *theirs),
+        ("w", "dp-sgd", 1.0, 0.35, "dp-sgd", 1.0),
+        ("w", "dp-sgd", 2.0, 0.1, "dp-adam", 3.0),
+        ("w", "dp-sgd", 4.0, 0.0, "", 0.0),
+        ("scratch", "dp-sgd", 5.0, 0.0, "", 0.0),
     ]
     assert best_arm(table, "w", 2, 1.0) == Arm(1.0, "dp-steady", 1.25, 40)
     assert best_arm(table, "other", 2, 1.0) == Arm(1.0)
