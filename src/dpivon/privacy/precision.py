@@ -81,6 +81,22 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+def gram_matrix(t: Tensor) -> Tensor:
+    """t tᵀ of every matrix of a stack, in fp32 or better; of bf16 on a GPU with rows of zeros up to a multiple of eight.
+
+    A product whose result lies so takes a quarter of the time, and it is written there without a copy of t that is padded.
+    """
+    rows = t.shape[1] + -t.shape[1] % ALIGNED
+    if not t.is_cuda or t.dtype != torch.bfloat16 or rows == t.shape[1]:
+        return product(t, t.mT)
+    if capturing():  # a tracer records results, not the memory they are written to
+        t = torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[1]))
+        return product(t, t.mT)
+    found = t.new_zeros(len(t), rows, rows, dtype=torch.float32)
+    torch.bmm(t, t.mT, out_dtype=torch.float32, out=found[:, : t.shape[1], : t.shape[1]])
+    return found
+
+
 def padded_empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """bf16 of this shape, not filled; in memory every row has zeros behind it up to a multiple of eight columns."""
     n = shape[-1]
