@@ -37,7 +37,7 @@ def test_one_example_moves_a_captured_sum_by_at_most_C(name, monkeypatch):
 
 @pytest.mark.parametrize("like", ["random", "alike"])
 def test_one_example_moves_a_captured_sum_by_at_most_C_at_full_width(like, monkeypatch):
-    """Of a head too large to be made; and of examples whose gradients are nearly one."""
+    """Of large weights and a head, whose norms are bounded; and of examples whose gradients are nearly one."""
     torch.manual_seed(0)
     config = hf.GPT2Config(n_layer=1, use_cache=False, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     tokens = torch.randint(50257, (16, 128), device="cuda")

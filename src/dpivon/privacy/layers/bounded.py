@@ -32,6 +32,7 @@ from dpivon.privacy.precision import ALIGNED, capturing, gram_matrix, launches_c
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
+_WIDE = 2**18  # elements of a weight whose norms a recorded program bounds
 _UNIT = 2.0**-23  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
 _CHUNK = 1536  # columns of A or G over which a Gram matrix is added up at a time,
@@ -231,6 +232,28 @@ def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
             bounds = upper_bound(*_by_grams([uses[i] for i in some]), t * _UNIT + _HALVES)
             found |= zip(some, bounds.split(sizes[:count]), strict=True)
     return [found[i] for i in range(len(uses))]
+
+
+def bounds_pay(a: Tensor, g: Tensor) -> bool:
+    """Whether a recorded program bounds norms from above, of a large weight over so few positions that Gram matrices take at
+    most half of the operations."""
+    (_, t, d), p = a.shape, g.shape[2]
+    return a.dtype == g.dtype == torch.bfloat16 and p * d >= _WIDE and 2 * t * (p + d) < p * d and capturing()
+
+
+@torch.library.custom_op("dpivon::gram_bounds", mutates_args=(), schema="(Tensor[] xs, Tensor[] gs) -> Tensor")
+def gram_bounds(xs: list[Tensor], gs: list[Tensor]) -> Tensor:
+    """N² of the module's text, [layers, examples], of linear layers as images of one column, [B, channels, T, 1].
+
+    An operator, since a compiler takes minutes for these hundreds of small operations, and finds little to join.
+    """
+    each = [(x.squeeze(3).mT, g.squeeze(3).mT) for x, g in zip(xs, gs, strict=True)]
+    return torch.stack(_measured([Bounded(a, g, torch.Size((g.shape[2], a.shape[2]))) for a, g in each]))
+
+
+@gram_bounds.register_fake
+def _(xs: list[Tensor], gs: list[Tensor]) -> Tensor:
+    return xs[0].new_empty(len(xs), len(xs[0]), dtype=torch.float64)
 
 
 def _halves(t: Tensor, c: Tensor) -> Tensor:
