@@ -59,9 +59,9 @@ class Unsummed:
         return self._dense.grouped(rows)
 
 
-def left_unsummed(g: Tensor) -> bool:
+def left_unsummed(*operands: Tensor) -> bool:
     """Whether to leave such a gradient until backward is over: where launches cost, and its operands are small."""
-    return launches_cost(g) and rows_of_an_example() == 1 and g.nbytes <= COPIED
+    return launches_cost(operands[0]) and rows_of_an_example() == 1 and sum(t.nbytes for t in operands) <= COPIED
 
 
 class Biases:
