@@ -89,7 +89,7 @@ def gram_matrix(t: Tensor) -> Tensor:
     rows = t.shape[1] + -t.shape[1] % ALIGNED
     if not t.is_cuda or t.dtype != torch.bfloat16 or rows == t.shape[1]:
         return product(t, t.mT)
-    if tracing():  # of which the results are recorded, not the memory they are written to
+    if get_proxy_mode() is not None:  # a trace records results, not the memory they are written to
         t = torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[1]))
         return product(t, t.mT)
     found = t.new_zeros(len(t), rows, rows, dtype=torch.float32)
@@ -144,14 +144,9 @@ def launches_cost(t: Tensor) -> bool:
     return t.is_cuda and not capturing()
 
 
-def tracing() -> bool:
-    """Whether operations are being recorded, to be compiled."""
-    return get_proxy_mode() is not None
-
-
 def capturing() -> bool:
     """Whether operations are being recorded, in a trace or a CUDA graph, so that no value can be looked at."""
-    return tracing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return get_proxy_mode() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def options(*, again: bool) -> _Options:
