@@ -28,7 +28,7 @@ from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers.made import Tied, _added_up
 from dpivon.privacy.layers.unsummed import COPIED
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
-from dpivon.privacy.precision import ALIGNED, capturing, gram_matrix, launches_cost, padded, product, wide
+from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, padded_product, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
@@ -308,13 +308,14 @@ def _form(gram: Tensor, norms: Tensor) -> Tensor:
 
 
 def _gram(t: Tensor) -> Tensor:
-    """t tᵀ of every example, over a few columns at a time."""
+    """t tᵀ of every example, over a few columns at a time; on a GPU with zeros for positions up to a multiple of eight."""
+    multiply = padded_product if t.is_cuda and t.shape[1] % ALIGNED else product
     if t.shape[2] <= _CHUNK:
-        return gram_matrix(t)
+        return multiply(t, t.mT)
     first, *rest = t.split(_chunk(t.shape[2]), 2)
-    total = gram_matrix(first)
+    total = multiply(first, first.mT)
     for part in rest:
-        total += gram_matrix(part)
+        total += multiply(part, part.mT)
     return total
 
 
