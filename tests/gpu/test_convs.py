@@ -132,6 +132,11 @@ def test_sums_over_positions_are_those_of_the_definition():
         assert got.isnan().nonzero().tolist() == [[3, 1]]
         torch.testing.assert_close(got.nan_to_num().double(), exact.nan_to_num(), rtol=0.0, atol=20 * tolerance)
         assert torch.equal(got.nan_to_num(), again.nan_to_num())
+    for chunks in (1, 2, 5):  # of a large weight, of which a program adds up many columns
+        made = torch.randn(1, chunks, 300_001, device=DEVICE)
+        assert conv_ops.columns_at_once(made, 8) > 32
+        exact = made.double().sum(1)
+        torch.testing.assert_close(torch.ops.dpivon.position_sums([made], True), exact, rtol=0.0, atol=1e-14)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.dpivon.position_sums, (gs[1:], False), test_utils=checks)
 

@@ -18,7 +18,7 @@ import dpivon
 from dpivon import PrivacyError
 from dpivon.optim.parameters import full_dtype, full_dtypes
 from dpivon.optim.tensors import views
-from dpivon.privacy.forward_watch import ForwardWatch, _changed, marks
+from dpivon.privacy.forward_watch import ForwardWatch, _changed, _norms, marks
 from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.model_io import Kept, Tree
 from dpivon.privacy.layers.uses import Dense, Outer
@@ -293,3 +293,19 @@ def calls_of(layers):
 def test_a_step_calls_few_functions_for_each_layer():
     with as_on_a_gpu():
         assert (calls_of(40) - calls_of(20)) / 20 <= 255
+
+
+def test_norms_of_several_dtypes_tell_every_change_and_are_taken_by_dtype(monkeypatch):
+    """As on a GPU, where a list of several dtypes is launched tensor by tensor."""
+    held = [torch.randn(3), torch.arange(4), torch.randn(2, 5), torch.randn(3).double(), torch.tensor([True, False])]
+    lists, norm = [], torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda given: (lists.append(given), norm(given))[1])
+    before = _norms(held)
+    assert [len(given) for given in lists] == [2, 3]
+    assert all(len({t.dtype for t in given}) == 1 for given in lists)
+    assert torch.equal(before, _norms(held))
+    for t in held:
+        t.data.view(-1)[1] = t.view(-1)[1] == 0
+        now = _norms(held)
+        assert int((now != before).sum()) == 1
+        before = now

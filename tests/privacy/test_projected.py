@@ -10,12 +10,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import plain_convs
 from dpivon.models import TextEncoder, VisionTransformer
-from dpivon.privacy.gradients.side_by_side import in_blocks
+from dpivon.privacy.gradients.side_by_side import in_blocks, squared_norms
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.padded import PaddedGradients
 from dpivon.privacy.kernels.reference import Batch, LoopedGradients
-from dpivon.privacy.layers import convolved, uses
-from dpivon.privacy.layers.convolved import Convolved, Summed, projected
+from dpivon.privacy.layers import bounded, convolved, uses
+from dpivon.privacy.layers.convolved import ByGrams, Convolved, Summed, projected
 from dpivon.privacy.layers.linear import hugging_face_conv1d
 from dpivon.privacy.layers.registry import rule_for
 from dpivon.privacy.layers.uses import Dense, Outer, merge
@@ -58,6 +58,46 @@ def test_norms_and_sums_are_those_of_the_definition_and_a_dropped_example_counts
     total = use.without(~kept).weighted_sum(c)
     assert total.dtype == torch.float64
     torch.testing.assert_close(total, (each[kept] * c[kept].view(-1, 1, 1)).sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("like", ["ordinary", "cancelling"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_recorded_program_bounds_norms_of_large_layers_and_no_example_counts_for_more(
+    monkeypatch, transposed, like, rows
+):
+    """By one operator for all layers, also of several rows an example; sums are the kernels'."""
+    monkeypatch.setattr(bounded, "_WIDE", 0)
+    layers = [operands(examples=6, positions=16, d=d, p=p, dtype=torch.bfloat16) for d, p in ((64, 112), (112, 64))]
+    if like == "cancelling":
+        for a, g in layers:
+            a[:, 8:], g[:, 8:] = a[:, :8], -g[:, :8]
+            g[:, 0] *= 1.02
+    exactly = [exact(a, g, transposed) for a, g in layers]
+
+    def program(c):
+        found = [projected(a, g, each.shape[1:], transposed) for (a, g), each in zip(layers, exactly, strict=True)]
+        kinds.append([type(use) for use in found])
+        found = [use.grouped(rows) for use in found]
+        return squared_norms(found), [use.weighted_sum(c) for use in found]
+
+    kinds, c = [], torch.linspace(0.1, 1, 6 // rows, dtype=torch.float64)
+    recorded = make_fx(program)(c)
+    program(c)
+    assert kinds == [[ByGrams] * 2, [Convolved] * 2]
+    called = [node.target for node in recorded.graph.nodes]
+    assert called.count(torch.ops.dpivon.gram_bounds.default) == 1
+    assert called.count(torch.ops.dpivon.conv_sums.default) == 2
+    assert torch.ops.dpivon.conv_statistics.default not in called
+    for i, (each, square, total) in enumerate(zip(exactly, *recorded(c), strict=True)):
+        each = each.unflatten(0, (-1, rows)).sum(1)
+        norms, true = square.sqrt(), each.flatten(1).norm(dim=1)
+        assert (norms >= true).all()
+        if like == "ordinary":
+            assert (norms <= 1.001 * true).all()
+        torch.testing.assert_close(total, (each * c.view(-1, 1, 1)).sum(0), rtol=1e-5, atol=1e-5)
+        for alone in torch.eye(len(c), dtype=torch.float64):
+            assert float(recorded(alone / norms)[1][i].norm()) <= 1 + 1e-6
 
 
 class Conv1D(nn.Module):
@@ -141,11 +181,13 @@ def test_a_bias_that_waits_is_an_ordinary_use():
     torch.testing.assert_close(use.without(dropped).materialise(), made.without(dropped).materialise())
 
 
-def test_the_operator_says_beforehand_what_it_returns():
+def test_an_operator_says_beforehand_what_it_returns():
     gs = [operands(p=p)[1] for p in (16, 48)]
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for double in (False, True):
         torch.library.opcheck(torch.ops.dpivon.position_sums, (gs, double), test_utils=checks)
+    images = [[t.mT.unsqueeze(3) for t in operands(p=p, dtype=torch.bfloat16)] for p in (16, 48)]
+    torch.library.opcheck(torch.ops.dpivon.gram_bounds, tuple(zip(*images, strict=True)), test_utils=checks)
 
 
 def test_two_uses_of_one_weight_are_merged_with_their_cross_terms():

@@ -168,10 +168,18 @@ class ForwardWatch:
 def _values(tensors: list[Tensor]) -> list[int] | Tensor:
     """A checksum of each tensor; on a GPU the norms of all of them, in few operations."""
     if True in [t.is_cuda for t in tensors]:
-        with torch.no_grad():
-            held = [t if t.dtype.is_floating_point else t.double() for t in tensors]
-            return torch.stack(torch._foreach_norm(held)).double()
+        return _norms(tensors)
     return [_checksum(t) for t in tensors]
+
+
+@torch.no_grad()
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """Those of one dtype after the other: of a list with several, torch would launch a norm for every tensor."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        t = t if t.dtype.is_floating_point else t.double()
+        kinds.setdefault(t.dtype, []).append(t)
+    return torch.cat([torch.stack(torch._foreach_norm(alike)).double() for alike in kinds.values()])
 
 
 def _checksum(t: Tensor) -> int:

@@ -81,6 +81,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+def padded_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of stacks in bf16 on a GPU, with zeros up to a multiple of eight rows and columns.
+
+    Products whose result lies so take a quarter of the time. It is written there without copies of a and b that are padded.
+    """
+    n, p = a.shape[1], b.shape[2]
+    rows, columns = n + -n % ALIGNED, p + -p % ALIGNED
+    if get_proxy_mode() is not None:  # a trace records results, not the memory they are written to
+        pad = torch.nn.functional.pad
+        return product(pad(a, (0, 0, 0, rows - n)), pad(b, (0, columns - p)))
+    found = a.new_zeros(len(a), rows, columns, dtype=torch.float32)
+    torch.bmm(a, b, out_dtype=torch.float32, out=found[:, :n, :p])
+    return found
+
+
 def padded_empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """bf16 of this shape, not filled; in memory every row has zeros behind it up to a multiple of eight columns."""
     n = shape[-1]

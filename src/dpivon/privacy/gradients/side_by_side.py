@@ -76,8 +76,8 @@ def _make_together(uses: list[Use | None]) -> None:
         else:
             whole = replace(first, a=torch.cat([u.a for u in some]), g=torch.cat([u.g for u in some]))
             made = whole.made().unflatten(0, (len(some), -1))
-        for i, g in zip(members, made.unbind(), strict=True):
-            uses[i] = Dense(g.reshape(len(g), *first.shape))
+        for i, rows in zip(members, made.flatten(2).unbind(), strict=True):  # as they are put side by side
+            uses[i] = Dense(rows)
 
 
 def _beside(params: Sequence[Tensor], uses: Sequence[Use | None]) -> list[int]:

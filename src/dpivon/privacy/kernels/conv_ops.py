@@ -30,6 +30,7 @@ from dpivon.privacy.clipping import EXAMPLES_AT_ONCE
 _PROGRAMS = 528  # four per processor of an H200: a sum is cut into chunks so that there are about as many programs
 _LINE = 128  # bytes of a position that a program reads
 _LINES = 128  # positions at a time, at most; a warp reads 16 of them
+_LEAST = 8192  # bytes of a program, if there are programs enough
 _FEW = 32  # positions of tensors that take less to copy side by side than a launch for each
 enabled = os.environ.get("DPIVON_CONV_KERNELS", "1") != "0"  # whether kernels are wanted; :func:`kernels` changes it
 
@@ -271,13 +272,23 @@ def add_up(gs: Sequence[Tensor], double: bool) -> Tensor:
     result = gs[0].new_empty(_side_by_side(gs), dtype=_dtype(double))
     with torch.cuda.device_of(result):
         for g, out in zip(gs, result.split([g.shape[2] for g in gs], 1), strict=True):
-            (n, t, p), across = g.shape, _LINE // g.element_size()
+            n, t, p = g.shape
             lines = min(_LINES, 1 << (t - 1).bit_length())
+            across = columns_at_once(g, lines)
             convs.add_positions[(n * -(-p // across),)](
                 g, out, *g.stride(), out.stride(0), p, t, BT=lines, BO=across,
-                ACCUMULATOR=tl.float64 if double else tl.float32, num_warps=max(1, lines // 16),
+                ACCUMULATOR=tl.float64 if double else tl.float32,
+                num_warps=max(1, lines * across * g.element_size() // (16 * _LINE)),
             )  # fmt: skip
     return result
+
+
+def columns_at_once(g: Tensor, lines: int) -> int:
+    """Outputs of one program: those of one line of a position, and more where there are few positions but many programs."""
+    (n, _, p), across = g.shape, _LINE // g.element_size()
+    while lines * across * g.element_size() < _LEAST and n * -(-p // (2 * across)) >= 4 * _PROGRAMS:
+        across *= 2
+    return across
 
 
 def _side_by_side(gs: Sequence[Tensor]) -> tuple[int, int]:

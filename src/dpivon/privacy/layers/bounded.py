@@ -28,10 +28,11 @@ from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers.made import Tied, _added_up
 from dpivon.privacy.layers.unsummed import COPIED
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
-from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, product, wide
+from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, padded_product, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
+_WIDE = 2**18  # elements of a weight whose norms a recorded program bounds
 _UNIT = 2.0**-23  # of fp32, whichever way it rounds
 _HALVES = 2.0**-18
 _CHUNK = 1536  # columns of A or G over which a Gram matrix is added up at a time,
@@ -89,10 +90,10 @@ class Bounded(Outer):
 
     @property
     def by_grams(self) -> bool:
-        """Whether Gram matrices are cheaper than gradients that are made; long examples would make their bound loose."""
+        """Whether Gram matrices take fewer operations than gradients that are made. They also take less memory."""
         _, t, d = self.a.shape
         p = self.g.shape[2]
-        return 2 * t * (p + d) < p * d
+        return t * (p + d) < p * d
 
     @property
     def lengths(self) -> Tensor:
@@ -233,6 +234,28 @@ def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
     return [found[i] for i in range(len(uses))]
 
 
+def bounds_pay(a: Tensor, g: Tensor) -> bool:
+    """Whether a recorded program bounds norms from above, of a large weight over so few positions that Gram matrices take at
+    most half of the operations."""
+    (_, t, d), p = a.shape, g.shape[2]
+    return a.dtype == g.dtype == torch.bfloat16 and p * d >= _WIDE and 2 * t * (p + d) < p * d and capturing()
+
+
+@torch.library.custom_op("dpivon::gram_bounds", mutates_args=(), schema="(Tensor[] xs, Tensor[] gs) -> Tensor")
+def gram_bounds(xs: list[Tensor], gs: list[Tensor]) -> Tensor:
+    """N² of the module's text, [layers, examples], of linear layers as images of one column, [B, channels, T, 1].
+
+    An operator, since a compiler takes minutes for these hundreds of small operations, and finds little to join.
+    """
+    each = [(x.squeeze(3).mT, g.squeeze(3).mT) for x, g in zip(xs, gs, strict=True)]
+    return torch.stack(_measured([Bounded(a, g, torch.Size((g.shape[2], a.shape[2]))) for a, g in each]))
+
+
+@gram_bounds.register_fake
+def _(xs: list[Tensor], gs: list[Tensor]) -> Tensor:
+    return xs[0].new_empty(len(xs), len(xs[0]), dtype=torch.float64)
+
+
 def _halves(t: Tensor, c: Tensor) -> Tensor:
     """c_i t_i as two bf16 numbers that add up to it, side by side; zero where c is, whatever t holds."""
     c, n = c.float(), t.shape[2]
@@ -286,14 +309,13 @@ def _form(gram: Tensor, norms: Tensor) -> Tensor:
 
 def _gram(t: Tensor) -> Tensor:
     """t tᵀ of every example, over a few columns at a time; on a GPU with zeros for positions up to a multiple of eight."""
-    if t.is_cuda and t.shape[1] % ALIGNED:
-        t = F.pad(t, (0, 0, 0, -t.shape[1] % ALIGNED))
+    multiply = padded_product if t.is_cuda and t.shape[1] % ALIGNED else product
     if t.shape[2] <= _CHUNK:
-        return product(t, t.mT)
+        return multiply(t, t.mT)
     first, *rest = t.split(_chunk(t.shape[2]), 2)
-    total = product(first, first.mT)
+    total = multiply(first, first.mT)
     for part in rest:
-        total += product(part, part.mT)
+        total += multiply(part, part.mT)
     return total
 
 

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from dpivon.models.standardised import directions, pull_back
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, position_sums
-from dpivon.privacy.layers.bounded import Bounded
+from dpivon.privacy.layers.bounded import Bounded, bounds_pay
 from dpivon.privacy.layers.made import mapped
 from dpivon.privacy.layers.unsummed import Unsummed, left_unsummed
 from dpivon.privacy.layers.uses import Dense, Use, materialises, outer_or_dense
@@ -67,7 +67,8 @@ def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last
     if not kernels_take(x, out) or not _worth(a, g):
         return outer_or_dense(a, g, shape, transposed)
-    return Convolved(x, out, _ONE_TAP, shape, lambda: outer_or_dense(a, g, shape, transposed))
+    kind = ByGrams if bounds_pay(a, g) else Convolved
+    return kind(x, out, _ONE_TAP, shape, lambda: outer_or_dense(a, g, shape, transposed))
 
 
 def _in_eager_bf16(g: Tensor) -> bool:
@@ -144,6 +145,31 @@ class Convolved:
 
     def grouped(self, rows: int) -> Convolved:
         return replace(self, rows=self.rows * rows)
+
+
+class ByGrams(Convolved):
+    """Of a large linear layer in bf16: its norms are bounded from Gram matrices, which takes less than to make its gradients.
+
+    The kernels add up an example's gradient in fp32 before they weight it. That loses what the bound allows for
+    (:mod:`dpivon.privacy.layers.bounded`).
+    """
+
+    def squared_norm(self) -> Tensor:
+        return self.measured([self])[0]
+
+    @staticmethod
+    def measured(uses: Sequence[ByGrams]) -> list[Tensor]:
+        """The squared norms of several, by one operator."""
+        each = [use.of_examples() for use in uses]
+        found: Tensor = torch.ops.dpivon.gram_bounds([x for x, _ in each], [g for _, g in each])
+        return list(found.unbind())
+
+    def of_examples(self) -> tuple[Tensor, Tensor]:
+        """x and g with all rows of an example in one."""
+        if self.rows == 1:
+            return self.x, self.g
+        x, g = (t.unflatten(0, (-1, self.rows)).transpose(1, 2).flatten(2, 3) for t in (self.x, self.g))
+        return x, g
 
 
 def pulled_back(plain: Use, weight: Tensor) -> Use:

@@ -113,7 +113,7 @@ def rms_norm(layer: nn.RMSNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[T
 def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """Parameters in the shape of the last dimensions, against values of shape [B, …, *shape]."""
     shape = layer.normalized_shape
-    if left_unsummed(g):
+    if left_unsummed(g, x):
         rows = (g.shape[0], -1, *shape)
         x, g = x.reshape(rows), g.reshape(rows)
         bias = getattr(layer, "bias", None)

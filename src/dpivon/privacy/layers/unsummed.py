@@ -59,9 +59,10 @@ class Unsummed:
         return self._dense.grouped(rows)
 
 
-def left_unsummed(g: Tensor) -> bool:
+def left_unsummed(g: Tensor, x: Tensor | None = None) -> bool:
     """Whether to leave such a gradient until backward is over: where launches cost, and its operands are small."""
-    return launches_cost(g) and rows_of_an_example() == 1 and g.nbytes <= COPIED
+    size = g.nbytes if x is None else g.nbytes + x.nbytes
+    return size <= COPIED and rows_of_an_example() == 1 and launches_cost(g)
 
 
 class Biases:
