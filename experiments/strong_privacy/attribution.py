@@ -111,14 +111,30 @@ def _verdict(places: Sequence[tuple[float, ...]], ours: Cells, new: Cells, old: 
     return text.replace(" -", " −").replace("[-", "[−")
 
 
+def tables(results: Path, paper: Path | None = None) -> tuple[list[Row], list[Row], list[Row]]:
+    """Rows of the study, and those of the recipe and of the paper's grid in its cells."""
+    rows = table.read(results / "attribution" / "runs.csv")
+    places = cells(rows)
+    recipe = table.read(results / "strong-grid" / "runs.csv")
+    theirs = table.read(paper / "paper" / "runs.csv") if paper else []
+    one, other = ([r for r in some if tuple(r[k] for k in CELL) in places] for some in (recipe, theirs))
+    return rows, one, other
+
+
+def points(results: Path) -> Interval:
+    """The recipe less the better baseline on the test set."""
+    rows, recipe, _ = tables(results)
+    new, ours = cells(rows), cells(recipe)
+    return less([ours[p][RECIPE] for p in new], [better(new[p], "accuracy") for p in new], "accuracy", 100.0)
+
+
 def report(results: Path, paper: Path) -> list[Path]:
     """Write the page from the tables, where they are."""
     folder = results / "attribution"
-    if not (rows := table.read(folder / "runs.csv")):
+    if not (folder / "runs.csv").is_file():
         return []
-    recipe, theirs = table.read(results / "strong-grid" / "runs.csv"), table.read(paper / "paper" / "runs.csv")
-    places = cells(rows)
-    alike = [[r for r in some if tuple(r[k] for k in CELL) in places] for some in (recipe, theirs)]
+    rows, recipe, theirs = tables(results, paper)
     target = folder / "attribution.md"
-    target.write_text(page(rows, *alike, table.read(results / "attribution-tuning" / "tuning.csv")), encoding="utf-8")
+    text = page(rows, recipe, theirs, table.read(results / "attribution-tuning" / "tuning.csv"))
+    target.write_text(text, encoding="utf-8")
     return [target]
