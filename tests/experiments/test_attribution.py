@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 from experiments.paper.provenance import provenance
-from experiments.strong_privacy.attribution import page
+from experiments.strong_privacy.__main__ import PAPER, RESULTS
+from experiments.strong_privacy.attribution import page, tables
+
+from dpivon.study.results import table
+
+FOLDER = RESULTS / "attribution"
 
 
 def rows(method: str, accuracies: dict[float, list[float]], lr: float = 0.001, **more: Any) -> list[dict[str, Any]]:
@@ -38,3 +43,9 @@ def test_a_page_says_how_many_seeds_each_method_has() -> None:
     three, one = rows("dp-ivon-gradsq", {5.0: [0.5, 0.5, 0.5]}, **more), rows("dp-sgd", {5.0: [0.5]}, **more)
     assert "3 runs, 3 seeds a cell (±" in provenance(three, None)
     assert "4 runs, 1 seed a cell of DP-SGD, 3 seeds a cell of DP-IVON-Gradsq (±" in provenance([*three, *one], None)
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the study has not been run")
+def test_the_committed_page_follows_from_its_tables() -> None:
+    tuning = table.read(FOLDER.with_name("attribution-tuning") / "tuning.csv")
+    assert page(*tables(RESULTS, PAPER), tuning) == (FOLDER / "attribution.md").read_text()
