@@ -20,4 +20,4 @@ def within(i: Interval, digits: int) -> str:
 
 
 def ends(values: Sequence[float], digits: int) -> str:
-    return f"{min(values):.{digits}f} – {max(values):.{digits}f}"
+    return f"{unsigned(min(values), digits)} – {unsigned(max(values), digits)}"
