@@ -2,9 +2,11 @@
 # What is left to measure on one GPU, in calls that may be stopped and repeated: what is done is not done again.
 # First, from leaderboard/priors: `sh gpu.sh site` and `sh gpu.sh data PART`. KEEP (/tmp/priors) is kept between calls; tables are
 # copied to OUT as evidence.tar.gz, while it runs too. COMMIT is written in rows.
-#   sh gpu.sh run SECONDS "PARTS…" "STUDIES…"   both side by side, or one of them: one compiles or scores while the other trains.
-#       A part of experiments.posterior.run is EPSILON:ARM; a study is PLAN:ONLY:STACK, runs of carry/PLAN.json with ONLY in their id
-#   sh gpu.sh check                             experiments.reproduce on CIFAR-10: stacks against the ordinary loop
+#   sh gpu.sh run SECONDS "ITEMS…" ["ITEMS…"]   lanes of items side by side: one compiles or scores while the other trains. An item is
+#       EPSILON:ARM[,EPSILON:ARM…]              parts of experiments.posterior.run, by the seeds of SEEDS (0 1 2)
+#       PLAN:ONLY:STACK[:TUNING|:hooks]         runs of a study with ONLY in their id, so many together; at the rates of TUNING, or
+#                                               in the ordinary loop too
+#       check                                   experiments.reproduce on CIFAR-10: published cells again
 #   sh gpu.sh plan                              what is left, with about how many seconds of an H200 it takes
 set -u
 KEEP=${KEEP:-/tmp/priors}
@@ -19,34 +21,63 @@ DPIVON_COMMIT=${COMMIT:-}
 export PYTHONPATH DPIVON_COMMIT PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
 
 posterior() { # SECONDS PARTS
-    [ -e "$work/rows.csv" ] || cp experiments/posterior/results/*.csv "$work/"
+    for table in rows sets; do
+        [ -e "$work/$table.csv" ] || cp "experiments/posterior/results/$table.csv" "$work/"
+    done
     # shellcheck disable=SC2086  # lists
     "$python" -m experiments.posterior.run --data "$DATA" --table "$work/rows.csv" --work "$work/runs" \
-        --until "$(($(date +%s) + $1))" --lead "${LEAD:-150}" --parts $2 $TOY
+        --until "$(($(date +%s) + $1))" --lead "${LEAD:-60}" --seeds ${SEEDS:-0 1 2} --parts $2 $TOY
 }
 studies() { # SECONDS STUDIES; or "check"
     "$python" - "$@" <<P
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 import dpivon.study.plan.data as study_data
 from dpivon.data.images import DataSet
 from experiments.leaderboard.priors.data import cached
+data, work, toy = Path("$DATA"), Path("$work"), bool("$TOY")
 study_data.load_cifar10 = lambda root: DataSet("cifar10", *cached(Path(root)), True)  # decoded once
 if sys.argv[1] == "check":
     import runpy
-    sys.argv[1:] = ["--parts", "check", "--data", "$DATA", "--work", "$work/reproduce"]
+    sys.argv[1:] = ["--parts", "check", "--data", str(data), "--work", str(work / "reproduce")]
     runpy.run_module("experiments.reproduce", run_name="__main__")
-from dpivon.study.plan.plan import read_plan
+from dpivon.study.plan.config import resolve
+from dpivon.study.results.tuning import pick
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
+from experiments.paper.hooks import run_hooks
 until = time.monotonic() + float(sys.argv[1])
-for plan, only, stack in (study.split(":") for study in sys.argv[2].split()):
+for study in sys.argv[2].split():
+    name, only, stack, *more = study.split(":")
     left = until - time.monotonic()
-    if left > 30:
-        settings = Settings(Path("$DATA"), stack=int(stack), minutes=left / 60, only=only, quiet=True)
-        out = Path("$work") / plan
-        print(only, *run_study(read_plan(Path(f"carry/{plan}.json")), out, settings).lines(out), sep="\n")
+    if left < 30:
+        break
+    hooks, rates = more == ["hooks"], None
+    if more and not hooks:
+        rates = work / f"{more[0]}-lr.json"
+        print(pick(work / more[0], rates, by_cell=True), flush=True)
+    plan = resolve(next(Path("experiments").glob(f"*/studies/{name}.yaml")), rates)
+    plan = replace(plan, epochs=1) if toy else plan
+    settings = Settings(data, stack=int(stack), minutes=left / 60, only=only, quiet=True)
+    print(name, only, *run_study(plan, work / name, settings).lines(work / name), sep="\n", flush=True)
+    if hooks:
+        settings = replace(settings, minutes=max(1.0, until - time.monotonic()) / 60)
+        print(*run_hooks(plan, work / name, settings).lines(work / name), sep="\n", flush=True)
 P
+}
+lane() { # SECONDS ITEMS
+    end=$(($(date +%s) + $1))
+    for item in $2; do
+        left=$((end - $(date +%s)))
+        [ "$left" -lt 30 ] && echo "$item: no time left" && break
+        some=$(echo "$item" | tr , ' ')
+        case $item in
+        check) studies check ;;
+        [0-9]*) posterior "$left" "$some" ;;
+        *) studies "$left" "$some" ;;
+        esac
+    done
 }
 pack() {
     tar -C "$work" --exclude=./runs --exclude=stacks --exclude=.lock --exclude='*.partial' -czf "$OUT/evidence.partial" . 2>/dev/null
@@ -55,9 +86,14 @@ pack() {
 
 case ${1:-} in
 run)
-    lanes=
-    [ -z "$3" ] || { posterior "$2" "$3" >>"$work/posterior.log" 2>&1 & lanes="$lanes $!"; }
-    [ -z "$4" ] || { studies "$2" "$4" >>"$work/studies.log" 2>&1 & lanes="$lanes $!"; }
+    seconds=$2
+    shift 2
+    lanes= number=0
+    for items; do
+        number=$((number + 1))
+        lane "$seconds" "$items" >>"$work/lane-$number.log" 2>&1 &
+        lanes="$lanes $!"
+    done
     for lane in $lanes; do
         while kill -0 "$lane" 2>/dev/null; do
             sleep "${EVERY:-10}"
@@ -66,7 +102,6 @@ run)
     done
     tail -n 30 "$work"/*.log
     ;;
-check) studies check ;;
 plan)
     cat <<'P'
 WRN-16-4 from leaderboard/wide/results/wide-places.npz, by leaderboard/wide/gpu.sh full (PRIOR=that file); compiling takes 100 s
@@ -75,26 +110,30 @@ WRN-16-4 from leaderboard/wide/results/wide-places.npz, by leaderboard/wide/gpu.
     60  on validation images, baselines: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-sgd:0.6 dp-adam:0.003
     60  from scratch, with SCRATCH=" ": --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-steady:3.5
    450  judged again, --seed 1: --judge --places 4 --epsilons 1 3 8 --batch 4096 --steps 400 --views 4 --arms chosen
-the paper's grid at its stated rates: experiments/paper/studies/paper-stated.yaml
-   290  paper-stated:b512-:60
-   305  paper-stated:b256-:60
-   360  paper-stated:b128-:60
-the other ε
-   460  1:shift 3:shift
-   320  weak:base weak:shift
-   700  7.5:joint 1:joint 3:joint
-   540  7.5:bound 1:bound 3:bound
-stacks against the ordinary loop, DP-Steady among them
-    75  check
-attribution, per batch size: experiments/strong_privacy/studies/attribution-tuning.yaml, then pick, then attribution.yaml
-   900  attribution-tuning:b512-:90
-   250  attribution:b512-:48
-then, where the tables are: python -m experiments.numbers && python -m experiments.posterior && python -m experiments.paper
+evidence: sh gpu.sh run 570 LANE LANE, both of them within 570 s; each of its items, alone on the GPU
+   lane 1
+   170  attribution-tuning:b512-:18 attribution:b512-:18:attribution-tuning    the recipe's points in the paper's setting
+    62  paper-stated:b512-:12                                                  the paper's stated rates, one seed
+    82  paper-stated:b128-:12
+   lane 2
+    40  steady-check::3:hooks                                                  DP-Steady's stacks against the ordinary loop
+    90  121:base                                                               weak privacy
+    70  3:joint                                                                ensembles at a joint budget
+    65  3:bound                                                                larger C
+then, as far as there is time
+    60  121:shift, while its trained runs are kept; 160 without
+    69  paper-stated:b256-:12
+   320  1:shift 3:shift
+   150  7.5:joint 1:joint
+   140  7.5:bound 1:bound
+    60  check
+then, where the tables are unpacked: python -m experiments.paper && python -m experiments.strong_privacy && python -m experiments.posterior
+    && python -m experiments.numbers
 P
     exit 0
     ;;
 *)
-    sed -n '2,9p' "$0"
+    sed -n '2,10p' "$0"
     exit 2
     ;;
 esac

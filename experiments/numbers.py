@@ -25,8 +25,9 @@ from dpivon.study.results.summary import IVON
 from dpivon.study.results.table import Cells
 from experiments.leaderboard import board
 from experiments.posterior.__main__ import KINDS, TABLES, Row, Table, counted
-from experiments.strong_privacy import spread as spread_page
-from experiments.strong_privacy.compare.statistics import Interval, interval
+from experiments.shown import ends, signed, unsigned, within
+from experiments.strong_privacy.compare.statistics import Interval
+from experiments.strong_privacy.numbers import area, attributed, bar, beside, better, ivon, reached, width
 from experiments.tables import default_page
 
 ROOT = Path(__file__).parents[1]
@@ -70,16 +71,6 @@ def step(name: str, row: str, key: str, form: str) -> str:
     return file(f"benchmarks/results/step-{name}.json", f"rows/{row}/{key}", form)
 
 
-def better(scope: str, digits: str, by: str = "test") -> str:
-    """The recipe's default against the baseline that is better on the test set, or by validation: points, interval."""
-    with (ROOT / "experiments/strong_privacy/results/comparison/bars.csv").open(newline="") as bars:
-        wanted = {"contender": "DP-Steady, default rate", "number": "1a", "scope": scope.replace("_", " ")}
-        (row,) = [r for r in csv.DictReader(bars) if all(r[k] == v for k, v in wanted.items())]
-    mean, low, high = re.findall(r"[+-]\d+\.\d+", row["numbers"].split("on the test set")[by == "test"])[:3]
-    inside = ", ".join(unsigned(float(end), int(digits)) for end in (low, high))
-    return f"{signed(float(mean), int(digits))} points [{inside}]"
-
-
 def behind(epsilon: str) -> str:
     """The most points by which DP-IVON-Gradsq, averaged over draws, is behind the best baseline of a cell at ε or above."""
     cells, gaps = Cells(table.read(ROOT / "experiments/paper/results/paper/runs.csv")), []
@@ -91,26 +82,6 @@ def behind(epsilon: str) -> str:
             assert ours is not None
             gaps.append(100 * (max(theirs) - ours.mean))
     return f"{max(gaps):.1f}"
-
-
-@cache
-def tuned() -> list[table.Row]:
-    return table.read(ROOT / "experiments/strong_privacy/results/strong-epsilon/runs.csv")
-
-
-def ivon(sigma: str) -> str:
-    """DP-IVON-Gradsq less DP-SGD at one σ, both tuned, averaged and tempered: points and NLL, paired by seed."""
-    by = {(r["method"], r["seed"]): r for r in tuned() if r["noise_multiplier"] == float(sigma)}
-    pairs = [(by[IVON, s], by["dp-sgd", s]) for m, s in sorted(by) if m == IVON]
-    points = interval([100 * (a["tempered_accuracy"] - b["tempered_accuracy"]) for a, b in pairs])
-    losses = interval([a["tempered_nll"] - b["tempered_nll"] for a, b in pairs])
-    return f"{within(points, 1)} points and {within(losses, 3)} of NLL"
-
-
-def width(column: str, digits: str) -> str:
-    """What trace = .25 adds to a tempered score on the test sets, from the page on width."""
-    found = spread_page.differences(spread_page.scores(spread_page.FINAL, "runs.csv"), 0.25, column)
-    return unsigned(abs(fmean(fmean(cell) for cell in found)), int(digits))
 
 
 @cache
@@ -172,6 +143,13 @@ def shifted(method: str, kind: str, column: str, digits: str) -> str:
     """Draws of a kind less the mean on corrupted images, each with its temperature."""
     (one,) = differences([kind], [method], column, condition="shift")
     return within(one, int(digits))
+
+
+def one(kind: str, method: str, epsilon: str, column: str, digits: str, condition: str = "clean") -> str:
+    """A predictor less the mean at one ε, each with its temperature; points for accuracy."""
+    factor = 100.0 if column == "accuracy" else 1.0
+    (found,) = differences([kind], [method], column, factor, [epsilon], condition)
+    return within(found, int(digits))
 
 
 def small(kind: str, side: str) -> str:
@@ -356,36 +334,26 @@ def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n\n" + "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]).replace("|  |", "| |") + "\n\n"
 
 
-def ends(values: Sequence[float], digits: int) -> str:
-    return f"{min(values):.{digits}f} – {max(values):.{digits}f}"
-
-
-def signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def within(i: Interval, digits: int) -> str:
-    return f"{signed(i.mean, digits)} [{unsigned(i.low, digits)}, {unsigned(i.high, digits)}]"
-
-
-def unsigned(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}".replace("-", "−")
-
-
 _ALL = (
     file,
     fashion,
     cell,
     step,
+    bar,
+    reached,
     better,
     behind,
     ivon,
+    beside,
+    area,
+    attributed,
     width,
     epsilons,
     iterates,
     gain,
     draws,
     shifted,
+    one,
     small,
     spread,
     platt,

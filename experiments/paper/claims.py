@@ -242,7 +242,8 @@ class Claims:
                 for method in (IVON, rival):
                     a, z = self.score(method, b0, sigma, c0, "accuracy"), self.score(method, b1, sigma, c1, "accuracy")
                     if a is not None and z is not None and (b0, c0) != (b1, c1):
-                        moves.append((z.mean - a.mean, 2 * math.hypot(a.error, z.error)))
+                        known = min(a.n, z.n) > 1  # one run does not tell how far seeds are apart
+                        moves.append((z.mean - a.mean, 2 * math.hypot(a.error, z.error) if known else math.inf))
                 if len(moves) < 2 or any(abs(move) <= noise for move, noise in moves):
                     continue  # one of them does not move beyond its seeds: there is no sign to compare
                 numbers = f"{moves[0][0]:+.3f} against {moves[1][0]:+.3f} ({TITLES[rival]})"

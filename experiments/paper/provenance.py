@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpivon.study.plan.plan import Plan, PlannedRun
-from dpivon.study.results.table import Row, check_code
+from dpivon.study.results.table import Row, check_code, title_of
 
 
 def provenance(rows: Sequence[Row], plan: Plan | None) -> str:
     """In a few sentences, for the head of a page."""
     hardware = " and ".join(sorted({f"{row['hardware']}, torch {row['torch']}" for row in rows}))
     minutes = sum(row["seconds"] or 0.0 for row in rows) / 60
-    seeds = len({row["seed"] for row in rows})
     words = (
-        f"{len(rows)} runs, {seeds} seed{'s' if seeds > 1 else ''} a cell (± is their standard deviation), trained in "
+        f"{len(rows)} runs, {_seeds(rows)} (± is their standard deviation), trained in "
         f"{minutes:.1f} minutes by the clock on {hardware}. `study.json` is the plan, every run by its numbers: "
         f"`dpivon study run study.json --out NEW` repeats it. {check_code(rows, mixed=True)}"
     )
     return f"{words} {lacking}" if (lacking := _lacking(rows, plan)) else words
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    """How many a cell has, by method where they differ."""
+    by_number: dict[int, list[str]] = {}
+    for method in sorted({row["method"] for row in rows}):
+        by_number.setdefault(len({row["seed"] for row in rows if row["method"] == method}), []).append(method)
+    parts = [
+        f"{n} seed{'s' if n > 1 else ''} a cell{' of ' + ' and '.join(map(title_of, named)) if len(by_number) > 1 else ''}"
+        for n, named in sorted(by_number.items())
+    ]
+    return ", ".join(parts)
 
 
 def _lacking(rows: Sequence[Row], plan: Plan | None) -> str:

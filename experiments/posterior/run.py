@@ -7,8 +7,8 @@ C = 1, averaged iterates; rates tuned at each ε on validation images). Seeds of
 
 - ``base``: four methods; every predictor on clean and OOD images, and private prediction sets (sets.csv, beside the table);
 - ``shift``: the same runs under fifteen corruptions, for the scales that ``base`` chose over its seeds;
-- ``joint``: ensembles of four members that share one budget: each has the σ at which all four together cost ε;
-- ``bound``: DP-SGD with C = 4 and 16, three rates each (Bu et al., 2023: a large C calibrates).
+- ``joint``: ensembles of four members of DP-SGD that share one budget: each has the σ at which all four together cost ε;
+- ``bound``: DP-SGD with C = 4 and 16, two rates each (Bu et al., 2023: a large C calibrates).
 
 Scales are chosen and temperatures fitted on mirrored training images, whose confidence is that on new images since training
 shows no mirrored ones; neither is charged, alike for every predictor, which favours those that have a scale to choose. Rows
@@ -45,18 +45,18 @@ from experiments.robustness.corruptions import COMMON, SEVERITIES, corrupt
 
 DELTA, C, BATCH, EPOCHS = 1e-5, 1.0, 4096, 90
 SEEDS = range(5)
-#: σ by the name of ε; at the weakest rates are those of ε = 7.5, not tuned.
-SIGMAS = {"1": 11.5, "3": 4.3, "7.5": 2.05, "weak": 0.5}
+#: σ by the name of ε; at ε = 121 the rates are those of ε = 7.5, not tuned.
+SIGMAS = {"1": 11.5, "3": 4.3, "7.5": 2.05, "121": 0.5}
 BASE: dict[str, float] = {"momentum": 0.9, "weight_decay": 1e-4}
 METHODS: dict[str, tuple[dict[str, float], dict[str, Any]]] = {
-    "dp-sgd": ({"1": 0.1, "3": 0.3, "7.5": 0.3, "weak": 0.3}, BASE),
+    "dp-sgd": ({"1": 0.1, "3": 0.3, "7.5": 0.3, "121": 0.3}, BASE),
     "dp-adam": (dict.fromkeys(SIGMAS, 0.003), {"weight_decay": 1e-4}),
-    "dp-ivon-gradsq": ({"1": 1.0, "3": 3.0, "7.5": 3.0, "weak": 3.0}, {}),
+    "dp-ivon-gradsq": ({"1": 1.0, "3": 3.0, "7.5": 3.0, "121": 3.0}, {}),
     "dp-steady": (dict.fromkeys(SIGMAS, 3.5), {"trace": 0.25}),
 }
-MEMBERS, JOINED = 4, ("dp-sgd", "dp-steady")
+MEMBERS, JOINED = 4, ("dp-sgd",)
 #: Larger bounds, and rates in units of the tuned rate over C.
-BOUNDS, FACTORS = (4.0, 16.0), (1.0, 2.0, 4.0)
+BOUNDS, FACTORS = (4.0, 16.0), (1.0, 2.0)
 FITTED = 10_000
 #: Draws of a predictor on corrupted images, of which there are seventy-five times as many, and which predictors.
 SHIFTED_DRAWS, SHIFTED = 8, ("own", "swag", "last")
@@ -75,7 +75,7 @@ ARMS = {
     "bound": ("bound", "clean"),
 }
 #: What there is to measure, best first.
-PARTS = tuple(f"{label}:{arm}" for arm in ARMS for label in ("7.5", "1", "3", "weak"))
+PARTS = tuple(f"{label}:{arm}" for arm in ARMS for label in ("7.5", "1", "3", "121"))
 #: Runs of one seed.
 RUNS = {
     "base": len(METHODS),
@@ -290,7 +290,9 @@ def predicted(
             g = Generator(device).manual_seed(facts[start]["seed"])
             rows = [t.average for t in made[start : start + MEMBERS]]
             part = clean_rows(network, "ensemble", MEMBERS, rows, sets, g)[0]
-            part += shift_rows(network, "ensemble", MEMBERS, rows, sets, g)
+            label = facts[start]["epsilon"]
+            if any((r["epsilon"], r["condition"]) == (label, "shift") for r in known):  # there is what to compare with
+                part += shift_rows(network, "ensemble", MEMBERS, rows, sets, g)
             found += [facts[start] | row for row in part]
         return found, covered
     for fact, run, trained in zip(facts, runs, made, strict=True):

@@ -43,11 +43,12 @@ app.add_typer(study, name="study", help="`dpivon study`, with the estimators of 
 def rebuild(context: typer.Context) -> None:
     """Rebuild every page and figure of the experiment."""
     if context.invoked_subcommand is None:
-        from experiments.strong_privacy import choosing, few_steps, recipe_page, simulation, spread
+        from experiments.strong_privacy import attribution, choosing, few_steps, recipe_page, simulation, spread
 
         written = [
             path for folder in study_folders(Path(__file__).parent) for path in write_pages(folder, command=COMMAND)
         ]
+        written += attribution.report(RESULTS, PAPER)
         written += judged(COMPARED, RESULTS / "comparison", tunings=TUNED, command=COMMAND, mixed_code=True)
         for part in (recipe_page.report, few_steps.report, simulation.report, spread.report, choosing.report):
             written += part(RESULTS)

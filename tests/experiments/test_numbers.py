@@ -43,3 +43,22 @@ def test_numbers_follow_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbers, "posterior", lambda: t)
     after = numbers.differences(["iterates"], ["dp-adam"], "accuracy", 100.0)
     assert [a.mean for a in after] == pytest.approx([b.mean - 1.0 for b in before])
+
+
+def test_a_bar_has_its_means_in_order() -> None:
+    scope = "CIFAR-10_at_ε_=_1,_3_and_7.5"
+    first, second = (numbers.NUMBERS["bar"]("1a", scope, "2", place) for place in "01")
+    assert numbers.NUMBERS["better"](scope, "2", "validation") == first.replace(" ", " points ", 1)
+    assert numbers.NUMBERS["better"](scope, "2") == second.replace(" ", " points ", 1)
+
+
+def test_areas_are_the_pages() -> None:
+    """A Field makes them for the comparison, over all its choices: the same numbers."""
+    scope = "the_paper's_σ_and_b_on_CIFAR-10_at_another_C"
+    for place, rival in enumerate(("dp-sgd", "dp-adam")):
+        assert numbers.NUMBERS["area"](rival, "2") == numbers.NUMBERS["bar"]("1c", scope, "2", str(place))
+
+
+def test_a_predictor_at_one_epsilon() -> None:
+    shown = numbers.iterates("dp-adam").split(" points")[0].split(" / ")
+    assert [numbers.one("iterates", "dp-adam", e, "accuracy", "2") for e in numbers.posterior().epsilons] == shown

@@ -59,7 +59,7 @@ def test_members_of_an_ensemble_cost_together_what_one_run_does() -> None:
     )
     assert 0.999 * one < all_ <= one
     runs = [run for arm in ("base", "joint", "bound") for _, run, _ in planned(arm, "3", 0, 4096, rate, steps)]
-    assert len({run.seed for run in runs}) == len(runs) == 4 + 2 * MEMBERS + 6
+    assert len({run.seed for run in runs}) == len(runs) == 4 + MEMBERS + 4
     assert len(runs) == sum(RUNS[arm] for arm in ("base", "joint", "bound"))
     together = [run for seed in range(5) for _, run, _ in planned("base", "3", seed, 4096, rate, steps)]
     assert len({run.seed for run in together}) == 20  # one stack

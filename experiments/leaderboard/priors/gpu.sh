@@ -1,7 +1,7 @@
 #!/bin/sh
 # The experiments on one GPU, in calls of less than ten minutes, each of which may be repeated: what is done is not done again.
 #   sh gpu.sh site               what Python lacks there, from carry/site; and the priors in results/, with a new hidden layer too
-#   sh gpu.sh data PART          one part of the data set, from carry/, kept outside the copy of the repository
+#   sh gpu.sh data PART          one of PARTS (4) parts of the data set, carry/cifar10.tar.PART, kept outside the copy of the repository
 #   sh gpu.sh learn SECONDS P…   learn priors P… side by side, in the background; P is PROCESS-NAME, and *-wide is --wide
 #   sh gpu.sh wait SECONDS       show how they get on, until they have ended or the time is over
 #   sh gpu.sh spread P…          copies P-spread of priors with a hidden layer of principal components
@@ -14,7 +14,7 @@ DATA=${DATA:-$KEEP/cifar10}
 OUT=${OUT:-$KEEP/out}
 TOY=${TOY:-}
 python=${PYTHON:-python3}
-parts=4
+parts=${PARTS:-4}
 here=experiments.leaderboard.priors
 mkdir -p "$KEEP/parts" "$KEEP/work" "$KEEP/log" "$OUT"
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"

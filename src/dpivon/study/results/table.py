@@ -196,7 +196,7 @@ def describe(variant: Variant) -> str:
     return ", ".join(filter(None, (title_of(method), changed, rate)))
 
 
-COMMIT = "DPIVON_COMMIT"  # names the commit where the code was copied without its history
+COMMIT = "DPIVON_COMMIT"  # names the commit where the code was copied without its history, or into another one
 UNKNOWN = "unknown"
 _PACKAGE = Path(__file__).parents[2]
 #: What a number depends on. Commands, pages and reports are not among it.
@@ -216,10 +216,13 @@ def code() -> str:
 
 @cache
 def commit() -> str:
-    """The commit of this checkout, with '+changes' where its source files differ from it; 'unknown' outside a checkout."""
+    """What DPIVON_COMMIT names, or the commit of this checkout, with '+changes' where its source files differ from it;
+    'unknown' outside a checkout."""
+    if named := os.environ.get(COMMIT):
+        return named
     found = _git("rev-parse", "--short=10", "HEAD") if _git("ls-files", "_version.py") else ""
     if not found:
-        return os.environ.get(COMMIT) or UNKNOWN
+        return UNKNOWN
     return f"{found}+changes" if _git("status", "--porcelain", "--", ".") else found
 
 
