@@ -15,7 +15,7 @@ from dpivon import ArgumentError, Augmentation
 from dpivon.data.images import load_digits
 from dpivon.durable.ledger import read
 from dpivon.metrics import accuracy
-from dpivon.models import PaperCNN, SmallCNN
+from dpivon.models import PaperCNN, SmallCNN, WideResNet
 from dpivon.priors import Features
 from dpivon.priors import features as module
 from dpivon.priors.features import flat, last_layers
@@ -75,19 +75,41 @@ def test_flat_coordinates_are_those_of_the_formula() -> None:
     assert abs(float(found.diagonal().mean()) - 1) < 1e-5
 
 
-def test_features_are_the_mean_over_moved_copies_of_what_the_last_layers_see() -> None:
+def by_hand(model: SmallCNN, x: Tensor) -> Tensor:
+    """What the last layers see, and the first block's map before pooling, over 2 × 2 places."""
+    block = model.features.block1
+    early = block.relu(block.norm(block.conv(x)))
+    return torch.cat([model.features(x).flatten(1), nn.functional.avg_pool2d(early, 4).flatten(1)], 1).detach()
+
+
+def test_features_are_the_mean_over_moved_copies_of_maps_and_of_what_the_last_layers_see() -> None:
     model, x = small(), pictured()
     made = Features(model, x, shift=1, mirror=True)
-    assert (made.cut, made.width) == ("head.hidden", 128)
+    assert (made.cut, made.parts, made.width) == ("head.hidden", (128, 64), 192)
     padded = nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")
     copies = [padded[..., i : i + 8, j : j + 8] for i, j in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))]
-    with torch.no_grad():
-        each = [model.features(c).flatten(1) for copy in copies for c in (copy, copy.flip(-1))]
-    by_hand = (torch.stack(each).mean(0) - made.mean) @ made.matrix
-    torch.testing.assert_close(made(x), by_hand, rtol=1e-3, atol=1e-4)
-    plain = Features(model, x)
-    torch.testing.assert_close(plain.seen(x), model.features(x).flatten(1).detach(), rtol=1e-5, atol=1e-6)
+    each = [by_hand(model, c) for copy in copies for c in (copy, copy.flip(-1))]
+    torch.testing.assert_close(made(x), (torch.stack(each).mean(0) - made.mean) @ made.matrix, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(Features(model, x).seen(x), by_hand(model, x), rtol=1e-5, atol=1e-6)
     assert not any(p.requires_grad for p in made.parameters())
+
+
+def test_every_part_of_the_features_has_the_same_share_of_flat_coordinates() -> None:
+    model, x = small(), pictured()
+    before = Features(model, x)
+    with torch.no_grad():
+        model.features.block1.norm.weight.mul_(1e3)
+        model.features.block1.norm.bias.mul_(1e3)
+        model.features.block2.conv.weight.div_(1e3)
+    torch.testing.assert_close(Features(model, x)(x), before(x), rtol=1e-2, atol=1e-2)
+
+
+def test_maps_are_the_last_at_every_resolution_that_weights_follow() -> None:
+    assert Features(PaperCNN(), torch.randn(500, 3, 32, 32)).parts == (2048, 512, 1024)  # not the third block's again
+    # 64, 128 and 256 channels at 32, 16 and 8: as many places as give no more features than the last layer sees.
+    network = WideResNet(depth=10, width=1, groups=4, relu_first=True)
+    assert Features(network, torch.randn(500, 3, 32, 32)).parts == (64, 64, 32)
+    assert Features(nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), pictured()).parts == (64,)
 
 
 def test_an_examples_features_are_of_that_example_alone() -> None:

@@ -6,8 +6,12 @@ so dividing by the root of Σ costs no privacy:
 
     x ↦ A (f(x) − μ),   A = c (Σ + σ̄² I)^(-1/2)
 
-with f the network up to its last linear layers and σ̄² the mean variance, which keeps directions that the process hardly shows
-from being noise alone. c makes the mean variance of a coordinate 1, for which the default step of ``dp-steady`` is made.
+with σ̄² the mean variance, which keeps directions that the process hardly shows from being noise alone. c makes the mean
+variance of a coordinate 1, for which the default step of ``dp-steady`` is made.
+
+f is what the network's last linear layers see and, where the network makes maps smaller, the last map at every resolution
+before: means over its places, each map divided by its root mean variance. Early layers see what late ones have lost, and
+one linear layer on both costs hardly more noise.
 
 Features go into a training whole, so an example's must be of that example alone. That holds by how they are made: the network
 runs on one example at a time (``torch.func.vmap``), on a copy that is thrown away, whatever it would do with a batch.
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,6 +42,8 @@ IMAGES, FEWEST, MOST = 8192, 500, 8192
 CHUNK = 500
 #: A shift of the copies whose features are averaged, in sides of the image.
 SHIFT = 1 / 16
+#: Places of a map, in each direction, that means are taken over.
+PLACES = 4
 
 
 class Features(nn.Module):
@@ -55,8 +62,10 @@ class Features(nn.Module):
 
     Attributes:
         width: how many features there are.
+        parts: how many of them are what the last layers see, and of each map.
     """
 
+    parts: tuple[int, ...] = ()
     mean: Tensor
     matrix: Tensor
 
@@ -78,11 +87,14 @@ class Features(nn.Module):
         if not 2 <= seen.shape[1] <= MOST:
             problem = f"gives {seen.shape[1]:,} features, and 2 to {MOST:,} can be flattened"
             raise bad("network", type(network).__name__, problem, "Pool them before its last linear layer")
-        mean, matrix = flat(seen)
-        if not torch.isfinite(matrix).all() or float(seen.var(0).mean()) < 1e-12:
+        if float(seen.var(0).mean()) < 1e-12:
             raise bad("public", tuple(public.shape), "give features that are all alike", "Give inputs that differ")
-        self.register_buffer("mean", mean)
-        self.register_buffer("matrix", matrix)
+        units = torch.cat([part.var(0).mean().clamp_min(1e-12).rsqrt().expand(n) for part, n in self._split(seen)])
+        mean, matrix = flat(seen * units)
+        if not torch.isfinite(matrix).all():
+            raise bad("public", tuple(public.shape), "give features that are all alike", "Give inputs that differ")
+        self.register_buffer("mean", mean / units)
+        self.register_buffer("matrix", units.unsqueeze(1) * matrix)
         self.width = seen.shape[1]
 
     @classmethod
@@ -156,24 +168,67 @@ class Features(nn.Module):
         found: Tensor = total / (len(moves) * (2 if self.mirror else 1))
         return found
 
+    def _split(self, seen: Tensor) -> Iterable[tuple[Tensor, int]]:
+        return zip(seen.split(self.parts, 1), self.parts, strict=True)
+
     def _seen(self, x: Tensor) -> Tensor:
         body = copy.deepcopy(self.body)  # what it keeps of these examples goes with it
 
-        def of_one(example: Tensor) -> Tensor:
-            got: list[Tensor] = []
-            hook = body.get_submodule(self.cut).register_forward_pre_hook(lambda _, given: got.append(given[0]))
-            try:
+        def of_one(example: Tensor) -> tuple[Tensor, ...]:
+            with Watched(body, self.cut) as watched:
                 body(example.unsqueeze(0))
-            finally:
-                hook.remove()
-            return torch.cat([seen.flatten() for seen in got])
+            return watched.found()
 
         try:
-            return torch.func.vmap(of_one, randomness="error")(x).float()
+            found = torch.func.vmap(of_one, randomness="error")(x)
         except RuntimeError as error:
             problem = f"cannot run on one example of shape {tuple(x.shape[1:])} by itself: {str(error).splitlines()[0]}"
             fix = "Give inputs as it takes them, and layers that keep examples apart, change no buffer and draw nothing"
             raise bad("network", type(self.body).__name__, problem, fix) from error
+        self.parts = tuple(part.shape[1] for part in found)
+        return torch.cat(found, 1).float()
+
+
+class Watched:
+    """A network that runs once: what its last layers see, and the last map at every resolution.
+
+    A map after which no layer with weights comes before the last layers tells what these see, and is left out. So are all maps
+    where they make more than :data:`MOST`.
+    """
+
+    def __init__(self, body: nn.Module, cut: str) -> None:
+        self.body, self.cut = body, body.get_submodule(cut)
+        self.seen: list[Tensor] = []
+        self.maps: dict[tuple[int, ...], tuple[int, Tensor]] = {}
+        self.layers = 0
+
+    def __enter__(self) -> Watched:
+        self.hooks = [self.cut.register_forward_pre_hook(lambda _, given: self.seen.append(given[0]))]
+        self.hooks += [m.register_forward_hook(self._made) for m in self.body.modules()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _made(self, module: nn.Module, _: object, output: object) -> None:
+        if self.seen:
+            return
+        self.layers += any(True for _ in module.parameters(recurse=False))
+        if isinstance(output, Tensor) and output.dim() == 4:
+            self.maps[tuple(output.shape[2:])] = self.layers, output
+
+    def found(self) -> tuple[Tensor, ...]:
+        """One row of numbers for each: a map in as many places as give no more of them than the last layers see."""
+        last = torch.cat([seen.flatten() for seen in self.seen])
+        rows = [last]
+        for side, (layers, shown) in self.maps.items():
+            places = min(PLACES, *side)
+            while places > 1 and shown.shape[1] * places**2 > len(last):
+                places //= 2
+            if layers < self.layers:
+                rows.append(F.adaptive_avg_pool2d(shown, places).flatten())
+        return tuple(rows) if sum(len(row) for row in rows) <= MOST else (last,)
 
 
 def made_up(
