@@ -319,3 +319,11 @@ def test_norms_tell_a_write_that_is_small_beside_its_tensor(dtype, least):
     held.data[7] *= 1 + least
     assert (before != _norms([held])).all()
     assert before.isfinite().all()
+
+
+def test_norms_tell_a_write_to_either_part_of_a_complex_number():
+    held = torch.polar(torch.ones(8), torch.arange(8.0))
+    for part, t in ((0, held), (1, held), (1, held.conj())):
+        before = _norms([t])
+        torch.view_as_real(held.data)[3, part] += 0.5
+        assert (before != _norms([t])).all()

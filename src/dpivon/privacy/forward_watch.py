@@ -178,7 +178,8 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     other: of a list with several, torch would launch a norm for every tensor."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
-        t = t if t.dtype.is_floating_point else t.double()
+        if not t.dtype.is_floating_point:
+            t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.double()
         kinds.setdefault(t.dtype, []).append(t)
     return torch.stack([n for alike in kinds.values() for n in torch._foreach_norm(alike, dtype=torch.float64)])
 
