@@ -299,7 +299,7 @@ def test_norms_of_several_dtypes_tell_every_change_and_are_taken_by_dtype(monkey
     """As on a GPU, where a list of several dtypes is launched tensor by tensor."""
     held = [torch.randn(3), torch.arange(4), torch.randn(2, 5), torch.randn(3).double(), torch.tensor([True, False])]
     lists, norm = [], torch._foreach_norm
-    monkeypatch.setattr(torch, "_foreach_norm", lambda given: (lists.append(given), norm(given))[1])
+    monkeypatch.setattr(torch, "_foreach_norm", lambda given, **how: (lists.append(given), norm(given, **how))[1])
     before = _norms(held)
     assert [len(given) for given in lists] == [2, 3]
     assert all(len({t.dtype for t in given}) == 1 for given in lists)
@@ -309,3 +309,21 @@ def test_norms_of_several_dtypes_tell_every_change_and_are_taken_by_dtype(monkey
         now = _norms(held)
         assert int((now != before).sum()) == 1
         before = now
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 2**-6), (torch.float16, 2**-6), (torch.float32, 2**-20)])
+def test_norms_tell_a_write_that_is_small_beside_its_tensor(dtype, least):
+    """Rounded to the tensor's own dtype they would not, or be infinite."""
+    held = torch.full((2**16,), 300.0).to(dtype)
+    before = _norms([held])
+    held.data[7] *= 1 + least
+    assert (before != _norms([held])).all()
+    assert before.isfinite().all()
+
+
+def test_norms_tell_a_write_to_either_part_of_a_complex_number():
+    held = torch.polar(torch.ones(8), torch.arange(8.0))
+    for part, t in ((0, held), (1, held), (1, held.conj())):
+        before = _norms([t])
+        torch.view_as_real(held.data)[3, part] += 0.5
+        assert (before != _norms([t])).all()

@@ -67,6 +67,27 @@ def test_what_an_example_adds_is_at_most_its_norm(form, like, t, d, p):
         assert float(off.norm()) <= (t * 2**-23 + 2**-18) * float((c * lengths).sum())
 
 
+@pytest.mark.parametrize("like", ["ordinary", "cancelling", "aligned", "padded"])
+@pytest.mark.parametrize("lost", ["where it shortens", "everywhere"])
+def test_norms_are_not_too_small_where_gram_matrices_lose_all_they_may(like, lost, monkeypatch):
+    """Every number of both is off by what adding it up can lose, and the sum by what adding up positions can."""
+    monkeypatch.setattr(bounded, "_CHUNK", 64)
+    a, g = operands(40, 200, 72, like)
+    g[:, 0] *= 1.125  # so that of those that cancel about as much is left as can be lost
+    grams = [t.double() @ t.double().mT for t in (a, g)]
+
+    def worst(t: Tensor) -> Tensor:
+        own, other = grams if t.shape[2] == 200 else reversed(grams)
+        lengths = own.diagonal(dim1=1, dim2=2).sqrt()
+        most = bounded._loss(t.shape[2]) * lengths.unsqueeze(1) * lengths.unsqueeze(2)
+        return (own - most * (other.sign() if lost == "where it shortens" else 1.0)).float()
+
+    monkeypatch.setattr(bounded, "_gram", worst)
+    monkeypatch.setattr(Bounded, "by_grams", True)
+    norms = Bounded(a, g, torch.Size((72, 200))).squared_norm().sqrt()
+    assert (norms >= exact(a, g).flatten(1).norm(dim=1) + 40 * 2**-23 * exact_lengths(a, g)).all()
+
+
 def exact_lengths(a: Tensor, g: Tensor) -> Tensor:
     return (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
 

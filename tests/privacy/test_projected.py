@@ -60,7 +60,7 @@ def test_norms_and_sums_are_those_of_the_definition_and_a_dropped_example_counts
     torch.testing.assert_close(total, (each[kept] * c[kept].view(-1, 1, 1)).sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3])  # of three rows gradients are made: Gram matrices would take more
 @pytest.mark.parametrize("like", ["ordinary", "cancelling"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_recorded_program_bounds_norms_of_large_layers_and_no_example_counts_for_more(
@@ -98,6 +98,51 @@ def test_a_recorded_program_bounds_norms_of_large_layers_and_no_example_counts_f
         torch.testing.assert_close(total, (each * c.view(-1, 1, 1)).sum(0), rtol=1e-5, atol=1e-5)
         for alone in torch.eye(len(c), dtype=torch.float64):
             assert float(recorded(alone / norms)[1][i].norm()) <= 1 + 1e-6
+
+
+def bounds(a, g, rows=1):
+    shape = torch.Size((g.shape[2], a.shape[2]))
+    return ByGrams(a.mT.unsqueeze(3), g.mT.unsqueeze(3), convolved._ONE_TAP, shape, None).grouped(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, 3e38])
+def test_a_bad_example_has_no_bound_and_changes_no_other_one(bad, rows):
+    """Also where what is not finite meets an output gradient of zero."""
+    a, g = operands(examples=6, positions=16, d=64, p=112, dtype=torch.bfloat16)
+    each, whole = exact(a, g).unflatten(0, (-1, rows)).sum(1), bounds(a, g, rows).squared_norm()
+    a[1, 3, 5], g[1, 3] = bad, 0.0
+    kept = torch.arange(len(each)) != 1 // rows
+    use = bounds(a, g, rows)
+    norms = use.squared_norm()
+    assert torch.equal(norms.isfinite(), kept)
+    assert torch.equal(norms[kept], whole[kept])
+    use = use.without(~kept)
+    assert isinstance(use, ByGrams)
+    torch.testing.assert_close(use.weighted_sum(kept.double()), each[kept].sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_bounds_are_the_same_however_operands_lie():
+    a, g = operands(examples=1, positions=16, d=64, p=112, dtype=torch.bfloat16)
+    same = [t.expand(6, -1, -1) for t in (a, g)]
+    apart = [torch.cat([t, t], 2)[:, :, : t.shape[2]] for t in same]
+    for rows in (1, 2, 3):
+        expected = bounds(*(t.contiguous() for t in same), rows).squared_norm()
+        for given in (same, apart):
+            torch.testing.assert_close(bounds(*given, rows).squared_norm(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_program_of_position_sums_has_a_size_that_kernels_can_have(dtype):
+    for n in (1, 7, 256, 3000):
+        for lines in (2, 8, 128):
+            for p in (1, 15, 64, 2305, 300_001, 2**22):
+                g = torch.empty(1, dtype=dtype).expand(n, lines, p)
+                across = conv_ops.columns_at_once(g, lines)
+                least = 128 // g.element_size()
+                assert across % least == 0
+                assert (across & (across - 1), lines * across * g.element_size() <= 16384) == (0, True)
+                assert across == least or n * -(-p // across) >= 4 * conv_ops._PROGRAMS
 
 
 class Conv1D(nn.Module):

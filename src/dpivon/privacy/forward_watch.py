@@ -174,12 +174,14 @@ def _values(tensors: list[Tensor]) -> list[int] | Tensor:
 
 @torch.no_grad()
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """Those of one dtype after the other: of a list with several, torch would launch a norm for every tensor."""
+    """In double, where a small write to a large tensor shows: rounded to bf16, most would not. Those of one dtype after the
+    other: of a list with several, torch would launch a norm for every tensor."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
-        t = t if t.dtype.is_floating_point else t.double()
+        if not t.dtype.is_floating_point:
+            t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.double()
         kinds.setdefault(t.dtype, []).append(t)
-    return torch.cat([torch.stack(torch._foreach_norm(alike)).double() for alike in kinds.values()])
+    return torch.stack([n for alike in kinds.values() for n in torch._foreach_norm(alike, dtype=torch.float64)])
 
 
 def _checksum(t: Tensor) -> int:
