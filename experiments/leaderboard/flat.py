@@ -1,0 +1,296 @@
+"""All weights of the paper's CNN in flat coordinates, after a last layer on flat features: CIFAR-10, from ``images-32``.
+
+    python -m experiments.leaderboard.flat --data DATA --table flat.csv --epsilons 1 3 7.5 --arms dp-steady:0.3@0.35
+    python -m experiments.leaderboard.flat --data DATA --table flat.csv --judge --seeds 1 2 3 --epsilons 1 3 7.5
+
+A prior's features are flat for a last layer (:mod:`dpivon.priors.features`). Here they are for every convolution: it has its
+prior weights W₀ and a trained Θ, which starts at zero,
+
+    y = W₀ x + s Θ A x
+
+with x a patch of its input, A the inverse root of its covariance on images of the random process, damped as there, and s the
+root mean square of W₀ A⁻¹. So Θ is in units of the prior, and noise is spread evenly over what the layer sees.
+
+An arm is METHOD:RATE@SHARE: the head is trained first, alone, at the full batch, with the σ at which that spends SHARE of ε by
+itself; then Θ and the head together. Both and a reserve for calibration are composed. The network averages the features of an
+image and its mirror image, and those of ten copies where it is scored. Without ``--judge`` 45,000 training images are
+trained on and 5,000 scored; with it all 50,000 and the test set, by the best arm of the validation rows at that ε unless
+``--arms`` says. Temperatures are fitted on the validation images, which are trained on with ``--judge``; they are not charged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpivon import Augmentation
+from dpivon.machine import hardware_name
+from dpivon.metrics import accuracy, ece, nll
+from dpivon.models import PaperCNN
+from dpivon.models.cnn import conv_block
+from dpivon.optim.average import window_decay
+from dpivon.priors import Features, start_from
+from dpivon.priors.features import PLACES, flat, made_up
+from dpivon.privacy.accounting import epsilon, noise_multiplier
+from dpivon.stacked import AnyNetwork, Run, Stack
+from dpivon.temperature import temper
+from experiments.leaderboard.priors import tables
+from experiments.leaderboard.priors.data import Split, load_split
+from experiments.leaderboard.priors.predictions import RESERVE
+from experiments.leaderboard.priors.private import DELTA, C
+from experiments.leaderboard.priors.scores import SHIFTS, best_temperature
+from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, trained_heads
+
+PROCESS, HEAD_STEPS, BATCH = "filters", 160, 4096
+#: Images of the process whose patches a covariance is of, and how many patches.
+IMAGES, PATCHES = 1024, 100_000
+#: Of a flat feature, against 1 in a last layer that is trained alone: the share of a clipped gradient that is the head's.
+UNIT = 0.064
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    epsilon: float
+    method: str
+    lr: float
+    share: float
+    seed: int
+    steps: int
+    unit: float
+
+    @property
+    def head(self) -> Arm:
+        return Arm(self.epsilon, "dp-steady", 3.5, HEAD_STEPS, self.seed)
+
+
+NAMES = tuple(field.name for field in fields(Cell))
+SCORES = ("head_accuracy", "one_accuracy", "one_nll", "one_ece", "accuracy", "nll", "ece", "temperature")
+COLUMNS = (
+    *("split", *NAMES, "batch", "delta", "max_grad_norm", "head_noise_multiplier", "noise_multiplier", "epsilon_spent"),
+    *("train_size", *SCORES, "seconds", "accountant", "device", "torch", "commit"),
+)
+
+
+class FlatConv(nn.Module):
+    """A convolution with its prior weights, and Θ, which sees flat patches."""
+
+    def __init__(self, conv: nn.Conv2d, images: Tensor) -> None:
+        super().__init__()
+        patches = F.unfold(images, conv.kernel_size, padding=conv.padding).mT.flatten(0, 1)  # type: ignore[arg-type]
+        chosen = torch.randperm(len(patches), generator=torch.Generator().manual_seed(0))[:PATCHES]
+        matrix = flat(patches[chosen.to(patches.device)])[1].T
+        prior = torch.linalg.solve(matrix.double().T, conv.weight.detach().double().flatten(1).T)  # W₀ A⁻¹, transposed
+        matrix = matrix * prior.square().mean().sqrt().float()
+        self.conv = conv.requires_grad_(False)
+        width, size, stride, padding = len(matrix), conv.kernel_size, conv.stride, conv.padding
+        self.flat = nn.Conv2d(conv.in_channels, width, size, stride, padding, bias=False)  # type: ignore[arg-type]
+        self.flat.weight = nn.Parameter(matrix.view(-1, *conv.weight.shape[1:]), requires_grad=False)
+        self.theta = nn.Conv2d(width, conv.out_channels, 1, bias=False)
+        nn.init.zeros_(self.theta.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.conv(x) + self.theta(self.flat(x))
+        return found
+
+
+class FlatCNN(nn.Module):
+    """The paper's CNN up to its last map, in flat coordinates, and a last layer on flat features of all its maps."""
+
+    def __init__(self, features: Features, images: Tensor, unit: float) -> None:
+        super().__init__()
+        prior = features.body
+        assert isinstance(prior, PaperCNN)
+        blocks = []
+        for block in prior.features:
+            assert isinstance(block, nn.Sequential)
+            own = conv_block(block.conv.in_channels, block.conv.out_channels, block.norm.num_groups).to(images.device)
+            own.load_state_dict(block.state_dict())
+            own.requires_grad_(False)
+            own.conv = FlatConv(own.conv, images[:IMAGES])
+            with torch.no_grad():
+                images = torch.cat([block(x) for x in images.split(500)])
+            blocks.append(own)
+        self.blocks = nn.ModuleList(blocks)
+        self.flat = nn.Linear(features.width, features.width).requires_grad_(False)
+        self.flat.weight.data = unit * features.matrix.T.contiguous()
+        self.flat.bias.data = -(features.mean @ features.matrix) * unit
+        self.head, self.unit = nn.Linear(features.width, 10), unit
+
+    def take(self, head: nn.Linear) -> None:
+        """Put a head in that was trained on flat features."""
+        self.head.weight.data.copy_(head.weight.detach() / self.unit)
+        self.head.bias.data.copy_(head.bias.detach())
+
+    def seen(self, x: Tensor) -> Tensor:
+        """The last map, and means over places of those before, as :class:`dpivon.priors.Features` has them."""
+        early: list[Tensor] = []
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, nn.Sequential)
+            x = block.relu(block.norm(block.conv(x)))
+            if i + 1 < len(self.blocks):
+                early.append(F.avg_pool2d(x, x.shape[-1] // PLACES).flatten(1))
+            x = block.pool(x)
+        return torch.cat([x.flatten(1), *early], 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits((self.seen(x) + self.seen(x.flip(-1))) / 2)
+
+    def logits(self, seen: Tensor) -> Tensor:
+        found: Tensor = self.head(self.flat(seen))
+        return found
+
+    @torch.no_grad()
+    def probabilities(self, x: Tensor, copies: bool) -> Tensor:
+        """Of images, or of the mean features of their ten copies."""
+        side, moves = x.shape[-1], SHIFTS if copies else SHIFTS[:1]
+        found = []
+        for part in x.split(2000):
+            padded = F.pad(part, (2, 2, 2, 2), mode="reflect")
+            each = [padded[..., 2 + i : 2 + i + side, 2 + j : 2 + j + side] for i, j in moves]
+            if copies:
+                each += [view.flip(-1) for view in each]
+            found.append(self.logits(torch.stack([self.seen(view) for view in each]).mean(0)).softmax(1))
+        return torch.cat(found)
+
+
+class Group:
+    """Cells of one length and unit, trained as one stack."""
+
+    def __init__(self, cells: Sequence[Cell], split: Split, features: Features, flattened: Tensor) -> None:
+        self.cells, self.split, self.flattened, self.first = list(cells), split, flattened, cells[0]
+        device, self.size = split.images.device, len(split.labels)
+        self.rate = min(1.0, BATCH / self.size)
+        self.head_sigmas = [noise_multiplier(c.share * c.epsilon, DELTA, 1.0, HEAD_STEPS, ACCOUNTANT) for c in cells]
+        self.costs = [[c.head.cost(sigma), RESERVE] for c, sigma in zip(cells, self.head_sigmas, strict=True)]
+        self.sigmas = [
+            noise_multiplier(c.epsilon, DELTA, self.rate, c.steps, ACCOUNTANT, also=cost)
+            for c, cost in zip(cells, self.costs, strict=True)
+        ]
+        images = made_up(PROCESS, split.images.shape[-1], count=IMAGES).to(device)
+        made = FlatCNN(features, images, self.first.unit)
+        self.network = AnyNetwork(lambda: made)
+
+    def train(self) -> Stack:
+        """The trained stack: heads first, then everything."""
+        cells, split, began = self.cells, self.split, time.monotonic()
+        runs = [
+            c.head.run(f"{split.name} {c}", sigma, self.size) for c, sigma in zip(cells, self.head_sigmas, strict=True)
+        ]
+        starts = []
+        for head in trained_heads(runs, HEAD_STEPS, self.flattened, split.labels):
+            model = self.network.template()
+            assert isinstance(model, FlatCNN)
+            model.take(head.to(split.images.device))
+            starts.append(self.network.pack(model))
+        self.heads = [self._scores(model, ("head_accuracy",)) for model in map(self.network.model, starts)]
+        stack = Stack(
+            [self._run(c, sigma) for c, sigma in zip(cells, self.sigmas, strict=True)],
+            self.network,
+            split.images,
+            split.labels,
+            start=torch.stack(starts),
+            dtype=torch.bfloat16 if split.images.is_cuda else torch.float32,
+            steps=self.first.steps,
+            augment=Augmentation(1, crop=2),
+        )
+        for done in stack.train(self.first.steps):
+            print(f"  {done:,} of {self.first.steps:,} steps, {time.monotonic() - began:.0f} s", flush=True)
+        self.seconds = time.monotonic() - began
+        return stack
+
+    def _run(self, cell: Cell, sigma: float) -> Run:
+        seed = int(hashlib.sha256(f"{cell} {self.split.name}".encode()).hexdigest()[:15], 16)
+        # Θ starts at zero and is in units of the prior, so w is 1.
+        options = {"scale": 1.0} if cell.method == "dp-steady" else {"ema": window_decay(float(cell.steps))}
+        return Run(cell.method, seed, sigma, C, cell.lr, BATCH, options)
+
+    def _scores(self, model: nn.Module, names: Sequence[str] = SCORES) -> dict[str, float]:
+        assert isinstance(model, FlatCNN)
+        split, y = self.split, self.split.score_labels
+        ten = model.probabilities(split.score_images, copies=True)
+        if names != SCORES:
+            return {names[0]: round(accuracy(ten, y), 5)}
+        t = best_temperature(model.probabilities(split.fit_images, copies=True), split.fit_labels)
+        one = model.probabilities(split.score_images, copies=False)
+        shown, own = temper(ten, t), temper(one, best_temperature(one, y) if split.name == "validation" else t)
+        found = {"one_accuracy": accuracy(one, y), "one_nll": nll(own, y), "one_ece": ece(own, y), "temperature": t}
+        found |= {"accuracy": accuracy(ten, y), "nll": nll(shown, y), "ece": ece(shown, y)}
+        return {name: round(value, 5) for name, value in found.items()}
+
+    def rows(self, stack: Stack) -> list[dict[str, Any]]:
+        shared = {"split": self.split.name, "batch": BATCH, "delta": DELTA, "max_grad_norm": C, "train_size": self.size}
+        shared |= {"seconds": round(self.seconds / len(self.cells), 1), "accountant": ACCOUNTANT}
+        shared |= tables.facts(self.split.images.device) | {"device": hardware_name(self.split.images.device)}
+        found = []
+        for i, cell in enumerate(self.cells):
+            charged = [(self.sigmas[i], self.rate, stack.mechanism.charged), *self.costs[i]]
+            own = {"noise_multiplier": round(self.sigmas[i], 4), "head_noise_multiplier": round(self.head_sigmas[i], 4)}
+            own |= {"epsilon_spent": round(epsilon(charged, DELTA, ACCOUNTANT), 5)} | self.heads[i]
+            found.append(shared | asdict(cell) | own | self._scores(stack.model(i, averaged=True)))
+        return found
+
+
+def arms(words: Sequence[str], rows: Sequence[tables.Row], target: float) -> list[tuple[str, float, float, float]]:
+    """Method, rate, share and unit: as written, or those of the best validation row of every method at this ε."""
+    if words:
+        both = [(word.partition("@"), word) for word in words]
+        return [
+            (own.split(":")[0], float(own.split(":")[1]), float(share or 0.35), UNIT) for (own, _, share), _ in both
+        ]
+    mine = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target]
+    if not mine:
+        raise SystemExit(f"--epsilons {target:g}: has no validation rows to choose by. Give --arms METHOD:RATE@SHARE.")
+    best = {r["method"]: r for r in sorted(mine, key=lambda r: float(r["accuracy"]))}
+    return [(m, float(r["lr"]), float(r["share"]), float(r["unit"])) for m, r in best.items()]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 3.0, 7.5])
+    parser.add_argument("--arms", nargs="+", default=[], metavar="METHOD:RATE@SHARE")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--judge", action="store_true")
+    parser.add_argument("--toy", action="store_true")
+    a = parser.parse_args(words)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    split, table = load_split(a.data, device, judge=a.judge, toy=a.toy), tables.read(a.table)
+    cells = [
+        Cell(e, method, rate, share, seed, a.steps, unit)
+        for e in a.epsilons
+        for method, rate, share, unit in arms(a.arms, table, e)
+        for seed in a.seeds
+    ]
+    known = {tuple(r[n] for n in NAMES) for r in table if r["split"] == split.name}
+    cells = [c for c in dict.fromkeys(cells) if tuple(str(v) for v in asdict(c).values()) not in known]
+    print(f"{len(cells)} runs to train, {len(split.labels):,} images, {device}", flush=True)
+    if not cells:
+        return
+    network = PaperCNN().to(device)
+    if a.toy:
+        start_from(network, "images-32")
+        features = Features(network, made_up(PROCESS, 32, count=512).to(device), shift=2, mirror=True)
+    else:
+        features = Features.of(network, "images-32", (3, 32, 32))
+    group = Group(cells, split, features, features(split.images))
+    made = group.rows(group.train())
+    tables.append(a.table, made, COLUMNS)
+    for row in made:
+        print("  " + " ".join(f"{n}={row[n]}" for n in ("split", *NAMES, "head_accuracy", *SCORES[1:])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
