@@ -21,6 +21,7 @@ trained on and 5,000 scored; with it all 50,000 and the test set, by the best ar
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import time
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ class FlatConv(nn.Module):
         prior = torch.linalg.solve(matrix.double().T, conv.weight.detach().double().flatten(1).T)  # W₀ A⁻¹, transposed
         matrix = matrix * prior.square().mean().sqrt().float()
         self.conv = conv.requires_grad_(False)
+        matrix = F.pad(matrix, (0, 0, 0, -len(matrix) % 32))  # zeros, as many channels as products are fast with
         width, size, stride, padding = len(matrix), conv.kernel_size, conv.stride, conv.padding
         self.flat = nn.Conv2d(conv.in_channels, width, size, stride, padding, bias=False)  # type: ignore[arg-type]
         self.flat.weight = nn.Parameter(matrix.view(-1, *conv.weight.shape[1:]), requires_grad=False)
@@ -179,7 +181,7 @@ class Group:
         ]
         images = made_up(PROCESS, split.images.shape[-1], count=IMAGES).to(device)
         made = FlatCNN(features, images, self.first.unit)
-        self.network = AnyNetwork(lambda: made)
+        self.network = AnyNetwork(lambda: copy.deepcopy(made))
 
     def train(self) -> Stack:
         """The trained stack: heads first, then everything."""
