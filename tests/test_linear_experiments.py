@@ -1,4 +1,4 @@
-"""A last layer on a prior's features: what rows say, spend and are compared with."""
+"""A last layer on a prior's features, and all weights in flat coordinates: what rows say, spend and are compared with."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.leaderboard import board, linear
+from experiments.leaderboard import board, flat, linear
 from experiments.leaderboard.priors import tables
+from experiments.leaderboard.priors.data import Split
 from experiments.leaderboard.wide.network import process_of
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpivon.priors import features
+from dpivon.models import PaperCNN
+from dpivon.priors import features, start_from
 
 
 def parts(*given: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -74,3 +76,62 @@ def test_features_of_the_wide_prior_are_of_its_three_groups(monkeypatch: pytest.
     for part in z.split(made.parts, 1):
         assert abs(float(part.var(0).mean()) - 1) < 0.01
     assert float(z.mean(0).abs().max()) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def flat_cnn() -> tuple[features.Features, flat.FlatCNN, Tensor]:
+    network = PaperCNN()
+    start_from(network, "images-32")
+    images = features.made_up(flat.PROCESS, 32, count=512)
+    seen = features.Features(network, images)
+    return seen, flat.FlatCNN(seen, images, 0.1), images
+
+
+@pytest.mark.slow
+def test_a_network_in_flat_coordinates_begins_as_the_prior_with_its_head(flat_cnn: Any) -> None:
+    made, model, images = flat_cnn
+    x = images[:20]
+    torch.testing.assert_close(model.seen(x), made.seen(x), rtol=1e-4, atol=1e-4)
+    head = nn.Linear(made.width, 10)
+    model.take(head)
+    torch.testing.assert_close(model(x), head((made(x) + made(x.flip(-1))) / 2), rtol=1e-3, atol=1e-3)
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {
+        "blocks.0.conv.theta.weight": (32, 32, 1, 1),  # 27 numbers of a patch, and 5 zeros
+        "blocks.1.conv.theta.weight": (64, 288, 1, 1),
+        "blocks.2.conv.theta.weight": (128, 576, 1, 1),
+        "head.weight": (10, 3584),
+        "head.bias": (10,),
+    }
+
+
+@pytest.mark.slow
+def test_patches_are_flat_in_units_of_the_prior(flat_cnn: Any) -> None:
+    """Patches whose covariance is taken as it is, by an inverse in place of eigenvectors."""
+    _, model, images = flat_cnn
+    conv = model.blocks[0].conv
+    seen = conv.flat(images[:200])[:, :27].transpose(0, 1).flatten(1).double().detach()
+    patches = torch.nn.functional.unfold(images[:200], 3, padding=1).transpose(0, 1).flatten(1).double()
+    covariance, found = patches.cov(), seen.cov()
+    ratio = covariance @ torch.linalg.inv(covariance + covariance.diagonal().mean() * torch.eye(27))
+    unit = 27 / ratio.trace()
+    root = torch.linalg.cholesky(unit * torch.linalg.inv(covariance + covariance.diagonal().mean() * torch.eye(27)))
+    size = (conv.conv.weight.detach().double().flatten(1) @ torch.linalg.inv(root).T).square().mean()
+    torch.testing.assert_close(found / size, unit * ratio, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.slow
+def test_a_flat_head_and_flat_weights_together_spend_epsilon(flat_cnn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, images = flat_cnn
+    monkeypatch.setattr(flat, "BATCH", 8)
+    monkeypatch.setattr(flat, "HEAD_STEPS", 2)
+    y = torch.randint(0, 10, (512,), generator=torch.Generator().manual_seed(0))
+    split = Split("validation", images[:40], y[:40], images[40:60], y[40:60], images[40:60], y[40:60])
+    cells = [flat.Cell(e, method, 0.3, 0.4, 0, 3, 0.1) for e, method in ((2.0, "dp-steady"), (8.0, "dp-sgd"))]
+    group = flat.Group(cells, split, made, made(split.images))
+    rows = group.rows(group.train())
+    for row, cell in zip(rows, cells, strict=True):
+        assert 0.98 * cell.epsilon < row["epsilon_spent"] <= cell.epsilon
+        assert set(row) == set(flat.COLUMNS)
+        moved = flat.epsilon([cell.head.cost(row["head_noise_multiplier"])], flat.DELTA, flat.ACCOUNTANT)
+        assert moved == pytest.approx(0.4 * cell.epsilon, rel=0.01)

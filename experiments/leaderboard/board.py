@@ -15,6 +15,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from dpivon.report.figures import STYLE, save
+from experiments.leaderboard.linear import ALL_MAPS
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.arms import METHODS, number, table, told, wrapped
 from experiments.leaderboard.priors.digits import unpaired
@@ -26,8 +27,12 @@ TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
 SCORES = (("NLL", "nll", "tempered_nll", 1.0, 3), ("ECE", "ece", "tempered_ece", 1.0, 3))
 FASHION = (("Accuracy, %", "accuracy", 100.0, 1), ("NLL with one temperature", "tempered_nll", 1.0, 3))
 LOOKS = {"dp-steady": ("#0072B2", "D"), "dp-sgd": ("#D55E00", "^"), "dp-adam": ("#009E73", "v"), IVON: ("#CC79A7", "s")}
-#: The recipe's last layer alone, on the prior's flat features; and how its networks are called in linear.csv.
-LAST, NETWORKS = "prior, last layer", {"paper": "paper's CNN", "wide": "WRN-16-4"}
+#: A last layer alone, on the prior's flat features of all maps, and of the last map; how its networks are called in linear.csv.
+LAST, OLDER, NETWORKS = (
+    "prior, last layer",
+    "prior, last layer on the last map",
+    {"paper": "paper's CNN", "wide": "WRN-16-4"},
+)
 LINES = {"scratch": "--", "prior": "-", LAST: ":"}
 #: Accuracy, NLL and ECE that were aimed at, by network and ε.
 BARS = {
@@ -54,7 +59,8 @@ def arms() -> tuple[Arms, Arms]:
             _add(cifar, ("WRN-16-4", "prior", row["method"]), row)
     for row in linear():
         mean_only = {name: row[f"mean_{name}"] for name in ("accuracy", *(s for _, *two, _, _ in SCORES for s in two))}
-        _add(cifar, (NETWORKS[row["network"]], LAST, row["method"]), row | mean_only)
+        start = LAST if row["features"] == ALL_MAPS[row["network"]] else OLDER
+        _add(cifar, (NETWORKS[row["network"]], start, row["method"]), row | mean_only)
     for row in tables.read(HERE.parent / "posterior/results/rows.csv"):
         if (row["predictor"], row["condition"], row["charged"]) == ("mean", "clean", "0") and row["map"] != "vector":
             _add_scored(cifar, row)
@@ -113,7 +119,8 @@ def bars() -> str:
     lines = []
     for network, aims in BARS.items():
         for e, aim in aims.items():
-            rows = [r for r in linear() if (r["network"], r["epsilon"], r["method"]) == (network, e, "dp-steady")]
+            wanted = network, ALL_MAPS[network], e, "dp-steady"
+            rows = [r for r in linear() if (r["network"], r["features"], r["epsilon"], r["method"]) == wanted]
             cells = [_against(rows, *each) for each in zip(("accuracy", "nll", "ece"), aim, strict=True)]
             lines.append([NETWORKS[network], e, str(len(rows)), *cells])
     return table(["network", "ε", "seeds", "accuracy, %", "NLL", "ECE"], lines)
@@ -162,11 +169,12 @@ def gains() -> str:
         both = [found.get(("paper's CNN", start, method), {}) for start in ("prior", "scratch")]
         pairs = [[[100 * float(row["accuracy"]) for row in own.get(e, [])] for own in both] for e in BOARD]
         lines.append([title, *(told(unpaired(*pair), 1) if all(pair) else "–" for pair in pairs)])
-    last, scratch = (found.get(("paper's CNN", start, "dp-steady"), {}) for start in (LAST, "scratch"))
-    pairs = [[[100 * float(row["accuracy"]) for row in own.get(e, [])] for own in (last, scratch)] for e in BOARD]
-    several = [len(pair[0]) > 1 for pair in pairs]
-    cells = (told(unpaired(*pair), 1) if more else "–" for pair, more in zip(pairs, several, strict=True))
-    lines.append(["recipe, last layer", *cells])
+    for start in (OLDER, LAST):
+        last, scratch = (found.get(("paper's CNN", each, "dp-steady"), {}) for each in (start, "scratch"))
+        pairs = [[[100 * float(row["accuracy"]) for row in own.get(e, [])] for own in (last, scratch)] for e in BOARD]
+        several = [len(pair[0]) > 1 for pair in pairs]
+        cells = (told(unpaired(*pair), 1) if more else "–" for pair, more in zip(pairs, several, strict=True))
+        lines.append([start.replace("prior", "recipe"), *cells])
     return table(["points of accuracy", *(f"ε = {e:g}" for e in BOARD)], lines)
 
 
@@ -203,6 +211,8 @@ def draw(path: Path) -> None:
         axes: Any = figure.subplots(1, len(PANELS))
         for axis, (column, title, factor) in zip(axes, PANELS, strict=True):
             for (network, start, method), own in arms()[0].items():
+                if start == OLDER:
+                    continue
                 colour, marker = LOOKS[method] if network == "paper's CNN" else ("#000000", "o")
                 line, x = LINES[start], sorted(own)
                 y = [factor * mean(float(row[column]) for row in own[e]) for e in x]

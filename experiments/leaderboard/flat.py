@@ -180,7 +180,7 @@ class Group:
             for c, cost in zip(cells, self.costs, strict=True)
         ]
         images = made_up(PROCESS, split.images.shape[-1], count=IMAGES).to(device)
-        made = FlatCNN(features, images, self.first.unit)
+        made = FlatCNN(features, images, self.first.unit).to(device)
         self.network = AnyNetwork(lambda: copy.deepcopy(made))
 
     def train(self) -> Stack:

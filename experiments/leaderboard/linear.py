@@ -41,7 +41,9 @@ from experiments.leaderboard.wide.network import load_wide, process_of
 WIDE = Path(__file__).parent / "wide" / "results" / "wide-places.npz"
 EPSILONS, DELTA, BATCH, EPOCHS, DRAWS = (1.0, 2.0, 3.0, 4.0, 8.0), 1e-5, 4096, 90, 32
 RECIPE = "dp-steady"
-CELL = ("network", "split", "epsilon", "method", "lr", "seed", "batch", "epochs")
+CELL = ("network", "features", "split", "epsilon", "method", "lr", "seed", "batch", "epochs")
+#: How many features there are, and how many the last map alone has: rows of before earlier maps were among them.
+ALL_MAPS, LAST_MAP = {"paper": "3584", "wide": "7168"}, {"paper": "2048", "wide": "4096"}
 #: Of the draws and of the mean: raw, at the best temperature by training images, and at the one that the run paid for.
 SCORES = tuple(f"{p}_{kind}{s}" for p in ("draws", "mean") for kind in ("", "tempered_") for s in ("nll", "ece"))
 COLUMNS = (*CELL, "delta", "max_grad_norm", "noise_multiplier", "steps", "epsilon_spent", "train_size", "temperature")
@@ -152,7 +154,8 @@ def main(words: Sequence[str] | None = None) -> None:
     for seed in a.seeds:
         for epsilon in a.epsilons:
             for method, _, lr in (arm.partition(":") for arm in a.arms):
-                own = (a.network, split, f"{epsilon:g}", method, lr, str(seed), str(a.batch), str(a.epochs))
+                plan = (f"{epsilon:g}", method, lr, str(seed), str(a.batch), str(a.epochs))
+                own = (a.network, str(train[0].shape[1]), split, *plan)
                 if own in known:
                     continue
                 row = run(dict(zip(CELL, own, strict=True)), train, test)
