@@ -25,6 +25,7 @@ from private_runs import CapturingNoise
 import dpivon
 from dpivon.models import CompactCNN
 
+pytestmark = pytest.mark.usefixtures("in_full_precision")
 DEVICE = torch.device("cuda")
 N, B = 600, 64
 PEOPLE = {"user_ids": [i % 250 for i in range(N)], "rows_per_user": 2}  # of two rows or three
@@ -78,15 +79,6 @@ def trained(way, steps=12, capacity=None, most=None, **options):
         assert all(program.captured for program in step._programs.values())
     row = torch.cat([p.detach().flatten() for p in optimizer.params]).cpu()
     return row, engine.get_epsilon(1e-3), optimizer
-
-
-@pytest.fixture(autouse=True)
-def in_full_precision():
-    """Both sides in fp32 proper: what is compared is the program, not the precision of cuDNN."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize(

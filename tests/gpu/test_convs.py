@@ -185,10 +185,10 @@ def test_no_example_of_a_linear_layer_moves_the_sum_by_more_than_its_share(monke
         assert 0.99 < moved <= 1 + 1e-5, gone
 
 
+@pytest.mark.usefixtures("in_full_precision")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
 def test_the_compiled_program_of_a_transformer_gives_the_sums_of_the_loop(data, dtype, tolerance):
     """65 positions, a non-finite example, spare rows. In bf16 it is to be as near to the loop in fp32 as without kernels."""
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     images, labels = data[0][:48].clone(), data[1][:48]
     images[7] = float("nan")
     network, bound = AnyNetwork(lambda: VisionTransformer(depth=2)), torch.tensor([0.5], device=DEVICE)
@@ -229,11 +229,11 @@ def batch_of(images, labels, drawn, most):
     return Batch(images, labels, torch.zeros(len(labels), dtype=torch.int32, device=DEVICE), start, places, rows)
 
 
+@pytest.mark.usefixtures("in_full_precision")
 @pytest.mark.parametrize(("build", "dtype"), [(small_wide, torch.float32), (WideResNet, torch.bfloat16)])
 def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype):
     """With a non-finite example, and spare rows. In bf16 forward and backward round, and norms with them: there the program is
     to be as near to the loop in fp32 as the one without kernels, which has the same operands."""
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     images, labels = data[0][:48].clone(), data[1][:48]
     images[7] = float("nan")
     network, bound = AnyNetwork(build), torch.tensor([0.5], device=DEVICE)
@@ -252,9 +252,9 @@ def test_the_compiled_program_gives_the_sums_of_the_loop(data, build, dtype):
     assert len(kernels) == len(convolutions)
 
 
+@pytest.mark.usefixtures("in_full_precision")
 def test_a_captured_wide_residual_network_equals_the_loop(data):
     run = Run("dp-ivon-gradsq", 1, 1.0, 1.0, 0.1, 32)
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     captured = Stack([run], AnyNetwork(small_wide), *data, dtype=torch.float32, block=8)
     looped = Stack([run], AnyNetwork(small_wide), *data, block=8)
     looped.gradients = LoopedGradients(looped.network, torch.float32)

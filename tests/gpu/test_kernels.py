@@ -190,6 +190,7 @@ def conv_net():
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("in_full_precision")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_any_network_captured_equals_the_loop(data, dtype, tolerance):
     """Padding, views and capture change nothing: the same steps as the loop over runs makes from the same streams."""
@@ -197,7 +198,6 @@ def test_any_network_captured_equals_the_loop(data, dtype, tolerance):
         Run("dp-ivon-gradsq", 1, 1.0, 1.0, 0.1, 32),
         Run("dp-adam", 2, 2.0, 0.5, 1e-3, 16),
     ]
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     captured = Stack(runs, AnyNetwork(conv_net), *data, dtype=dtype, block=8)
     looped = Stack(runs, AnyNetwork(conv_net), *data, block=8)
     looped.gradients = LoopedGradients(looped.network, torch.float32)
@@ -254,13 +254,13 @@ def test_views_are_those_of_the_cpu():
     assert torch.equal(VIEWED.apply(images.to(DEVICE), found[0].to(DEVICE)).cpu(), VIEWED.apply(images, found[0]))
 
 
+@pytest.mark.usefixtures("in_full_precision")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_captured_views_equal_the_loop_in_parts_and_at_once(data, dtype, tolerance):
     runs = [
         Run("dp-sgd", 1, 1.0, 1.0, 0.003, 32),
         Run("dp-adam", 2, 2.0, 1.0, 1e-3, 16),
     ]  # calm: rounding must not grow
-    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     stacks = [Stack(runs, AnyNetwork(CompactCNN), *data, dtype=dtype, block=8, augment=VIEWED) for _ in range(3)]
     whole, parts, looped = stacks
     parts.gradients = PaddedGradients(parts.network, DEVICE, dtype, VIEWED, at_once=20)

@@ -92,6 +92,29 @@ def exact_lengths(a: Tensor, g: Tensor) -> Tensor:
     return (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1)
 
 
+@pytest.mark.parametrize(
+    ("t", "d", "offset", "cancels", "stated", "made"),
+    [
+        (500, 1024, 1.0, False, 0.017, 0.003),
+        (500, 1024, 3.0, False, 0.029, 0.003),
+        (500, 1024, 3.0, True, 0.26, 0.009),
+        (1000, 2048, 1.0, False, 0.051, 0.008),
+        (1000, 2048, 3.0, False, 0.086, 0.008),
+        (1000, 2048, 3.0, True, 0.66, 0.025),
+    ],
+)
+def test_how_far_bounds_of_long_texts_lie_above_the_norm(t, d, offset, cancels, stated, made, monkeypatch):
+    """As docs/transformers.md states it: inputs that share an offset, and output gradients that cancel over the text."""
+    torch.manual_seed(0)
+    a, g = torch.randn(1, t, d) + offset, torch.randn(1, t, d)
+    a, g = a.bfloat16(), (g - g.mean(1, keepdim=True) if cancels else g).bfloat16()
+    use, true = Bounded(a, g, torch.Size((d, d))), float((g[0].double().T @ a[0].double()).norm())
+    assert use.by_grams
+    assert float(use.squared_norm().sqrt()) / true - 1 == pytest.approx(stated, rel=0.05)
+    monkeypatch.setattr(Bounded, "by_grams", False)
+    assert float(use.squared_norm().sqrt()) / true - 1 == pytest.approx(made, rel=0.2)
+
+
 @pytest.mark.parametrize("like", ["ordinary", "cancelling", "aligned"])
 def test_one_example_moves_the_sum_by_no_more_than_its_bound(form, like, monkeypatch):
     """Clipped sums with and without an example, of several blocks."""

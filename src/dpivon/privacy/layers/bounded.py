@@ -10,6 +10,10 @@ positions cancel, L is much larger than ‖H‖, and it counts for less than C.
     made norms     ‖H‖₊ is computed from H, made over T positions: η is larger by T·u
     Gram matrices  ‖H‖² = ⟨K, J⟩ with K = AAᵀ and J = GGᵀ, over at most k columns at a time. K_st is off by at most
                    ku‖A_s‖‖A_t‖, so ‖H‖₊² = ⟨K, J⟩ + ku Σ_st (‖A_s‖‖A_t‖|J_st| + ‖G_s‖‖G_t‖|K_st|) + O(u L²)
+
+Where the positions of A share an offset, K is large everywhere, and N exceeds ‖H‖ by more the longer an example is: by 3 % at
+500 positions of a weight of 1024 x 1024 and an offset of 3σ, where N from made gradients exceeds it by .3 %. Where G cancels
+over the positions too, these are 26 % and .9 %.
 """
 
 from __future__ import annotations
