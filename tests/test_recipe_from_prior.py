@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpivon
-from dpivon import ArgumentError, Augmentation
+from dpivon import Accountant, ArgumentError, Augmentation, recipe
 from dpivon.data.images import load_digits
 from dpivon.durable.ledger import read
 from dpivon.metrics import accuracy
@@ -21,7 +21,7 @@ from dpivon.priors import features as module
 from dpivon.priors.features import flat, last_layers
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.recorded import LEDGER, history
-from dpivon.privacy.temperature import temperature_cost, temperature_noise
+from dpivon.privacy.temperature import calibrate_temperature, temperature_cost, temperature_noise
 
 N = 300
 PLAN: dict[str, Any] = {"target_epsilon": 4.0, "delta": 1e-5, "batch_size": 1000, "dataset_size": 10_000}
@@ -258,6 +258,39 @@ def test_it_is_the_recipe_on_features_and_predicts_from_inputs() -> None:
     assert accuracy(ours.probs, y) > 0.6
     batches = trained.predict([(x[:100], y[:100]), (x[100:], y[100:])], samples=0)
     torch.testing.assert_close(batches.probs, ours.probs)
+
+
+def test_the_temperature_is_chosen_on_held_out_examples_where_they_can_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = data()
+    features = Features(network(7), public())
+    plan = {**PLAN, "batch_size": 30}
+    del plan["dataset_size"]
+    few: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
+    assert few.predictor.budget.dataset_size == N  # 15 examples could not tell it at this ε
+    monkeypatch.setattr(recipe, "WORTH", 10.0)
+    trained: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
+    held = torch.arange(N) % 20 == 0
+    assert trained.predictor.budget.dataset_size == N - 15
+    other_y = torch.where(held, (y + 1) % 3, y)
+    same_mean: Any = dpivon.steady(network(), x, other_y, start_from=features, **plan)
+    assert same(same_mean.predictor.posterior, trained.predictor.posterior)  # they are not trained on
+    noise = temperature_noise(0.4, 1e-5, accountant="rdp")
+    generator = torch.Generator().manual_seed(PLAN["seed"] ^ 0x7E3F)
+    by_hand = calibrate_temperature(
+        trained.predictor,
+        (x[held], y[held]),
+        noise_multiplier=noise,
+        samples=32,
+        generator=generator,
+        account=Accountant(),
+    )
+    assert trained.temperature == by_hand.temperature
+    # Charged in full, as if they were trained on too.
+    assert trained.predictor.history[-1] == TEMPERATURE
+    assert 3.9 < trained.predictor.account.get_epsilon(1e-5) <= 4.0
+    # A layer that is trained from scratch holds nothing out.
+    alone: Any = dpivon.steady(features.last_layer(3), features(x), y, **plan)
+    assert alone.predictor.budget.dataset_size == N
 
 
 def test_a_prior_by_name_learns_digits_where_scratch_does_not() -> None:

@@ -17,7 +17,9 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
 
 **From a prior** (``start_from``, docs/priors.md) only a last layer is trained, on what the prior's network sees, in flat
 coordinates (:mod:`dpivon.priors.features`). Noise grows with the number of weights, and flat features leave the rest
-little to add.
+little to add. With much data and a large ε such a layer does fit examples. Then every twentieth is held out of the training,
+and the temperature is chosen on these: wherever they are so many that noise blurs it by no more than ``WORTH``. It is charged
+to all, as if no one were held out.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ TEMPERATURE = "temperature.json"
 
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
+
+#: Of so many examples on a prior's features one is held out, where the temperature can be told from these.
+HELD_OUT = 20
 
 
 def steady(
@@ -107,18 +112,37 @@ def steady(
             3.5, or ``options={"ramp": 0}`` for first steps of full size however few there are. With ``user_ids`` no
             temperature is chosen: its guarantee is for rows.
     """
-    if start_from is not None:
-        last, features, x, y = _on_features(model, start_from, inputs, labels, options)
-        common: dict[str, Any] = {
-            "target_epsilon": target_epsilon,
-            "delta": delta,
-            "batch_size": batch_size,
-            "epochs": epochs,
-        }
-        common |= {"max_grad_norm": max_grad_norm, "temperature_share": temperature_share, "samples": samples}
-        found = steady(last, x, y, **common, accountant=accountant, seed=seed, **options)
-        fitted: Any = found.predictor
-        return dataclasses.replace(found, predictor=dataclasses.replace(fitted, features=features))
+    plan: dict[str, Any] = {
+        "target_epsilon": target_epsilon,
+        "delta": delta,
+        "batch_size": batch_size,
+        "epochs": epochs,
+    }
+    plan |= {"max_grad_norm": max_grad_norm, "temperature_share": temperature_share, "samples": samples}
+    plan |= {"accountant": accountant, "seed": seed}
+    if start_from is None:
+        return _trained(model, inputs, labels, **plan, **options)
+    last, features, x, y = _on_features(model, start_from, inputs, labels, options)
+    found = _trained(last, x, y, holds_out=True, **plan, **options)
+    fitted: Any = found.predictor
+    return dataclasses.replace(found, predictor=dataclasses.replace(fitted, features=features))
+
+
+def _trained(
+    model: nn.Module,
+    inputs: Tensor | Dataset[Any],
+    labels: Tensor | None,
+    *,
+    target_epsilon: float,
+    delta: float,
+    temperature_share: float,
+    samples: int,
+    accountant: str,
+    seed: int | None,
+    holds_out: bool = False,
+    **options: Any,
+) -> Tempered:
+    """The recipe; with ``holds_out`` every twentieth example is left to the temperature, where so few can tell it."""
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     sigma = temperature_noise(share * target, delta, accountant=accountant)
@@ -127,16 +151,23 @@ def steady(
     n = options.get("dataset_size") or len(given if people is None else people)
     worth = people is None and blur(sigma, n) <= WORTH
     own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
-    plan: dict[str, Any] = {"batch_size": batch_size, "delta": delta, "accountant": accountant, "epochs": epochs}
-    plan |= {"also": [temperature_cost(sigma)] if worth else None, "target_epsilon": target, "seed": seed}
-    fitted = fit(model, inputs, labels, method=METHOD, max_grad_norm=max_grad_norm, options=own, **plan, **options)
+    plan: dict[str, Any] = {"delta": delta, "accountant": accountant, "target_epsilon": target, "seed": seed}
+    plan |= {"also": [temperature_cost(sigma)] if worth else None}
+    data: Any = (inputs, labels) if labels is not None else inputs
+    if holds_out and worth and not options.get("dataset_size") and blur(sigma, max(1, n // HELD_OUT)) <= WORTH:
+        assert isinstance(inputs, Tensor)
+        assert labels is not None
+        # By their places: what is held out depends on no example, and is the same when a kept run goes on.
+        held = torch.arange(n, device=inputs.device) % HELD_OUT == 0
+        data, inputs, labels = (inputs[held], labels[held]), inputs[~held], labels[~held]
+    fitted = fit(model, inputs, labels, method=METHOD, options=own, **plan, **options)
     if not worth:
         return Tempered(fitted, 1.0)
     chosen: dict[str, Any] = {"noise_multiplier": sigma, "samples": samples}
     own_seed = None if seed is None else seed ^ 0x7E3F
     own_seed = own_seed if options.get("after") is None else seed_after(own_seed, options["after"])
     chosen["generator"] = None if own_seed is None else torch.Generator().manual_seed(own_seed)
-    data: Any = (inputs, labels) if labels is not None else DataLoader(inputs, batch_size=1024)  # type: ignore[arg-type]
+    data = data if isinstance(data, tuple) else DataLoader(data, batch_size=1024)
     if isinstance(fitted.account, Accountant) or options.get("out") is None:
         return calibrate_temperature(fitted, data, account=fitted.account, **chosen)
     return _kept_temperature(fitted, data, Path(options["out"]), chosen)
