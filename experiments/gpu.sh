@@ -104,12 +104,15 @@ run)
     ;;
 plan)
     cat <<'P'
-WRN-16-4 from leaderboard/wide/results/wide-places.npz, by leaderboard/wide/gpu.sh full (PRIOR=that file); compiling takes 100 s
-   120  all weights after a flat head, on validation images: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --head
+priors: python -m experiments.leaderboard.linear and .flat, tables to /tmp and from there to leaderboard/results; 2 s for each last layer
+   100  linear wide --judge --seeds 1 2 3 --epsilons 8, its temperature on held-out images; then both networks' other methods, on
+        validation images and judged: --arms dp-sgd:0.01 dp-sgd:0.03 dp-sgd:0.1 dp-adam:0.0005 dp-adam:0.001 dp-adam:0.003 at ε = 1, 3 and 7.5 or 8
+   130  flat --epsilons 7.5 --steps 200 --arms dp-steady:0.3@0.35 dp-steady:0.3@0.6 dp-steady:0.6@0.35; 1 likewise; compiling takes 60 s
+   200  flat --judge --seeds 1 2 3 --epsilons 1 3 7.5
+WRN-16-4 by leaderboard/wide/gpu.sh full; compiling takes 100 s
+    60  from scratch, with SCRATCH=" ": --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-steady:3.5; and norm first
+   120  from PRIOR=wide-places.npz, all weights after a flat head: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --head
         0.6:flat-dp-steady:3.5 --arms dp-steady:0.35 dp-steady:0.7 dp-steady:0.7@0.35:flat-dp-steady:3.5; then --judge, 400 steps, 4 views
-    60  on validation images, baselines: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-sgd:0.6 dp-adam:0.003
-    60  from scratch, with SCRATCH=" ": --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-steady:3.5
-   450  judged again, --seed 1: --judge --places 4 --epsilons 1 3 8 --batch 4096 --steps 400 --views 4 --arms chosen
 evidence: sh gpu.sh run 570 LANE LANE, both of them within 570 s; each of its items, alone on the GPU
    lane 1
    170  attribution-tuning:b512-:18 attribution:b512-:18:attribution-tuning    the recipe's points in the paper's setting

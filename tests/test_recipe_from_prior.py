@@ -288,9 +288,18 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_they_can_tell_it(m
     # Charged in full, as if they were trained on too.
     assert trained.predictor.history[-1] == TEMPERATURE
     assert 3.9 < trained.predictor.account.get_epsilon(1e-5) <= 4.0
-    # A layer that is trained from scratch holds nothing out.
-    alone: Any = dpivon.steady(features.last_layer(3), features(x), y, **plan)
+    # A layer that is trained from scratch holds nothing out, unless it is to.
+    layer, seen = features.last_layer(3), features(x)
+    alone: Any = dpivon.steady(layer, seen, y, **plan)
     assert alone.predictor.budget.dataset_size == N
+    asked: Any = dpivon.steady(layer, seen, y, held_out=20, **plan)
+    assert same(asked.predictor.posterior, trained.predictor.posterior)
+    assert dpivon.steady(network(), x, y, start_from=features, held_out=0, **plan).temperature == alone.temperature
+    for wrong, given in ((-1, {}), (1, {}), (20, {"dataset_size": N})):
+        with pytest.raises(ArgumentError, match=f"held_out={wrong}"):
+            dpivon.steady(layer, seen, y, held_out=wrong, **plan, **given)
+    with pytest.raises(ArgumentError, match="held_out=20"):
+        dpivon.steady(layer, TensorDataset(seen, y), held_out=20, **plan)
 
 
 def test_a_prior_by_name_learns_digits_where_scratch_does_not() -> None:

@@ -178,6 +178,43 @@ def gains() -> str:
     return table(["points of accuracy", *(f"ε = {e:g}" for e in BOARD)], lines)
 
 
+def maps() -> str:
+    """What earlier maps add to the recipe's last layer."""
+    found, lines = arms()[0], []
+    for network in NETWORKS.values():
+        both = [found.get((network, start, "dp-steady"), {}) for start in (LAST, OLDER)]
+        pairs = [[[100 * float(row["accuracy"]) for row in own.get(e, [])] for own in both] for e in BOARD]
+        cells = (told(unpaired(*pair), 1) if min(map(len, pair)) > 1 else "–" for pair in pairs)
+        lines.append([f"{network}, points", *cells])
+    return table(["all maps less the last", *(f"ε = {e:g}" for e in BOARD)], lines)
+
+
+def flat() -> str:
+    """Every run of experiments.leaderboard.flat, and the layer alone on the same images."""
+    lines = []
+    for row in tables.read(HERE / "results/linear.csv"):
+        if (row["split"], row["features"], row["method"]) == ("validation", ALL_MAPS["paper"], "dp-steady"):
+            scores = (f"{100 * float(row[name]):.1f}" for name in ("accuracy",))
+            lines.append(
+                ["validation", row["epsilon"], "last layer alone", "", "", "", *scores, row["nll"], row["ece"]]
+            )
+    for row in tables.read(HERE / "results/flat.csv"):
+        scores = (f"{100 * float(row[name]):.1f}" for name in ("head_accuracy", "accuracy"))
+        lines.append(
+            [
+                row["split"],
+                f"{float(row['epsilon']):g}",
+                "all weights",
+                row["lr"],
+                row["share"],
+                *scores,
+                row["nll"],
+                row["ece"],
+            ]
+        )
+    return table(["split", "ε", "trained", "r", "head's share of ε", "head, %", "accuracy, %", "NLL", "ECE"], lines)
+
+
 def provenance() -> str:
     rows = [row for found in arms() for own in found.values() for each in own.values() for row in each]
     kinds = {name: sorted({row[name] for row in rows if row.get(name)}) for name in ("device", "torch", "commit")}
@@ -187,7 +224,7 @@ def provenance() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (bars, accuracy, gains, calibration, fashion, provenance)
+    f.__name__: f for f in (bars, accuracy, gains, maps, flat, calibration, fashion, provenance)
 }
 
 

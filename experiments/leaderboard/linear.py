@@ -32,6 +32,7 @@ from dpivon.optim.average import window_decay
 from dpivon.priors import Features
 from dpivon.priors.features import made_up
 from dpivon.privacy.temperature import temperature_cost, temperature_noise
+from dpivon.recipe import HELD_OUT
 from dpivon.temperature import Tempered, temper
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import cached
@@ -94,7 +95,7 @@ def trained(method: str, lr: str, epsilon: float, seed: int, x: Tensor, y: Tenso
     # Public data: a seed makes the run one that can be made again.
     given = {**plan, "target_epsilon": epsilon, "seed": seed, "progress": False}
     if method == RECIPE:
-        return dpivon.steady(last, x, y, **given, **({"lr": float(lr)} if lr else {}))
+        return dpivon.steady(last, x, y, held_out=HELD_OUT, **given, **({"lr": float(lr)} if lr else {}))
     steps = -(-len(x) // plan["batch_size"]) * plan["epochs"]
     also = [temperature_cost(temperature_noise(0.1 * epsilon, DELTA))]
     options = {"ema": window_decay(float(steps))}
@@ -124,7 +125,7 @@ def run(cell: dict[str, str], train: tuple[Tensor, Tensor], test: tuple[Tensor, 
     seconds, fitted = time.monotonic() - began, found.predictor
     assert isinstance(fitted, dpivon.Fitted)
     spent = fitted.account.get_epsilon(DELTA)
-    facts: dict[str, Any] = {"delta": DELTA, "max_grad_norm": 1.0, "train_size": len(train[1])}
+    facts: dict[str, Any] = {"delta": DELTA, "max_grad_norm": 1.0, "train_size": fitted.budget.dataset_size}
     facts |= {"noise_multiplier": round(fitted.budget.noise_multiplier, 4), "steps": fitted.budget.steps}
     facts |= {"epsilon_spent": round(spent, 5), "seconds": round(seconds, 1)} | tables.facts(train[0].device)
     return {**cell, **facts, "device": hardware_name(train[0].device), **scored(found, train, test)}
