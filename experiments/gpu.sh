@@ -7,6 +7,7 @@
 #       PLAN:ONLY:STACK[:TUNING|:hooks]         runs of a study with ONLY in their id, so many together; at the rates of TUNING, or
 #                                               in the ordinary loop too
 #       check                                   experiments.reproduce on CIFAR-10: published cells again
+#   sh gpu.sh code FILE.tar.gz                  the committed files that these runs need, small enough to travel beside the data
 #   sh gpu.sh plan                              what is left, with about how many seconds of an H200 it takes
 set -u
 KEEP=${KEEP:-/tmp/priors}
@@ -102,6 +103,12 @@ run)
     done
     tail -n 30 "$work"/*.log
     ;;
+code)
+    needed="experiments/posterior/results/rows.csv experiments/posterior/results/sets.csv experiments/leaderboard/wide/results/wide-places.npz"
+    # shellcheck disable=SC2046,SC2086  # lists of names without spaces
+    git archive --format=tar.gz -o "$2" HEAD $(git ls-files | grep -vE '^experiments/.*/results/|^docs/|\.png$') $needed
+    exit 0
+    ;;
 plan)
     cat <<'P'
 priors: python -m experiments.leaderboard.linear and .flat, tables to /tmp and from there to leaderboard/results; 2 s for each last layer
@@ -136,7 +143,7 @@ P
     exit 0
     ;;
 *)
-    sed -n '2,10p' "$0"
+    sed -n '2,11p' "$0"
     exit 2
     ;;
 esac

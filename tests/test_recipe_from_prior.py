@@ -260,46 +260,41 @@ def test_it_is_the_recipe_on_features_and_predicts_from_inputs() -> None:
     torch.testing.assert_close(batches.probs, ours.probs)
 
 
-def test_the_temperature_is_chosen_on_held_out_examples_where_they_can_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = data()
     features = Features(network(7), public())
     plan = {**PLAN, "batch_size": 30}
     del plan["dataset_size"]
-    few: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
-    assert few.predictor.budget.dataset_size == N  # 15 examples could not tell it at this ε
-    monkeypatch.setattr(recipe, "WORTH", 10.0)
+    noise = temperature_noise(0.4, 1e-5, accountant="rdp")
+    monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 20))  # which 20 of the 300 are blurred by
     trained: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
-    held = torch.arange(N) % 20 == 0
-    assert trained.predictor.budget.dataset_size == N - 15
+    held = torch.arange(N) % 15 == 0
+    assert trained.predictor.budget.dataset_size == N - 20
     other_y = torch.where(held, (y + 1) % 3, y)
     same_mean: Any = dpivon.steady(network(), x, other_y, start_from=features, **plan)
     assert same(same_mean.predictor.posterior, trained.predictor.posterior)  # they are not trained on
-    noise = temperature_noise(0.4, 1e-5, accountant="rdp")
-    generator = torch.Generator().manual_seed(PLAN["seed"] ^ 0x7E3F)
-    by_hand = calibrate_temperature(
-        trained.predictor,
-        (x[held], y[held]),
-        noise_multiplier=noise,
-        samples=32,
-        generator=generator,
-        account=Accountant(),
-    )
-    assert trained.temperature == by_hand.temperature
+    chosen: dict[str, Any] = {"noise_multiplier": noise, "samples": 32, "account": Accountant()}
+    chosen["generator"] = torch.Generator().manual_seed(PLAN["seed"] ^ 0x7E3F)
+    assert trained.temperature == calibrate_temperature(trained.predictor, (x[held], y[held]), **chosen).temperature
     # Charged in full, as if they were trained on too.
     assert trained.predictor.history[-1] == TEMPERATURE
     assert 3.9 < trained.predictor.account.get_epsilon(1e-5) <= 4.0
-    # A layer that is trained from scratch holds nothing out, unless it is to.
+    # More than a tenth would be needed: none.
+    monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 31))
+    every: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
+    assert every.predictor.budget.dataset_size == N
+    assert every.temperature != 1.0
+    # A layer that is trained from scratch holds none out, unless it is to.
     layer, seen = features.last_layer(3), features(x)
     alone: Any = dpivon.steady(layer, seen, y, **plan)
-    assert alone.predictor.budget.dataset_size == N
-    asked: Any = dpivon.steady(layer, seen, y, held_out=20, **plan)
-    assert same(asked.predictor.posterior, trained.predictor.posterior)
-    assert dpivon.steady(network(), x, y, start_from=features, held_out=0, **plan).temperature == alone.temperature
-    for wrong, given in ((-1, {}), (1, {}), (20, {"dataset_size": N})):
+    assert same(alone.predictor.posterior, every.predictor.posterior)
+    asked: Any = dpivon.steady(layer, seen, y, held_out=0.2, **plan)
+    assert asked.predictor.budget.dataset_size == N - 31
+    for wrong, given in ((-1, {}), (1.0, {}), (0.1, {"dataset_size": N})):
         with pytest.raises(ArgumentError, match=f"held_out={wrong}"):
             dpivon.steady(layer, seen, y, held_out=wrong, **plan, **given)
-    with pytest.raises(ArgumentError, match="held_out=20"):
-        dpivon.steady(layer, TensorDataset(seen, y), held_out=20, **plan)
+    with pytest.raises(ArgumentError, match=r"held_out=0\.1"):
+        dpivon.steady(layer, TensorDataset(seen, y), held_out=0.1, **plan)
 
 
 def test_a_prior_by_name_learns_digits_where_scratch_does_not() -> None:

@@ -17,9 +17,9 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
 
 **From a prior** (``start_from``, docs/priors.md) only a last layer is trained, on what the prior's network sees, in flat
 coordinates (:mod:`dpivon.priors.features`). Noise grows with the number of weights, and flat features leave the rest
-little to add. With much data and a large ε such a layer does fit examples. Then every twentieth is held out of the training,
-and the temperature is chosen on these: wherever they are so many that noise blurs it by no more than ``WORTH``. It is charged
-to all, as if no one were held out.
+little to add. With much data and a large ε such a layer does fit examples. Then some are held out of the training, and the
+temperature is chosen on these: as many as keep its noise at ``WORTH``, where that is at most a tenth of all. It is charged to
+all, as if no one were held out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpivon.defaults import METHOD
 from dpivon.durable.files import read_json, replace
-from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number, check_whole
+from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number
 from dpivon.fit import Fitted, fit, seed_after
 from dpivon.posterior import Posterior
 from dpivon.priors.features import Features
@@ -60,8 +61,8 @@ TEMPERATURE = "temperature.json"
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
 
-#: Of so many examples on a prior's features one is held out for the temperature.
-HELD_OUT = 20
+#: The largest share of the examples on a prior's features that is held out for the temperature.
+HELD_OUT = 0.1
 
 
 def steady(
@@ -77,7 +78,7 @@ def steady(
     max_grad_norm: float = 1.0,
     temperature_share: float = 0.1,
     samples: int = 32,
-    held_out: int | None = None,
+    held_out: float | None = None,
     accountant: str = DEFAULT,
     seed: int | None = None,
     **options: Any,
@@ -107,8 +108,9 @@ def steady(
         max_grad_norm: C.
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
-        held_out: of so many examples one is left out of the training, for the temperature, where these can tell it; 0 for none.
-            None is 20 with ``start_from``, whose layer fits its examples at a large ε, and 0 without.
+        held_out: the share of the examples that may be left out of the training for the temperature. It is as few as tell that;
+            where more would be needed, none. None is 0.1 with ``start_from``, whose layer fits its examples at a large ε, and
+            0 without.
         accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
         **options: of :func:`~dpivon.fit.fit`, such as ``out=`` for a run that is kept, ``dtype=``, ``lr=`` for another r than
@@ -123,18 +125,16 @@ def steady(
     }
     plan |= {"max_grad_norm": max_grad_norm, "temperature_share": temperature_share, "samples": samples}
     plan |= {"accountant": accountant, "seed": seed}
-    if held_out is not None and check_whole(
-        "held_out", held_out, fix := f"Use {HELD_OUT}, or 0 to train on all", at_least=0
-    ):
-        if held_out == 1:
-            raise bad("held_out", held_out, "leaves none to train on", fix)
-        if options.get("dataset_size") or (start_from is None and not isinstance(inputs, Tensor)):
-            problem = "was given with a Dataset or a dataset_size, of which places tell nothing"
-            raise bad("held_out", held_out, problem, "Leave it out, or give tensors whose length is N")
+    default = 0.0 if start_from is None else HELD_OUT
+    fix = f"Use {HELD_OUT}, or 0 for none"
+    most = default if held_out is None else check_number("held_out", held_out, fix, at_least=0.0, below=1.0)
+    if held_out and (options.get("dataset_size") or (start_from is None and not isinstance(inputs, Tensor))):
+        problem = "was given with a Dataset or a dataset_size, of which places tell nothing"
+        raise bad("held_out", held_out, problem, "Leave it out, or give tensors whose length is N")
     if start_from is None:
-        return _trained(model, inputs, labels, held_out=held_out or 0, **plan, **options)
+        return _trained(model, inputs, labels, held_out=most, **plan, **options)
     last, features, x, y = _on_features(model, start_from, inputs, labels, options)
-    found = _trained(last, x, y, held_out=HELD_OUT if held_out is None else held_out, **plan, **options)
+    found = _trained(last, x, y, held_out=most, **plan, **options)
     fitted: Any = found.predictor
     return dataclasses.replace(found, predictor=dataclasses.replace(fitted, features=features))
 
@@ -150,7 +150,7 @@ def _trained(
     samples: int,
     accountant: str,
     seed: int | None,
-    held_out: int,
+    held_out: float,
     **options: Any,
 ) -> Tempered:
     """The recipe."""
@@ -165,10 +165,12 @@ def _trained(
     plan: dict[str, Any] = {"delta": delta, "accountant": accountant, "target_epsilon": target, "seed": seed}
     plan |= {"also": [temperature_cost(sigma)] if worth else None}
     data: Any = (inputs, labels) if labels is not None else inputs
-    if _tell(n, held_out, sigma) and worth and isinstance(inputs, Tensor) and not options.get("dataset_size"):
+    few = math.ceil(n * blur(sigma, n) / WORTH)  # blurred by WORTH
+    if worth and few <= held_out * n and isinstance(inputs, Tensor) and not options.get("dataset_size"):
         assert labels is not None
-        # By their places: what is held out depends on no example, and is the same when a kept run goes on.
-        held = torch.arange(n, device=inputs.device) % held_out == 0
+        # By their places: who is held out depends on no example, and is the same when a kept run goes on.
+        held = torch.zeros(n, dtype=torch.bool, device=inputs.device)
+        held[torch.arange(few, device=inputs.device) * n // few] = True
         data, inputs, labels = (inputs[held], labels[held]), inputs[~held], labels[~held]
     fitted = fit(model, inputs, labels, method=METHOD, options=own, **plan, **options)
     if not worth:
@@ -236,12 +238,6 @@ def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[s
         again.ledger.close()
     replace(path, (json.dumps({"temperature": found.temperature, "answers": found.answers}) + "\n").encode())
     return found
-
-
-def _tell(examples: int, held_out: int, noise_multiplier: float) -> bool:
-    """Whether those that are held out are enough to tell a temperature."""
-    few = examples // held_out if held_out else 0
-    return few > 0 and blur(noise_multiplier, few) <= WORTH
 
 
 def blur(noise_multiplier: float, examples: int) -> float:
