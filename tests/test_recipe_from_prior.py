@@ -266,10 +266,10 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
     plan = {**PLAN, "batch_size": 30}
     del plan["dataset_size"]
     noise = temperature_noise(0.4, 1e-5, accountant="rdp")
-    monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 20))  # which 20 of the 300 are blurred by
+    monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 15))  # which 15 of the 300 are blurred by
     trained: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
-    held = torch.arange(N) % 15 == 0
-    assert trained.predictor.budget.dataset_size == N - 20
+    held = torch.arange(N) % 20 == 0
+    assert trained.predictor.budget.dataset_size == N - 15
     other_y = torch.where(held, (y + 1) % 3, y)
     same_mean: Any = dpivon.steady(network(), x, other_y, start_from=features, **plan)
     assert same(same_mean.predictor.posterior, trained.predictor.posterior)  # they are not trained on
@@ -279,8 +279,8 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
     # Charged in full, as if they were trained on too.
     assert trained.predictor.history[-1] == TEMPERATURE
     assert 3.9 < trained.predictor.account.get_epsilon(1e-5) <= 4.0
-    # More than a tenth would be needed: none.
-    monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 31))
+    # More than a twentieth would be needed: none.
+    monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 16))
     every: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
     assert every.predictor.budget.dataset_size == N
     assert every.temperature != 1.0
@@ -289,7 +289,7 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
     alone: Any = dpivon.steady(layer, seen, y, **plan)
     assert same(alone.predictor.posterior, every.predictor.posterior)
     asked: Any = dpivon.steady(layer, seen, y, held_out=0.2, **plan)
-    assert asked.predictor.budget.dataset_size == N - 31
+    assert asked.predictor.budget.dataset_size == N - 16
     for wrong, given in ((-1, {}), (1.0, {}), (0.1, {"dataset_size": N})):
         with pytest.raises(ArgumentError, match=f"held_out={wrong}"):
             dpivon.steady(layer, seen, y, held_out=wrong, **plan, **given)

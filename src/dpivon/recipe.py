@@ -18,7 +18,7 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
 **From a prior** (``start_from``, docs/priors.md) only a last layer is trained, on what the prior's network sees, in flat
 coordinates (:mod:`dpivon.priors.features`). Noise grows with the number of weights, and flat features leave the rest
 little to add. With much data and a large ε such a layer does fit examples. Then some are held out of the training, and the
-temperature is chosen on these: as many as keep its noise at ``WORTH``, where that is at most a tenth of all. It is charged to
+temperature is chosen on these: as many as keep its noise at ``WORTH``, where that is at most a twentieth of all. It is charged to
 all, as if no one were held out.
 """
 
@@ -62,7 +62,7 @@ TEMPERATURE = "temperature.json"
 WORTH = 0.02
 
 #: The largest share of the examples on a prior's features that is held out for the temperature.
-HELD_OUT = 0.1
+HELD_OUT = 0.05
 
 
 def steady(
@@ -109,7 +109,7 @@ def steady(
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
         held_out: the share of the examples that may be left out of the training for the temperature. It is as few as tell that;
-            where more would be needed, none. None is 0.1 with ``start_from``, whose layer fits its examples at a large ε, and
+            where more would be needed, none. None is 0.05 with ``start_from``, whose layer fits its examples at a large ε, and
             0 without.
         accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.

@@ -50,7 +50,7 @@ class Features(nn.Module):
     """A frozen network up to its last linear layers, and flat coordinates of what it sees: [N, ...] to [N, width].
 
     >>> features = dpivon.priors.Features(pretrained, public_images, mirror=True)
-    >>> trained = dpivon.steady(features.last_layer(10), features(x), y, held_out=0.1, target_epsilon=1, ...)
+    >>> trained = dpivon.steady(features.last_layer(10), features(x), y, held_out=0.05, target_epsilon=1, ...)
 
     :func:`dpivon.steady` does the same with ``start_from=features``. Features are averaged over moved copies of an image.
 
