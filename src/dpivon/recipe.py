@@ -18,8 +18,8 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
 **From a prior** (``start_from``, docs/priors.md) only a last layer is trained, on what the prior's network sees, in flat
 coordinates (:mod:`dpivon.priors.features`). Noise grows with the number of weights, and flat features leave the rest
 little to add. With much data and a large ε such a layer does fit examples. Then some are held out of the training, and the
-temperature is chosen on these: as many as keep its noise at ``WORTH``, where that is at most a twentieth of all. It is charged to
-all, as if no one were held out.
+temperature is chosen on these: as many as keep its noise at ``WORTH``, where that is at most a twentieth of all. It is
+charged to all, as if no one were held out.
 """
 
 from __future__ import annotations
