@@ -112,6 +112,85 @@ def test_maps_are_the_last_at_every_resolution_that_weights_follow() -> None:
     assert Features(nn.Sequential(nn.Flatten(), nn.Linear(64, 8)), pictured()).parts == (64,)
 
 
+class Shows(nn.Module):
+    """A network whose second module shows something else of the first map, by the side."""
+
+    def __init__(self, show: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.shown = nn.Conv2d(1, 3, 3, padding=1), Shown(show)
+        self.down, self.last = nn.Conv2d(3, 3, 3, stride=2, padding=1), nn.Linear(48, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        self.shown(x)
+        out: Tensor = self.last(self.down(x).flatten(1))
+        return out
+
+
+class Shown(nn.Module):
+    def __init__(self, show: Any) -> None:
+        super().__init__()
+        self.show = show
+
+    def forward(self, x: Tensor) -> Any:
+        return self.show(x)
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda x: x > 0,
+        lambda x: torch.fft.fft2(x),
+        lambda x: x.unfold(2, 2, 2).unfold(3, 2, 2).reshape(-1, 1, 2, 2),  # patches, as a batch of their own
+        lambda x: torch.ones(8, 3, 3, 3),  # weights, as a parametrisation gives them
+        lambda x: (x, None),
+    ],
+)
+def test_what_is_no_map_of_one_example_is_not_among_the_features(show: Any) -> None:
+    assert Features(Shows(show), pictured()).parts == (48, 48)
+
+
+def test_a_map_that_is_always_the_same_in_public_is_not_blown_up() -> None:
+    made = Features(Shows(lambda x: 7 * torch.ones(1, 3, 5, 5)), pictured())
+    assert made.parts == (48, 48, 48)
+    assert float(made(pictured(50)).abs().max()) < 20
+    assert float(made(pictured(50)).std(0)[-48:].max()) < 1e-2
+    once = Features(Shows(lambda x: (x.mean((2, 3), keepdim=True) - 50).relu().expand(1, 3, 5, 5)), pictured())
+    bright = pictured(50) + 1e3
+    assert float(once(bright).abs().max()) < 1e5
+
+
+class AnySize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.down = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 64, 3, stride=2, padding=1)
+        self.last = nn.Linear(64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.down(self.conv(x)).mean((2, 3)))
+        return out
+
+
+def test_images_of_a_size_that_gives_other_features_are_named() -> None:
+    made = Features(AnySize(), pictured())
+    assert made.parts == (64, 32)
+    with pytest.raises(ArgumentError, match=r"inputs=\(1, 1, 1\): have other numbers of features than the public"):
+        made(torch.zeros(3, 1, 1, 1))
+    assert made.parts == (64, 32)
+    assert made(torch.zeros(3, 1, 16, 16)).shape == (3, 96)
+
+
+def test_features_that_were_saved_before_maps_were_among_them_are_as_they_were() -> None:
+    made = Features(AnySize(), pictured())
+    del made.parts
+    made.mean, made.matrix, made.width = made.mean[:64], made.matrix[:64, :64], 64
+    x = pictured(5)
+    seen = made.body.down(made.body.conv(x)).mean((2, 3))
+    torch.testing.assert_close(made(x), (seen - made.mean) @ made.matrix, rtol=1e-4, atol=1e-4)
+
+
 def test_an_examples_features_are_of_that_example_alone() -> None:
     x = pictured()
     made = Features(small(), x, shift=1)

@@ -50,9 +50,9 @@ class Features(nn.Module):
     """A frozen network up to its last linear layers, and flat coordinates of what it sees: [N, ...] to [N, width].
 
     >>> features = dpivon.priors.Features(pretrained, public_images, mirror=True)
-    >>> trained = dpivon.steady(features.last_layer(10), features(x), y, held_out=0.05, target_epsilon=1, ...)
+    >>> trained = dpivon.steady(pretrained, x, y, start_from=features, target_epsilon=1, ...)
 
-    :func:`dpivon.steady` does the same with ``start_from=features``. Features are averaged over moved copies of an image.
+    That trains ``features.last_layer(classes)`` on ``features(x)``. Features are averaged over moved copies of an image.
 
     Args:
         network: copied, in evaluation mode. Its weights must know no one's private data.
@@ -89,7 +89,8 @@ class Features(nn.Module):
             raise bad("network", type(network).__name__, problem, "Pool them before its last linear layer")
         if float(seen.var(0).mean()) < 1e-12:
             raise bad("public", tuple(public.shape), "give features that are all alike", "Give inputs that differ")
-        units = torch.cat([part.var(0).mean().clamp_min(1e-12).rsqrt().expand(n) for part, n in self._split(seen)])
+        sizes = torch.cat([part.var(0).mean().expand(n) for part, n in self._split(seen)])
+        units = torch.where(sizes < 1e-12, 1.0, sizes.rsqrt())  # a map that is always the same is not blown up
         mean, matrix = flat(seen * units)
         if not torch.isfinite(matrix).all():
             raise bad("public", tuple(public.shape), "give features that are all alike", "Give inputs that differ")
@@ -185,7 +186,13 @@ class Features(nn.Module):
             problem = f"cannot run on one example of shape {tuple(x.shape[1:])} by itself: {str(error).splitlines()[0]}"
             fix = "Give inputs as it takes them, and layers that keep examples apart, change no buffer and draw nothing"
             raise bad("network", type(self.body).__name__, problem, fix) from error
-        self.parts = tuple(part.shape[1] for part in found)
+        if "matrix" not in self._buffers:
+            self.parts = tuple(part.shape[1] for part in found)
+        known = self.parts or (self.width,)  # without maps, if it was saved when these were not among the features
+        found = found if self.parts else found[:1]
+        if tuple(part.shape[1] for part in found) != known:
+            problem = "have other numbers of features than the public inputs had"
+            raise bad("inputs", tuple(x.shape[1:]), problem, "Give inputs of the same size")
         return torch.cat(found, 1).float()
 
 
@@ -215,7 +222,7 @@ class Watched:
         if self.seen:
             return
         self.layers += any(True for _ in module.parameters(recurse=False))
-        if isinstance(output, Tensor) and output.dim() == 4:
+        if isinstance(output, Tensor) and output.dim() == 4 and len(output) == 1 and output.is_floating_point():
             self.maps[tuple(output.shape[2:])] = self.layers, output
 
     def found(self) -> tuple[Tensor, ...]:
