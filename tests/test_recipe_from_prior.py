@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -347,11 +348,12 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
     noise = temperature_noise(0.4, 1e-5, accountant="rdp")
     monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 15))  # which 15 of the 300 are blurred by
     trained: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
-    held = torch.arange(N) % 20 == 0
-    assert trained.predictor.budget.dataset_size == N - 15
-    other_y = torch.where(held, (y + 1) % 3, y)
-    same_mean: Any = dpivon.steady(network(), x, other_y, start_from=features, **plan)
-    assert same(same_mean.predictor.posterior, trained.predictor.posterior)  # they are not trained on
+    held = recipe._left_out(x, y, 15 / N)
+    assert 5 <= held.sum() <= 30
+    assert trained.predictor.budget.dataset_size == N - 15  # public: not how many there are
+    layer, seen = features.last_layer(3), features(x)
+    kept: Any = dpivon.steady(layer, seen[~held], y[~held], **plan, dataset_size=N - 15)
+    assert same(kept.predictor.posterior, trained.predictor.posterior)  # they are not trained on
     chosen: dict[str, Any] = {"noise_multiplier": noise, "samples": 32, "account": Accountant()}
     chosen["generator"] = torch.Generator().manual_seed(PLAN["seed"] ^ 0x7E3F)
     assert trained.temperature == calibrate_temperature(trained.predictor, (x[held], y[held]), **chosen).temperature
@@ -364,7 +366,6 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
     assert every.predictor.budget.dataset_size == N
     assert every.temperature != 1.0
     # A layer that is trained from scratch holds none out, unless it is to.
-    layer, seen = features.last_layer(3), features(x)
     alone: Any = dpivon.steady(layer, seen, y, **plan)
     assert same(alone.predictor.posterior, every.predictor.posterior)
     asked: Any = dpivon.steady(layer, seen, y, held_out=0.2, **plan)
@@ -374,6 +375,42 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
             dpivon.steady(layer, seen, y, held_out=wrong, **plan, **given)
     with pytest.raises(ArgumentError, match=r"held_out=0\.1"):
         dpivon.steady(layer, TensorDataset(seen, y), held_out=0.1, **plan)
+
+
+def test_an_example_that_is_removed_moves_no_other_into_or_out_of_the_training() -> None:
+    x, y = data()
+    x[50:90], y[50:90] = x[0], y[0]  # alike, and with another label too
+    y[80:90] = (y[0] + 1) % 3
+    rows = [(*row.tolist(), int(label)) for row, label in zip(x, y, strict=True)]
+
+    def held_out(kept: list[int]) -> Counter[Any]:
+        held = recipe._left_out(x[kept], y[kept], 0.05).tolist()
+        return Counter((rows[i], out) for i, out in zip(kept, held, strict=True))
+
+    whole = held_out(list(range(N)))
+    assert {out for (row, out), _ in whole.items() if row == rows[0]} == {False, True}
+    for gone in (0, 1, 20, 70, 85, N - 1):
+        without = held_out([i for i in range(N) if i != gone])
+        assert sum((whole - without).values()) == 1
+        assert not without - whole
+
+
+def test_a_full_batch_stays_one_and_other_labels_are_named_where_examples_are_held_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = data()
+    monkeypatch.setattr(recipe, "WORTH", recipe.blur(temperature_noise(0.4, 1e-5, accountant="rdp"), 15))
+    given: dict[str, Any] = {**PLAN, "start_from": Features(network(7), public()), "batch_size": N}
+    del given["dataset_size"]
+    assert dpivon.steady(network(), x, y, **given).predictor.budget.sample_rate == 1.0  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="batch_size=301: is larger than"):
+        dpivon.steady(network(), x, y, **{**given, "batch_size": N + 1})
+    with pytest.raises(ArgumentError, match="batch_size='many': is not a number"):
+        dpivon.steady(network(), x, y, **{**given, "batch_size": "many"})
+    with pytest.raises(ArgumentError, match="labels=295: does not match 300 inputs"):
+        dpivon.steady(network(), x, y[:-5], **given)
+    with pytest.raises(ArgumentError, match="labels=None: is missing"):
+        dpivon.steady(nn.Linear(3, 3), x, held_out=0.05, **{**given, "start_from": None})
 
 
 def test_a_prior_by_name_learns_digits_where_scratch_does_not() -> None:

@@ -17,19 +17,21 @@ Its parts and their reasons (docs/strong-privacy.md has the measurements):
 
 **From a prior** (``start_from``, docs/priors.md) only a last layer is trained, on what the prior's network sees, in flat
 coordinates (:mod:`dpivon.priors.features`). Noise grows with the number of weights, and flat features leave the rest
-little to add. With much data and a large ε such a layer does fit examples. Then some are held out of the training, and the
-temperature is chosen on these: as many as keep its noise at ``WORTH``, where that is at most a twentieth of all. It is
-charged to all, as if no one were held out.
+little to add. With much data and a large ε such a layer does fit examples. Then some are held out of the training, each by
+a hash of its own, and the temperature is chosen on these: about as many as keep its noise at ``WORTH``, where that is at most
+a twentieth of all. It is charged to all, as if no one were held out.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpivon.defaults import METHOD
 from dpivon.durable.files import read_json, replace
-from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number
+from dpivon.durable.tensors import bytes_of
+from dpivon.errors import BudgetSpent, PrivacyWarning, bad, check_number, check_whole
 from dpivon.fit import Fitted, fit, seed_after
 from dpivon.posterior import Posterior
 from dpivon.priors.features import Features
@@ -108,8 +111,9 @@ def steady(
         max_grad_norm: C.
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
-        held_out: the share of the examples that may be left out of the training for the temperature. It is as few as tell that;
-            where more would be needed, none. None is 0.05 with ``start_from``, whose layer fits its examples at a large ε, and
+        held_out: the share of the examples that may be left out of the training for the temperature. It is about as few as tell
+            that; where more would be needed, none. A hash of each says which, so it must be of that example alone to the
+            bit. None is 0.05 with ``start_from``, whose layer fits its examples at a large ε, and
             0 without.
         accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
@@ -129,12 +133,12 @@ def steady(
     fix = f"Use {HELD_OUT}, or 0 for none"
     most = default if held_out is None else check_number("held_out", held_out, fix, at_least=0.0, below=1.0)
     if held_out and (options.get("dataset_size") or (start_from is None and not isinstance(inputs, Tensor))):
-        problem = "was given with a Dataset or a dataset_size, of which places tell nothing"
+        problem = "was given with a Dataset or a dataset_size, where all are trained on"
         raise bad("held_out", held_out, problem, "Leave it out, or give tensors whose length is N")
     if start_from is None:
         return _trained(model, inputs, labels, held_out=most, **plan, **options)
-    last, features, x, y = _on_features(model, start_from, inputs, labels, options)
-    found = _trained(last, x, y, held_out=most, **plan, **options)
+    last, features, raw, x, y = _on_features(model, start_from, inputs, labels, options)
+    found = _trained(last, x, y, held_out=most, raw=raw, **plan, **options)
     fitted: Any = found.predictor
     return dataclasses.replace(found, predictor=dataclasses.replace(fitted, features=features))
 
@@ -151,9 +155,10 @@ def _trained(
     accountant: str,
     seed: int | None,
     held_out: float,
+    raw: Tensor | None = None,
     **options: Any,
 ) -> Tempered:
-    """The recipe."""
+    """The recipe; ``raw`` are the inputs as they were given, if what is trained on is made of them."""
     share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
     target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
     sigma = temperature_noise(share * target, delta, accountant=accountant)
@@ -166,12 +171,14 @@ def _trained(
     plan |= {"also": [temperature_cost(sigma)] if worth else None}
     data: Any = (inputs, labels) if labels is not None else inputs
     few = math.ceil(n * blur(sigma, n) / WORTH)  # blurred by WORTH
-    if worth and few <= held_out * n and isinstance(inputs, Tensor) and not options.get("dataset_size"):
-        assert labels is not None
-        # By their places: who is held out depends on no example, and is the same when a kept run goes on.
-        held = torch.zeros(n, dtype=torch.bool, device=inputs.device)
-        held[torch.arange(few, device=inputs.device) * n // few] = True
-        data, inputs, labels = (inputs[held], labels[held]), inputs[~held], labels[~held]
+    tensors = isinstance(inputs, Tensor) and isinstance(labels, Tensor) and len(labels) == n  # fit refuses others
+    if worth and few <= held_out * n and tensors and not options.get("dataset_size"):
+        pair: Any = given, labels
+        held = _left_out(given if raw is None else raw, pair[1], few / n).to(given.device)
+        data, (inputs, labels) = tuple(t[held] for t in pair), (t[~held] for t in pair)
+        options["dataset_size"] = n - few  # public, as n is: how many there really are depends on what they are
+        batch = check_whole("batch_size", options["batch_size"], "Give the expected number in a batch", at_least=1)
+        options["batch_size"] = min(batch, n - few) if batch <= n else batch
     fitted = fit(model, inputs, labels, method=METHOD, options=own, **plan, **options)
     if not worth:
         return Tempered(fitted, 1.0)
@@ -187,8 +194,8 @@ def _trained(
 
 def _on_features(
     model: nn.Module, start_from: Any, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]
-) -> tuple[nn.Linear, Features, Tensor, Tensor]:
-    """A last layer of zero, a prior's features, and the data as that layer sees them."""
+) -> tuple[nn.Linear, Features, Tensor, Tensor, Tensor]:
+    """A last layer of zero, a prior's features, the inputs as they were given, and the data as that layer sees them."""
     linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linear:
         problem = "has no linear layer to say how many classes there are"
@@ -215,7 +222,7 @@ def _on_features(
     features = start_from
     if not isinstance(start_from, Features):
         features = Features.of(copy.deepcopy(model).to(on), start_from, tuple(x.shape[1:]))
-    return features.last_layer(linear[-1].out_features).to(on), features, features(x).to(on), y.to(on)
+    return features.last_layer(linear[-1].out_features).to(on), features, x, features(x).to(on), y.to(on)
 
 
 def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[str, Any]) -> Tempered:
@@ -238,6 +245,22 @@ def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[s
         again.ledger.close()
     replace(path, (json.dumps({"temperature": found.temperature, "answers": found.answers}) + "\n").encode())
     return found
+
+
+def _left_out(inputs: Tensor, labels: Tensor, share: float) -> Tensor:
+    """Whether each example is held out, as about this share of them: by a hash of it and of how many before are the same.
+
+    By its place it would not do: without one example all that follow it have another place, and many would be trained on
+    that were held out. By this, one that is added or removed is one more or less on one side, and nothing else changes.
+    """
+    seen: Counter[bytes] = Counter()
+    found = []
+    for row in zip(inputs.cpu(), labels.cpu(), strict=True):
+        own = hashlib.sha256(b"".join(bytes_of(part) for part in row)).digest()
+        coin = hashlib.sha256(own + seen[own].to_bytes(8, "big")).digest()
+        found.append(int.from_bytes(coin[:8], "big") < share * 2**64)
+        seen[own] += 1
+    return torch.tensor(found)
 
 
 def blur(noise_multiplier: float, examples: int) -> float:
