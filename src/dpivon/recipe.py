@@ -112,9 +112,8 @@ def steady(
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
         held_out: the share of the examples that may be left out of the training for the temperature. It is about as few as tell
-            that; where more would be needed, none. A hash of each says which, so it must be of that example alone to the
-            bit. None is 0.05 with ``start_from``, whose layer fits its examples at a large ε, and
-            0 without.
+            that; where more would be needed, none. A hash of each says which, so each row must be of its example alone, to
+            the bit. None is 0.05 with ``start_from``, whose layer fits its examples at a large ε, and 0 without.
         accountant: as in :func:`~dpivon.fit.fit`.
         seed: as in :func:`~dpivon.fit.fit`: leave it out unless the data is public.
         **options: of :func:`~dpivon.fit.fit`, such as ``out=`` for a run that is kept, ``dtype=``, ``lr=`` for another r than
