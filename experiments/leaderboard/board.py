@@ -131,11 +131,12 @@ def _against(rows: Sequence[Row], column: str, aim: float | None) -> str:
         return "not run"
     factor, digits, sign = (100.0, 1, "≥") if column == "accuracy" else (1.0, 3, "≤" if column == "ece" else "<")
     own = mean(float(row[column]) for row in rows)
-    shown = _score(rows, column, factor, digits)
     if aim is None:
-        return shown
+        return _score(rows, column, factor, digits)
     met = own >= aim if column == "accuracy" else own < aim + (1e-12 if column == "ece" else 0.0)
-    return f"{'met' if met else 'missed'}: {shown} for {sign} {number(factor * aim, digits if factor == 1 else 1)}"
+    wanted = number(factor * aim, digits)
+    close = not met and number(factor * own, digits) == wanted  # a miss that rounding would hide
+    return f"{'met' if met else 'missed'}: {_score(rows, column, factor, digits + close)} for {sign} {wanted}"
 
 
 def calibration() -> str:
