@@ -180,7 +180,7 @@ def test_the_prior_is_a_linear_layer_on_its_features() -> None:
     with one_thread():
         run = train(METHODS["dp-steady"], seen, epsilon=1.0, delta=DELTA, epochs=1, seed=0, network=last)
     assert {name: p.shape for name, p in run.learner.posterior().mean.items()} == {
-        "weight": torch.Size([10, 128]),
+        "weight": torch.Size([10, 192]),
         "bias": torch.Size([10]),
     }
 

@@ -85,6 +85,11 @@ def of_linear(row: Row) -> tuple[Releases, float, str]:
     return (own, temperature) if row["method"] == "dp-steady" else (own,), at, "pld"
 
 
+def of_flat(row: Row) -> tuple[Releases, float, str]:
+    own = (float(row["noise_multiplier"]), int(row["batch"]) / int(row["train_size"]), int(row["steps"]))
+    return (own, (float(row["head_noise_multiplier"]), 1.0, 160), RESERVE), float(row["delta"]), row["accountant"]
+
+
 def of_small(row: Row) -> tuple[Releases, float, str]:
     rate = min(1.0, int(row["batch"]) / int(row["train_size"]))
     return ((float(row["noise_multiplier"]), rate, int(row["steps"])),), float(row["delta"]), "rdp"
@@ -114,6 +119,7 @@ STATED = {
     "leaderboard/wide/results/wide-runs.csv": of_wide,
     "leaderboard/wide/results/wide-heads.csv": of_heads,
     "leaderboard/results/linear.csv": of_linear,
+    "leaderboard/results/flat.csv": of_flat,
     "tables/results/final.csv": of_tables,
     "tables/results/networks.csv": of_tables,
     "tables/results/default.csv": of_default,

@@ -3,7 +3,8 @@
     python -m experiments.leaderboard.wide.private --data DATA --prior wide.npz --table runs.csv \
         --epsilons 1 --batch 2048 --steps 250 --views 4 --arms dp-steady:0.7 dp-sgd:0.06@0.2:dp-sgd:3 dp-steady:0.7@0
 
-An arm is METHOD:RATE, and after @ how its head is trained if not as ``--head`` says: SHARE:METHOD:RATE, or 0 for not at all.
+An arm is METHOD:RATE, and after @ how its head is trained if not as ``--head`` says: SHARE:METHOD:RATE, or 0 for not at all;
+``scratch`` after @ is a run from new weights, beside others from the prior.
 Both phases and the charged calibration are composed: the head has the σ at which it spends its share of ε by itself, all
 weights the least σ with which everything together spends ε. Runs of one call are one stack and differ in ε, method and rate.
 ``--arms best`` takes the best rate of every method, and ``--arms chosen`` the best of all, by the validation rows at that ε.
@@ -231,19 +232,20 @@ class Group:
             write_tensors(folder / name, tensors, {"dpivon_wide_run": "1", "cell": repr(cell)})
 
 
-Choice = tuple[str, float, float, str, float]
+Choice = tuple[str, str, float, float, str, float]
 
 
 def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, places: int, head: str) -> list[Choice]:
-    """Method, rate, and the head's share, method and rate: as written, or chosen by validation rows."""
+    """Prior, method, rate, and the head's share, method and rate: as written, or chosen by validation rows."""
     found: list[Choice] = []
     for word in words:
         if word not in ("best", "chosen"):
             own, _, other = word.partition("@")
             method, rate = own.split(":")
-            share, *trained = (other or head).split(":")
+            start, other = ("scratch", "0") if other == "scratch" else (prior, other or head)
+            share, *trained = other.split(":")
             first, speed = trained if trained else ("", "0")
-            found.append((method, float(rate), float(share), first, float(speed)))
+            found.append((start, method, float(rate), float(share), first, float(speed)))
             continue
         wanted = "validation", target, prior, places
         mine = [r for r in rows if (r["split"], float(r["epsilon"]), r["prior"], int(r["places"])) == wanted]
@@ -252,7 +254,8 @@ def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, p
         mine.sort(key=lambda r: -float(r["accuracy"]))
         best = {r["method"]: r for r in reversed(mine)}.values() if word == "best" else mine[:1]
         for r in best:
-            found.append((r["method"], float(r["lr"]), float(r["share"]), r["head_method"], float(r["head_lr"])))
+            trained_by = r["head_method"], float(r["head_lr"])
+            found.append((prior, r["method"], float(r["lr"]), float(r["share"]), *trained_by))
     return found
 
 
@@ -283,10 +286,12 @@ def main() -> None:
     prior = "scratch" if a.prior is None else a.prior.stem
     cells = [
         Cell(
-            prior, e, method, lr, seed, a.batch, a.steps, a.views, a.places, share, a.head_steps if share else 0, *head
+            start, e, method, lr, seed, a.batch, a.steps, a.views, a.places, share, a.head_steps if share else 0, *head
         )
         for e in a.epsilons
-        for method, lr, share, *head in arms(a.arms, table, e, prior, a.places, "0" if a.prior is None else a.head)
+        for start, method, lr, share, *head in arms(
+            a.arms, table, e, prior, a.places, "0" if a.prior is None else a.head
+        )
         for seed in a.seeds
     ]
     known = {tuple(r[n] for n in NAMES) for r in table if r["split"] == split.name}
