@@ -18,7 +18,8 @@ parts=${PARTS:-4}
 here=experiments.leaderboard.priors
 mkdir -p "$KEEP/parts" "$KEEP/work" "$KEEP/log" "$OUT"
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
-export PYTHONPATH PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
+DPIVON_COMMIT=${COMMIT:-}
+export DPIVON_COMMIT PYTHONPATH PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
 
 # shellcheck disable=SC2046  # lists of names without spaces
 learned() { # the priors that are there

@@ -72,7 +72,7 @@ def merge(path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
 def facts(device: torch.device) -> dict[str, str]:
     """On what and by which code a row was made."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"device": name, "torch": torch.__version__, "commit": os.environ.get("COMMIT") or _commit()}
+    return {"device": name, "torch": torch.__version__, "commit": os.environ.get("DPIVON_COMMIT") or _commit()}
 
 
 def _commit() -> str:

@@ -24,7 +24,8 @@ for file in carry/wide*.npz carry/wide*.safetensors; do # priors of earlier call
     [ -e "$file" ] && [ ! -e "$folder/${file#carry/}" ] && cp "$file" "$folder/"
 done
 PYTHONPATH="$PWD/src:$PWD:$KEEP/site"
-export PYTHONPATH PYTHONUNBUFFERED=1 DPIVON_CONV_KERNELS=1
+DPIVON_COMMIT=${COMMIT:-}
+export DPIVON_COMMIT PYTHONPATH PYTHONUNBUFFERED=1 DPIVON_CONV_KERNELS=1
 export TORCHINDUCTOR_CACHE_DIR="$KEEP/inductor" TRITON_CACHE_DIR="$KEEP/triton"
 
 results() { # tables, logs, the prior, and what learning goes on from
