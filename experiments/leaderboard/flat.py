@@ -195,7 +195,7 @@ class Group:
             assert isinstance(model, FlatCNN)
             model.take(head.to(split.images.device))
             starts.append(self.network.pack(model))
-        self.heads = [self._scores(model, ("head_accuracy",)) for model in map(self.network.model, starts)]
+        self.heads = [self._scores(self.network.model(start))["accuracy"] for start in starts]
         stack = Stack(
             [self._run(c, sigma) for c, sigma in zip(cells, self.sigmas, strict=True)],
             self.network,
@@ -217,18 +217,16 @@ class Group:
         options = {"scale": 1.0} if cell.method == "dp-steady" else {"ema": window_decay(float(cell.steps))}
         return Run(cell.method, seed, sigma, C, cell.lr, BATCH, options)
 
-    def _scores(self, model: nn.Module, names: Sequence[str] = SCORES) -> dict[str, float]:
+    def _scores(self, model: nn.Module) -> dict[str, float]:
+        """Of the images as they are, and of ten copies; each at the temperature that fits it best."""
         assert isinstance(model, FlatCNN)
-        split, y = self.split, self.split.score_labels
-        ten = model.probabilities(split.score_images, copies=True)
-        if names != SCORES:
-            return {names[0]: round(accuracy(ten, y), 5)}
-        t = best_temperature(model.probabilities(split.fit_images, copies=True), split.fit_labels)
-        one = model.probabilities(split.score_images, copies=False)
-        shown, own = temper(ten, t), temper(one, best_temperature(one, y) if split.name == "validation" else t)
-        found = {"one_accuracy": accuracy(one, y), "one_nll": nll(own, y), "one_ece": ece(own, y), "temperature": t}
-        found |= {"accuracy": accuracy(ten, y), "nll": nll(shown, y), "ece": ece(shown, y)}
-        return {name: round(value, 5) for name, value in found.items()}
+        split, y, found = self.split, self.split.score_labels, {}
+        for kind, copies in (("one_", False), ("", True)):
+            probs = model.probabilities(split.score_images, copies)
+            t = best_temperature(model.probabilities(split.fit_images, copies), split.fit_labels)
+            shown = temper(probs, t)
+            found |= {f"{kind}accuracy": accuracy(probs, y), f"{kind}nll": nll(shown, y), f"{kind}ece": ece(shown, y)}
+        return {name: round(value, 5) for name, value in (found | {"temperature": t}).items()}
 
     def rows(self, stack: Stack) -> list[dict[str, Any]]:
         shared = {"split": self.split.name, "batch": BATCH, "delta": DELTA, "max_grad_norm": C, "train_size": self.size}
@@ -238,7 +236,7 @@ class Group:
         for i, cell in enumerate(self.cells):
             charged = [(self.sigmas[i], self.rate, stack.mechanism.charged), *self.costs[i]]
             own = {"noise_multiplier": round(self.sigmas[i], 4), "head_noise_multiplier": round(self.head_sigmas[i], 4)}
-            own |= {"epsilon_spent": round(epsilon(charged, DELTA, ACCOUNTANT), 5)} | self.heads[i]
+            own |= {"epsilon_spent": round(epsilon(charged, DELTA, ACCOUNTANT), 5), "head_accuracy": self.heads[i]}
             found.append(shared | asdict(cell) | own | self._scores(stack.model(i, averaged=True)))
         return found
 
@@ -246,10 +244,8 @@ class Group:
 def arms(words: Sequence[str], rows: Sequence[tables.Row], target: float) -> list[tuple[str, float, float, float]]:
     """Method, rate, share and unit: as written, or those of the best validation row of every method at this ε."""
     if words:
-        both = [(word.partition("@"), word) for word in words]
-        return [
-            (own.split(":")[0], float(own.split(":")[1]), float(share or 0.35), UNIT) for (own, _, share), _ in both
-        ]
+        each = (word.replace("@", ":").split(":") for word in words)
+        return [(method, float(rate), float(share), UNIT) for method, rate, share in each]
     mine = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target]
     if not mine:
         raise SystemExit(f"--epsilons {target:g}: has no validation rows to choose by. Give --arms METHOD:RATE@SHARE.")
