@@ -10,7 +10,6 @@ import torch
 from experiments.leaderboard import board, flat, linear
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split
-from experiments.leaderboard.wide.network import process_of
 from torch import Tensor, nn
 
 from dpivon.models import PaperCNN
@@ -66,25 +65,25 @@ def test_bars_are_met_by_numbers_alone() -> None:
 
 
 @pytest.mark.slow
-def test_features_of_the_wide_prior_are_of_its_three_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_of_the_wide_prior_are_of_its_three_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         features, "flat", lambda seen: (seen.mean(0), torch.eye(seen.shape[1]))
     )  # the roots take minutes
-    made = linear.features_of("wide", torch.device("cpu"), toy=True)
+    made = linear.features_of("wide", tmp_path, torch.device("cpu"), toy=True)
     assert (made.cut, made.parts, made.shift, made.mirror) == ("head", (4096, 1024, 2048), 2, True)
-    z = made(features.made_up(process_of(linear.WIDE), 32, count=512))
+    z = made(linear.process_images("wide", 512))
     for part in z.split(made.parts, 1):
         assert abs(float(part.var(0).mean()) - 1) < 0.01
     assert float(z.mean(0).abs().max()) < 1e-3
 
 
 @pytest.fixture(scope="module")
-def flat_cnn() -> tuple[features.Features, flat.FlatCNN, Tensor]:
+def flat_cnn() -> tuple[features.Features, flat.FlatNetwork, Tensor]:
     network = PaperCNN()
     start_from(network, "images-32")
-    images = features.made_up(flat.PROCESS, 32, count=512)
+    images = linear.process_images("paper", 512)
     seen = features.Features(network, images)
-    return seen, flat.FlatCNN(seen, images, 0.1), images
+    return seen, flat.FlatNetwork(seen, images, 0.1), images
 
 
 @pytest.mark.slow
@@ -97,9 +96,9 @@ def test_a_network_in_flat_coordinates_begins_as_the_prior_with_its_head(flat_cn
     torch.testing.assert_close(model(x), head((made(x) + made(x.flip(-1))) / 2), rtol=1e-3, atol=1e-3)
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {
-        "blocks.0.conv.theta.weight": (32, 32, 1, 1),  # 27 numbers of a patch, and 5 zeros
-        "blocks.1.conv.theta.weight": (64, 288, 1, 1),
-        "blocks.2.conv.theta.weight": (128, 576, 1, 1),
+        "body.features.block1.conv.theta.weight": (32, 32, 1, 1),  # 27 numbers of a patch, and 5 zeros
+        "body.features.block2.conv.theta.weight": (64, 288, 1, 1),
+        "body.features.block3.conv.theta.weight": (128, 576, 1, 1),
         "head.weight": (10, 3584),
         "head.bias": (10,),
     }
@@ -109,7 +108,7 @@ def test_a_network_in_flat_coordinates_begins_as_the_prior_with_its_head(flat_cn
 def test_patches_are_flat_in_units_of_the_prior(flat_cnn: Any) -> None:
     """Patches whose covariance is taken as it is, by an inverse in place of eigenvectors."""
     _, model, images = flat_cnn
-    conv = model.blocks[0].conv
+    conv = model.body.features[0].conv
     seen = conv.flat(images[:200])[:, :27].transpose(0, 1).flatten(1).double().detach()
     patches = torch.nn.functional.unfold(images[:200], 3, padding=1).transpose(0, 1).flatten(1).double()
     covariance, found = patches.cov(), seen.cov()
@@ -127,7 +126,7 @@ def test_a_flat_head_and_flat_weights_together_spend_epsilon(flat_cnn: Any, monk
     monkeypatch.setattr(flat, "HEAD_STEPS", 2)
     y = torch.randint(0, 10, (512,), generator=torch.Generator().manual_seed(0))
     split = Split("validation", images[:40], y[:40], images[40:60], y[40:60], images[40:60], y[40:60])
-    cells = [flat.Cell(e, method, 0.3, 0.4, 0, 3, 0.1) for e, method in ((2.0, "dp-steady"), (8.0, "dp-sgd"))]
+    cells = [flat.Cell("paper", e, method, 0.3, 0.4, 0, 3, 0.1) for e, method in ((2.0, "dp-steady"), (8.0, "dp-sgd"))]
     group = flat.Group(cells, split, made, made(split.images))
     rows = group.rows(group.train())
     for row, cell in zip(rows, cells, strict=True):

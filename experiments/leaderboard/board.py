@@ -191,29 +191,37 @@ def maps() -> str:
 
 
 def flat() -> str:
-    """Every run of experiments.leaderboard.flat, and the layer alone on the same images."""
-    lines = []
+    """Runs of experiments.leaderboard.flat by arm, and the layer alone on the same images."""
+    found: dict[tuple[str, ...], list[Row]] = {}
     for row in tables.read(HERE / "results/linear.csv"):
-        if (row["split"], row["features"], row["method"]) == ("validation", ALL_MAPS["paper"], "dp-steady"):
-            scores = (f"{100 * float(row[name]):.1f}" for name in ("accuracy",))
-            lines.append(
-                ["validation", row["epsilon"], "last layer alone", "", "", "", *scores, row["nll"], row["ece"]]
-            )
+        if row["features"] == ALL_MAPS[row["network"]] and (row["method"], row["lr"]) == ("dp-steady", ""):
+            own = row["split"], row["network"], row["epsilon"], "last layer", "", "", ""
+            found.setdefault(own, []).append(row | {"head_accuracy": ""})
     for row in tables.read(HERE / "results/flat.csv"):
-        scores = (f"{100 * float(row[name]):.1f}" for name in ("head_accuracy", "accuracy"))
-        lines.append(
-            [
-                row["split"],
-                f"{float(row['epsilon']):g}",
-                "all weights",
-                row["lr"],
-                row["share"],
-                *scores,
-                row["nll"],
-                row["ece"],
-            ]
+        own = (
+            row["split"],
+            row["network"],
+            f"{float(row['epsilon']):g}",
+            "all weights",
+            row["lr"],
+            row["share"],
+            row["steps"],
         )
-    return table(["split", "ε", "trained", "r", "head's share of ε", "head, %", "accuracy, %", "NLL", "ECE"], lines)
+        found.setdefault(own, []).append(row)
+    trained = {key[:3] for key in found if key[3] == "all weights"}
+    lines = []
+    for key in sorted(
+        found, key=lambda key: (key[0] == "test", key[1], float(key[2]), key[3] != "last layer", key[4:])
+    ):
+        if key[:3] in trained:
+            rows, (split, network, *arm) = found[key], key
+            scores = [
+                _score(rows, name, *shown)
+                for name, *shown in (("accuracy", 100.0, 1), ("nll", 1.0, 3), ("ece", 1.0, 3))
+            ]
+            lines.append([split, NETWORKS[network], *arm, str(len(rows)), *scores])
+    titles = ["split", "network", "ε", "trained", "r", "head's share of ε", "T", "runs", "accuracy, %", "NLL", "ECE"]
+    return table(titles, lines)
 
 
 def provenance() -> str:

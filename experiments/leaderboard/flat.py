@@ -1,7 +1,7 @@
-"""All weights of the paper's CNN in flat coordinates, after a last layer on flat features: CIFAR-10, from ``images-32``.
+"""All weights of a network in flat coordinates, after a last layer on flat features: CIFAR-10, from a prior.
 
-    python -m experiments.leaderboard.flat --data DATA --table flat.csv --epsilons 1 3 7.5 --arms dp-steady:0.3@0.35
-    python -m experiments.leaderboard.flat --data DATA --table flat.csv --judge --seeds 1 2 3 --epsilons 1 3 7.5
+    python -m experiments.leaderboard.flat paper --data DATA --work WORK --table flat.csv --epsilons 3 --arms dp-steady:0.3@0.35
+    python -m experiments.leaderboard.flat paper --data DATA --work WORK --table flat.csv --judge --seeds 1 2 3 --epsilons 3
 
 A prior's features are flat for a last layer (:mod:`dpivon.priors.features`). Here they are for every convolution: it has its
 prior weights W₀ and a trained Θ, which starts at zero,
@@ -9,7 +9,8 @@ prior weights W₀ and a trained Θ, which starts at zero,
     y = W₀ x + s Θ A x
 
 with x a patch of its input, A the inverse root of its covariance on images of the random process, damped as there, and s the
-root mean square of W₀ A⁻¹. So Θ is in units of the prior, and noise is spread evenly over what the layer sees.
+root mean square of W₀ A⁻¹. So Θ is in units of the prior, and noise is spread evenly over what the layer sees. Networks, priors
+and WORK are those of :mod:`experiments.leaderboard.linear`.
 
 An arm is METHOD:RATE@SHARE: the head is trained first, alone, at the full batch, with the σ at which that spends SHARE of ε by
 itself; then Θ and the head together. Both and a reserve for calibration are composed. The network averages the features of an
@@ -24,7 +25,7 @@ import argparse
 import copy
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,34 +35,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpivon import Augmentation
+from dpivon.data.images import tuning_places
 from dpivon.machine import hardware_name
 from dpivon.metrics import accuracy, ece, nll
 from dpivon.models import PaperCNN
-from dpivon.models.cnn import conv_block
+from dpivon.models.standardised import StandardisedConv2d
+from dpivon.models.wrn import Block
 from dpivon.optim.average import window_decay
-from dpivon.priors import Features, start_from
-from dpivon.priors.features import PLACES, flat, made_up
+from dpivon.priors import Features
+from dpivon.priors.features import PLACES, flat
 from dpivon.privacy.accounting import epsilon, noise_multiplier
 from dpivon.stacked import AnyNetwork, Run, Stack
 from dpivon.temperature import temper
+from experiments.leaderboard.linear import features_of, made, process_images
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split, load_split
 from experiments.leaderboard.priors.predictions import RESERVE
 from experiments.leaderboard.priors.private import DELTA, C
 from experiments.leaderboard.priors.scores import SHIFTS, best_temperature
 from experiments.leaderboard.wide.heads import ACCOUNTANT, Arm, trained_heads
+from experiments.leaderboard.wide.network import WideNetwork, averaged
 
-PROCESS, HEAD_STEPS, BATCH = "filters", 160, 4096
+HEAD_STEPS, BATCH = 160, 4096
 #: Images of the process whose patches a covariance is of, and how many patches.
 IMAGES, PATCHES = 1024, 100_000
 #: Of a flat feature, against 1 in a last layer that is trained alone: the share of a clipped gradient that is the head's.
-UNIT = 0.064
+UNITS = {"paper": 0.064, "wide": 0.045}
 
 
 @dataclass(frozen=True)
 class Cell:
     """One run."""
 
+    network: str
     epsilon: float
     method: str
     lr: float
@@ -84,21 +90,30 @@ COLUMNS = (
 
 
 class FlatConv(nn.Module):
-    """A convolution with its prior weights, and Θ, which sees flat patches."""
+    """A convolution with its prior weights, and Θ, which sees flat patches of what it saw of a process's images."""
 
-    def __init__(self, conv: nn.Conv2d, images: Tensor) -> None:
+    def __init__(self, prior: nn.Conv2d, seen: Tensor) -> None:
         super().__init__()
-        patches = F.unfold(images, conv.kernel_size, padding=conv.padding).mT.flatten(0, 1)  # type: ignore[arg-type]
-        chosen = torch.randperm(len(patches), generator=torch.Generator().manual_seed(0))[:PATCHES]
-        matrix = flat(patches[chosen.to(patches.device)])[1].T
-        prior = torch.linalg.solve(matrix.double().T, conv.weight.detach().double().flatten(1).T)  # W₀ A⁻¹, transposed
-        matrix = matrix * prior.square().mean().sqrt().float()
-        self.conv = conv.requires_grad_(False)
+        weight = prior.standardised() if isinstance(prior, StandardisedConv2d) else prior.weight
+        into, out, (size, _), (stride, _) = prior.in_channels, prior.out_channels, prior.kernel_size, prior.stride
+        padding = size // 2
+        self.conv = nn.Conv2d(into, out, size, stride, padding, bias=prior.bias is not None).to(seen.device)
+        self.conv.load_state_dict({**prior.state_dict(), "weight": weight.detach()})
+        generator = torch.Generator().manual_seed(0)
+        each = -(-PATCHES // len(seen))
+        patches = []
+        for x in seen.split(64):
+            found = F.unfold(x, size, padding=padding, stride=stride).mT
+            places = torch.randperm(found.shape[1], generator=generator)[:each]
+            patches.append(found[:, places.to(found.device)].flatten(0, 1))
+        matrix = flat(torch.cat(patches))[1].T
+        start = torch.linalg.solve(matrix.double().T, weight.detach().double().flatten(1).T)  # W₀ A⁻¹, transposed
+        matrix = matrix * start.square().mean().sqrt().float()
         matrix = F.pad(matrix, (0, 0, 0, -len(matrix) % 32))  # zeros, as many channels as products are fast with
-        width, size, stride, padding = len(matrix), conv.kernel_size, conv.stride, conv.padding
-        self.flat = nn.Conv2d(conv.in_channels, width, size, stride, padding, bias=False)  # type: ignore[arg-type]
-        self.flat.weight = nn.Parameter(matrix.view(-1, *conv.weight.shape[1:]), requires_grad=False)
-        self.theta = nn.Conv2d(width, conv.out_channels, 1, bias=False)
+        self.flat = nn.Conv2d(into, len(matrix), size, stride, padding, bias=False)
+        self.flat.weight = nn.Parameter(matrix.view(-1, *weight.shape[1:]))
+        self.requires_grad_(False)
+        self.theta = nn.Conv2d(len(matrix), out, 1, bias=False)
         nn.init.zeros_(self.theta.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,24 +121,62 @@ class FlatConv(nn.Module):
         return found
 
 
-class FlatCNN(nn.Module):
-    """The paper's CNN up to its last map, in flat coordinates, and a last layer on flat features of all its maps."""
+@torch.no_grad()
+def in_flat_coordinates(body: nn.Module, images: Tensor) -> nn.Module:
+    """A copy that is trained in Θ alone."""
+    seen: dict[str, list[Tensor]] = {}
+    convolutions = {name: m for name, m in body.named_modules() if isinstance(m, nn.Conv2d)}
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, given: seen.setdefault(name, []).append(given[0])
+
+    hooks = [m.register_forward_pre_hook(note(name)) for name, m in convolutions.items()]
+    for x in images.split(256):
+        body(x)
+    for hook in hooks:
+        hook.remove()
+    made = copy.deepcopy(body).requires_grad_(False)
+    for name, conv in convolutions.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(made.get_submodule(parent), leaf, FlatConv(conv, torch.cat(seen.pop(name))))
+    return made
+
+
+def maps(body: nn.Module, x: Tensor) -> list[Tensor]:
+    """Rows of what the last layers see and, in places, of the last map at every resolution before, as ``Features`` has them."""
+    early = []
+    if isinstance(body, PaperCNN):
+        for i, block in enumerate(body.features):
+            assert isinstance(block, nn.Sequential)
+            *layers, pool = block
+            for layer in layers:
+                x = layer(x)
+            if i + 1 < len(body.features):
+                early.append(averaged(x, PLACES))
+            x = pool(x)
+        return [x.flatten(1), *early]
+    assert isinstance(body, WideNetwork)
+    x = body.stem(x)
+    for block in body.blocks:
+        assert isinstance(block, Block)
+        skip = x
+        if block.skip is not None:
+            assert block.skip_norm is not None
+            skip = block.skip_norm(F.relu(x))
+            before, skip = skip, block.skip(skip)
+            if before.shape[-1] > skip.shape[-1]:
+                early.append(averaged(before, PLACES))
+        x = skip + block.conv2(block.norm2(F.relu(block.conv1(block.norm1(F.relu(x))))))
+    return [averaged(body.norm(F.relu(x)), body.places), *early]
+
+
+class FlatNetwork(nn.Module):
+    """A network up to its last map, in flat coordinates, and a last layer on flat features of all its maps."""
 
     def __init__(self, features: Features, images: Tensor, unit: float) -> None:
         super().__init__()
-        prior = features.body
-        assert isinstance(prior, PaperCNN)
-        blocks = []
-        for block in prior.features:
-            assert isinstance(block, nn.Sequential)
-            own = conv_block(block.conv.in_channels, block.conv.out_channels, block.norm.num_groups).to(images.device)
-            own.load_state_dict(block.state_dict())
-            own.requires_grad_(False)
-            own.conv = FlatConv(own.conv, images[:IMAGES])
-            with torch.no_grad():
-                images = torch.cat([block(x) for x in images.split(500)])
-            blocks.append(own)
-        self.blocks = nn.ModuleList(blocks)
+        self.body = in_flat_coordinates(features.body, images)
+        self.body.head = nn.Identity()  # of no use here
         self.flat = nn.Linear(features.width, features.width).requires_grad_(False)
         self.flat.weight.data = unit * features.matrix.T.contiguous()
         self.flat.bias.data = -(features.mean @ features.matrix) * unit
@@ -135,15 +188,7 @@ class FlatCNN(nn.Module):
         self.head.bias.data.copy_(head.bias.detach())
 
     def seen(self, x: Tensor) -> Tensor:
-        """The last map, and means over places of those before, as :class:`dpivon.priors.Features` has them."""
-        early: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            assert isinstance(block, nn.Sequential)
-            x = block.relu(block.norm(block.conv(x)))
-            if i + 1 < len(self.blocks):
-                early.append(F.avg_pool2d(x, x.shape[-1] // PLACES).flatten(1))
-            x = block.pool(x)
-        return torch.cat([x.flatten(1), *early], 1)
+        return torch.cat(maps(self.body, x), 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits((self.seen(x) + self.seen(x.flip(-1))) / 2)
@@ -157,12 +202,14 @@ class FlatCNN(nn.Module):
         """Of images, or of the mean features of their ten copies."""
         side, moves = x.shape[-1], SHIFTS if copies else SHIFTS[:1]
         found = []
-        for part in x.split(2000):
+        for part in x.split(1000):
             padded = F.pad(part, (2, 2, 2, 2), mode="reflect")
             each = [padded[..., 2 + i : 2 + i + side, 2 + j : 2 + j + side] for i, j in moves]
             if copies:
                 each += [view.flip(-1) for view in each]
-            found.append(self.logits(torch.stack([self.seen(view) for view in each]).mean(0)).softmax(1))
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+                seen = torch.stack([self.seen(view).float() for view in each]).mean(0)
+            found.append(self.logits(seen).softmax(1))
         return torch.cat(found)
 
 
@@ -179,8 +226,7 @@ class Group:
             noise_multiplier(c.epsilon, DELTA, self.rate, c.steps, ACCOUNTANT, also=cost)
             for c, cost in zip(cells, self.costs, strict=True)
         ]
-        images = made_up(PROCESS, split.images.shape[-1], count=IMAGES).to(device)
-        made = FlatCNN(features, images, self.first.unit).to(device)
+        made = FlatNetwork(features, process_images(self.first.network, IMAGES).to(device), self.first.unit).to(device)
         self.network = AnyNetwork(lambda: copy.deepcopy(made))
 
     def train(self) -> Stack:
@@ -192,7 +238,7 @@ class Group:
         starts = []
         for head in trained_heads(runs, HEAD_STEPS, self.flattened, split.labels):
             model = self.network.template()
-            assert isinstance(model, FlatCNN)
+            assert isinstance(model, FlatNetwork)
             model.take(head.to(split.images.device))
             starts.append(self.network.pack(model))
         self.heads = [self._scores(self.network.model(start))["accuracy"] for start in starts]
@@ -219,7 +265,7 @@ class Group:
 
     def _scores(self, model: nn.Module) -> dict[str, float]:
         """Of the images as they are, and of ten copies; each at the temperature that fits it best."""
-        assert isinstance(model, FlatCNN)
+        assert isinstance(model, FlatNetwork)
         split, y, found = self.split, self.split.score_labels, {}
         for kind, copies in (("one_", False), ("", True)):
             probs = model.probabilities(split.score_images, copies)
@@ -241,12 +287,14 @@ class Group:
         return found
 
 
-def arms(words: Sequence[str], rows: Sequence[tables.Row], target: float) -> list[tuple[str, float, float, float]]:
+def arms(
+    words: Sequence[str], rows: Sequence[tables.Row], network: str, target: float
+) -> list[tuple[str, float, float, float]]:
     """Method, rate, share and unit: as written, or those of the best validation row of every method at this ε."""
     if words:
         each = (word.replace("@", ":").split(":") for word in words)
-        return [(method, float(rate), float(share), UNIT) for method, rate, share in each]
-    mine = [r for r in rows if r["split"] == "validation" and float(r["epsilon"]) == target]
+        return [(method, float(rate), float(share), UNITS[network]) for method, rate, share in each]
+    mine = [r for r in rows if (r["network"], r["split"], float(r["epsilon"])) == (network, "validation", target)]
     if not mine:
         raise SystemExit(f"--epsilons {target:g}: has no validation rows to choose by. Give --arms METHOD:RATE@SHARE.")
     best = {r["method"]: r for r in sorted(mine, key=lambda r: float(r["accuracy"]))}
@@ -255,7 +303,9 @@ def arms(words: Sequence[str], rows: Sequence[tables.Row], target: float) -> lis
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", choices=tuple(UNITS))
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for features")
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 3.0, 7.5])
     parser.add_argument("--arms", nargs="+", default=[], metavar="METHOD:RATE@SHARE")
@@ -267,9 +317,9 @@ def main(words: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     split, table = load_split(a.data, device, judge=a.judge, toy=a.toy), tables.read(a.table)
     cells = [
-        Cell(e, method, rate, share, seed, a.steps, unit)
+        Cell(a.network, e, method, rate, share, seed, a.steps, unit)
         for e in a.epsilons
-        for method, rate, share, unit in arms(a.arms, table, e)
+        for method, rate, share, unit in arms(a.arms, table, a.network, e)
         for seed in a.seeds
     ]
     known = {tuple(r[n] for n in NAMES) for r in table if r["split"] == split.name}
@@ -277,16 +327,16 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"{len(cells)} runs to train, {len(split.labels):,} images, {device}", flush=True)
     if not cells:
         return
-    network = PaperCNN().to(device)
+    features = features_of(a.network, a.work, device, a.toy)
     if a.toy:
-        start_from(network, "images-32")
-        features = Features(network, made_up(PROCESS, 32, count=512).to(device), shift=2, mirror=True)
+        seen = features(split.images)
     else:
-        features = Features.of(network, "images-32", (3, 32, 32))
-    group = Group(cells, split, features, features(split.images))
-    made = group.rows(group.train())
-    tables.append(a.table, made, COLUMNS)
-    for row in made:
+        seen, labels = made(a.network, a.data, a.work, device)["train"]
+        seen = seen if a.judge else seen[torch.from_numpy(tuning_places(len(labels))[0]).to(device)]
+    group = Group(cells, split, features, seen)
+    rows = group.rows(group.train())
+    tables.append(a.table, rows, COLUMNS)
+    for row in rows:
         print("  " + " ".join(f"{n}={row[n]}" for n in ("split", *NAMES, "head_accuracy", *SCORES[1:])), flush=True)
 
 

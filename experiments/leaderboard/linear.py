@@ -29,7 +29,7 @@ from dpivon.machine import hardware_name
 from dpivon.metrics import accuracy, ece, nll
 from dpivon.models import PaperCNN
 from dpivon.optim.average import window_decay
-from dpivon.priors import Features
+from dpivon.priors import Features, start_from
 from dpivon.priors.features import made_up
 from dpivon.privacy.temperature import temperature_cost, temperature_noise
 from dpivon.recipe import HELD_OUT
@@ -62,26 +62,38 @@ COLUMNS += (
 )
 
 
-def features_of(network: str, device: torch.device, toy: bool = False) -> Features:
-    """The prior's features, flat on images of its process."""
-    if network == "paper":
-        return Features.of(PaperCNN().to(device), "images-32", (3, 32, 32))
-    public = made_up(process_of(WIDE), 32, count=512 if toy else None).to(device)
-    return Features(load_wide(WIDE, places=4).to(device), public, shift=2, mirror=True)
+def process_images(network: str, count: int | None = None) -> Tensor:
+    """Images of the random process that this network's prior is of."""
+    return made_up("filters" if network == "paper" else process_of(WIDE), 32, count=count)
+
+
+def features_of(network: str, work: Path, device: torch.device, toy: bool = False) -> Features:
+    """The prior's features, flat on images of its process; kept, since those of ``wide`` take a GPU."""
+    path = work / f"{network}{'-toy' * toy}-features.pt"
+    if not path.is_file():
+        if network == "paper":
+            body = PaperCNN()
+            start_from(body, "images-32")
+        else:
+            body = load_wide(WIDE, places=4)
+        public = process_images(network, 512 if toy else None).to(device)
+        work.mkdir(parents=True, exist_ok=True)
+        torch.save(Features(body.to(device), public, shift=2, mirror=True), path)
+    found: Features = torch.load(path, map_location=device, weights_only=False)
+    return found
 
 
 @torch.no_grad()
 def made(network: str, data: Path, work: Path, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """Flat features and labels of the training and the test images."""
+    """Flat features and labels of the training and the test images; kept too."""
     path = work / f"{network}.pt"
     if not path.is_file():
-        began, features = time.monotonic(), features_of(network, device)
+        began, features = time.monotonic(), features_of(network, work, device)
         found = {}
         for name, part in zip(("train", "test"), cached(data), strict=True):
             x, y = (t.to(device) for t in normalised(part))
             found[name] = features(x), y
             print(f"{network}, {name}: {tuple(found[name][0].shape)}, {time.monotonic() - began:.0f} s", flush=True)
-        work.mkdir(parents=True, exist_ok=True)
         torch.save(found, path)
     loaded: dict[str, tuple[Tensor, Tensor]] = torch.load(path, map_location=device)
     return loaded
