@@ -34,9 +34,9 @@ HEAD = 0.25
 class WideNetwork(WideResNet):
     """WRN-16-4 whose last layer sees means over the parts of a grid of places × places, in place of one mean over all."""
 
-    def __init__(self, places: int = 1, toy: bool = False) -> None:
+    def __init__(self, places: int = 1, toy: bool = False, relu_first: bool = True) -> None:
         sizes = {"depth": 10, "width": 1, "groups": 4} if toy else {}
-        super().__init__(**sizes, relu_first=True)
+        super().__init__(**sizes, relu_first=relu_first)
         self.places = places
         if places > 1:
             self.head = nn.Linear(self.head.in_features * places**2, self.head.out_features)
@@ -50,8 +50,8 @@ def averaged(maps: Tensor, places: int) -> Tensor:
     return F.avg_pool2d(maps, maps.shape[-1] // places).flatten(1)
 
 
-def wide(toy: bool = False, places: int = 1) -> WideNetwork:
-    return WideNetwork(places, toy)
+def wide(toy: bool = False, places: int = 1, relu_first: bool = True) -> WideNetwork:
+    return WideNetwork(places, toy, relu_first)
 
 
 class Wrapped(nn.Module):

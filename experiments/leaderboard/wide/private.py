@@ -4,7 +4,8 @@
         --epsilons 1 --batch 2048 --steps 250 --views 4 --arms dp-steady:0.7 dp-sgd:0.06@0.2:dp-sgd:3 dp-steady:0.7@0
 
 An arm is METHOD:RATE, and after @ how its head is trained if not as ``--head`` says: SHARE:METHOD:RATE, or 0 for not at all;
-``scratch`` after @ is a run from new weights, beside others from the prior.
+``scratch`` after @ is a run from new weights, beside others from the prior. With ``--norm-first`` the network has the other
+order, norm before ReLU, and no prior.
 Both phases and the charged calibration are composed: the head has the σ at which it spends its share of ε by itself, all
 weights the least σ with which everything together spends ε. Runs of one call are one stack and differ in ε, method and rate.
 ``--arms best`` takes the best rate of every method, and ``--arms chosen`` the best of all, by the validation rows at that ε.
@@ -44,11 +45,13 @@ from experiments.leaderboard.wide.heads import ACCOUNTANT, FLAT, Arm, Row, flatt
 from experiments.leaderboard.wide.network import WideNetwork, Wrapped, balanced, features, load_wide, wide
 
 HEADS = "dpivon_wide_heads"
+#: What stands for a prior's name in runs from new weights, in either order.
+SCRATCH, NORM_FIRST = "scratch", "scratch, norm first"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One private run; ``prior`` is the name of a file, or "scratch"."""
+    """One private run; ``prior`` is the name of a file, or how new weights are made."""
 
     prior: str
     epsilon: float
@@ -95,7 +98,7 @@ class Group:
         name = hashlib.sha256(repr([split.name, self.cells]).encode()).hexdigest()[:16]
         self.folder = a.work / name
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.network = AnyNetwork(lambda: wide(a.toy, first.places))
+        self.network = AnyNetwork(self._new)
         self.seconds = 0.0
 
     def _head_sigma(self, c: Cell) -> float:
@@ -103,6 +106,9 @@ class Group:
 
     def _head_cost(self, i: int) -> list[tuple[float, float, int]]:
         return [self.heads[i].cost(self.head_sigmas[i])] if self.cells[i].head_steps else []
+
+    def _new(self) -> WideNetwork:
+        return wide(self.a.toy, self.cells[0].places, self.cells[0].prior != NORM_FIRST)
 
     def _prior(self) -> WideNetwork:
         return load_wide(self.a.prior, self.a.toy, self.cells[0].places)
@@ -112,7 +118,7 @@ class Group:
         made = []
         for cell in self.cells:
             torch.manual_seed(cell.seed)
-            made.append(wide(self.a.toy, cell.places) if cell.prior == "scratch" else self._prior())
+            made.append(self._new() if cell.prior in (SCRATCH, NORM_FIRST) else self._prior())
         places = [i for i, c in enumerate(self.cells) if c.head_steps]
         if not places:
             return made
@@ -182,7 +188,7 @@ class Group:
 
     def warm(self) -> None:
         torch.manual_seed(0)
-        stack, began = self.stack([wide(self.a.toy, self.a.places) for _ in self.cells]), time.monotonic()
+        stack, began = self.stack([self._new() for _ in self.cells]), time.monotonic()
         stack.block = 3
         for _ in range(2):
             list(stack.train(3))
@@ -242,7 +248,7 @@ def arms(words: Iterable[str], rows: Sequence[Row], target: float, prior: str, p
         if word not in ("best", "chosen"):
             own, _, other = word.partition("@")
             method, rate = own.split(":")
-            start, other = ("scratch", "0") if other == "scratch" else (prior, other or head)
+            start, other = (SCRATCH, "0") if other == SCRATCH else (prior, other or head)
             share, *trained = other.split(":")
             first, speed = trained if trained else ("", "0")
             found.append((start, method, float(rate), float(share), first, float(speed)))
@@ -275,15 +281,18 @@ def main() -> None:
     parser.add_argument("--head-steps", type=int, default=160)
     parser.add_argument("--work", type=Path, default=Path("/tmp/wide-work"))
     parser.add_argument("--until", type=float, default=math.inf, help="the time, of date +%%s, to stop and keep at")
+    parser.add_argument("--norm-first", action="store_true")
     parser.add_argument("--judge", action="store_true")
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
+    if a.norm_first and a.prior is not None:
+        parser.error("--norm-first: has no prior. Leave --prior out.")
     if a.toy:
         a.batch, a.steps, a.head_steps = 16, 4, 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     split, table = load_split(a.data, device, judge=a.judge, toy=a.toy), tables.read(a.table)
-    prior = "scratch" if a.prior is None else a.prior.stem
+    prior = a.prior.stem if a.prior is not None else NORM_FIRST if a.norm_first else SCRATCH
     cells = [
         Cell(
             start, e, method, lr, seed, a.batch, a.steps, a.views, a.places, share, a.head_steps if share else 0, *head
