@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,31 @@ def test_features_that_were_saved_before_maps_were_among_them_are_as_they_were()
     x = pictured(5)
     seen = made.body.down(made.body.conv(x)).mean((2, 3))
     torch.testing.assert_close(made(x), (seen - made.mean) @ made.matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_saved_is_what_is_loaded_whatever_weights_the_network_has(tmp_path: Path) -> None:
+    x, path = pictured(), tmp_path / "features.safetensors"
+    made = Features(small(), x, shift=1, mirror=True)
+    made.save(path)
+    loaded = Features.load(path, SmallCNN())
+    assert torch.equal(loaded(x[:20]), made(x[:20]))
+    assert (loaded.width, loaded.parts, loaded.shift, loaded.mirror) == (192, (128, 64), 1, True)
+    assert not any(p.requires_grad for p in loaded.parameters())
+    with pytest.raises(ArgumentError, match="does not hold the features of this network"):
+        Features.load(path, PaperCNN())
+    torch.save(made, tmp_path / "pickled")
+    with pytest.raises(ArgumentError, match="pickled"):
+        Features.load(tmp_path / "pickled", SmallCNN())
+    made.matrix = made.matrix[:100]
+    made.save(path)
+    with pytest.raises(ArgumentError, match="holds values that no features have"):
+        Features.load(path, SmallCNN())
+
+
+def test_side_by_side_examples_have_the_same_features() -> None:
+    for model, x in ((small(), pictured()), (WideResNet(depth=10, width=1, groups=4), torch.randn(500, 3, 8, 8))):
+        made = Features(model, x, shift=1, mirror=True)
+        torch.testing.assert_close(made.together(x[:9]) @ made.matrix, made(x[:9]), rtol=1e-3, atol=1e-4)
 
 
 def test_an_examples_features_are_of_that_example_alone() -> None:

@@ -65,7 +65,7 @@ def test_the_temperature_is_chosen_on_held_out_examples_where_few_can_tell_it(mo
     noise = temperature_noise(0.4, 1e-5, accountant="rdp")
     monkeypatch.setattr(recipe, "WORTH", recipe.blur(noise, 15))  # which 15 of the 300 are blurred by
     trained: Any = dpivon.steady(network(), x, y, start_from=features, **plan)
-    held = recipe._left_out(x, y, 15 / N)
+    held = recipe.left_out(x, y, 15 / N)
     assert 5 <= held.sum() <= 30
     assert trained.predictor.budget.dataset_size == N - 15  # public: not how many there are
     layer, seen = features.last_layer(3), features(x)
@@ -101,7 +101,7 @@ def test_an_example_that_is_removed_moves_no_other_into_or_out_of_the_training()
     rows = [(*row.tolist(), int(label)) for row, label in zip(x, y, strict=True)]
 
     def held_out(kept: list[int]) -> Counter[Any]:
-        held = recipe._left_out(x[kept], y[kept], 0.05).tolist()
+        held = recipe.left_out(x[kept], y[kept], 0.05).tolist()
         return Counter((rows[i], out) for i, out in zip(kept, held, strict=True))
 
     whole = held_out(list(range(N)))

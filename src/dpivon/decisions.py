@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dpivon.errors import bad
+from dpivon.temperature import temper
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -30,6 +31,7 @@ class Decision(BaseModel):
             where p is right: with two classes a threshold of cost_0/(cost_0 + cost_1) on p_1.
         weights: of each class's losses in training. A model of the weighted rows gives p_k w_k up to a constant, so
             probabilities are divided by them.
+        temperature: T of the probabilities after that (:mod:`dpivon.temperature`); 1 where none was chosen.
         factors: of each class's probability after that, fitted so that their mean is the prior.
         abstain: no answer where cost_k p_k, summed to 1 over the classes, is below this level for all k.
         coverage: the share of each class's examples whose prediction set holds their class, at least.
@@ -43,6 +45,7 @@ class Decision(BaseModel):
     counted: bool = False
     costs: tuple[Positive, ...] = ()
     weights: tuple[Positive, ...] = ()
+    temperature: Positive = 1.0
     factors: tuple[Positive, ...] = ()
     abstain: Annotated[float, Field(ge=0, lt=1)] = 0.0
     coverage: Share | None = None
@@ -78,10 +81,11 @@ class Decision(BaseModel):
         return tuple(c / mean for c in costs)
 
     def probabilities(self, probs: Tensor) -> Tensor:
-        """p ∝ p · factors / weights: of examples as frequent as they are, whatever they weighed in training."""
+        """p ∝ (p / weights)^(1/T) · factors: of examples as frequent as they are, whatever they weighed in training."""
         if self.each:
             return torch.stack([own.probabilities(p) for own, p in zip(self.each, probs.unbind(1), strict=True)], 1)
-        return _scaled(_scaled(probs, tuple(1 / w for w in self.weights)), self.factors)
+        probs = _scaled(probs, tuple(1 / w for w in self.weights))
+        return _scaled(probs if self.temperature == 1 else temper(probs, self.temperature), self.factors)
 
     def labels(self, probs: Tensor) -> Tensor:
         """The answer to each row of :meth:`probabilities`, [N] or [N, labels]; −1 for none."""
@@ -114,6 +118,9 @@ class Decision(BaseModel):
         if self.prior:
             how = "counted with noise, and charged" if self.counted else "as declared"
             said.append(f"Shares of the classes, {how}: {_listed(classes, self.prior, '.3g')}.")
+        if self.temperature != 1:
+            how = "chosen by sums with noise over private rows, and charged"
+            said.append(f"Probabilities have the temperature {self.temperature:.3g}, {how}.")
         if self.factors:
             said.append(
                 "Probabilities were scaled so that their mean over the training rows is these shares, by sums with noise, and "

@@ -49,6 +49,7 @@ from dpivon.posterior import Posterior
 from dpivon.priors.features import Features
 from dpivon.privacy import Accountant, PrivacyEngine
 from dpivon.privacy.accounting import DEFAULT
+from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import LEDGER
 from dpivon.privacy.augmentation import used
 from dpivon.privacy.people import People
@@ -64,8 +65,53 @@ TEMPERATURE = "temperature.json"
 #: Nats. A miscalibration smaller than this is not worth a release.
 WORTH = 0.02
 
+#: The part of ε that a temperature would cost by itself.
+SHARE = 0.1
+
 #: The largest share of the examples on a prior's features that is held out for the temperature.
 HELD_OUT = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How a run's temperature is chosen: decided by N, ε and δ alone, all public.
+
+    Attributes:
+        noise_multiplier: σ of the whole choice; None where there is none, since noise would blur it by more than ``WORTH``.
+        held_out: how many of the N examples are left out of the training for it, on average; 0 where it is chosen on all.
+    """
+
+    noise_multiplier: float | None = None
+    held_out: int = 0
+
+    @classmethod
+    def planned(
+        cls,
+        examples: int,
+        target_epsilon: float,
+        delta: float,
+        *,
+        share: float = SHARE,
+        held_out: float = 0.0,
+        accountant: str = DEFAULT,
+    ) -> Calibration:
+        """That of N examples, with the shares of ε and of the examples that :func:`steady` has."""
+        share = check_number("temperature_share", share, f"Use about {SHARE}", above=0.0, below=1.0)
+        target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
+        sigma = temperature_noise(share * target, delta, accountant=accountant)
+        blurred = blur(sigma, examples)
+        few = math.ceil(examples * blurred / WORTH)  # blurred by WORTH
+        return cls(sigma, few if few <= held_out * examples else 0) if blurred <= WORTH else cls()
+
+    @property
+    def cost(self) -> History:
+        """What the plan of the training leaves room for."""
+        return [] if self.noise_multiplier is None else [temperature_cost(self.noise_multiplier)]
+
+    @property
+    def trace(self) -> float:
+        """How much of the iterates' spread is width."""
+        return WIDTH_ALONE if self.noise_multiplier is None else WIDTH
 
 
 def steady(
@@ -79,7 +125,7 @@ def steady(
     epochs: int,
     start_from: str | os.PathLike[str] | Posterior | Features | None = None,
     max_grad_norm: float = 1.0,
-    temperature_share: float = 0.1,
+    temperature_share: float = SHARE,
     samples: int = 32,
     held_out: float | None = None,
     accountant: str = DEFAULT,
@@ -107,7 +153,7 @@ def steady(
             classes there are. The prior is a name such as ``"images-32"``, a file of ``dpivon prior learn``, or
             :class:`dpivon.priors.Features` of any network and public inputs. All features are in memory at once. With ``out=``
             a run goes on where features come out to the bit, so on the same kind of machine; its ``model/`` is the last
-            layer, so keep ``predictor.features`` too.
+            layer, so keep ``predictor.features`` too, by ``save``.
         max_grad_norm: C.
         temperature_share: the part of ε that the temperature would cost by itself; composed with training it is far less.
         samples: the draws that the temperature is chosen for; predict with as many.
@@ -158,30 +204,30 @@ def _trained(
     **options: Any,
 ) -> Tempered:
     """The recipe; ``raw`` are the inputs as they were given, if what is trained on is made of them."""
-    share = check_number("temperature_share", temperature_share, "Use about 0.1", above=0.0, below=1.0)
-    target = check_number("target_epsilon", target_epsilon, "Use a value such as 3.0", above=0.0)
-    sigma = temperature_noise(share * target, delta, accountant=accountant)
     given: Any = inputs
     people = People.given(options.get("user_ids"), options.get("rows_per_user"))
     n = options.get("dataset_size") or len(given if people is None else people)
-    worth = people is None and blur(sigma, n) <= WORTH
-    own = {"trace": WIDTH if worth else WIDTH_ALONE, **dict(options.pop("options", None) or {})}
-    plan: dict[str, Any] = {"delta": delta, "accountant": accountant, "target_epsilon": target, "seed": seed}
-    plan |= {"also": [temperature_cost(sigma)] if worth else None}
-    data: Any = (inputs, labels) if labels is not None else inputs
-    few = math.ceil(n * blur(sigma, n) / WORTH)  # blurred by WORTH
     tensors = isinstance(inputs, Tensor) and isinstance(labels, Tensor) and len(labels) == n  # fit refuses others
-    if worth and few <= held_out * n and tensors and not options.get("dataset_size"):
+    held_out = held_out if tensors and not options.get("dataset_size") else 0.0
+    chosen_on = Calibration.planned(
+        n, target_epsilon, delta, share=temperature_share, held_out=held_out, accountant=accountant
+    )
+    chosen_on = chosen_on if people is None else Calibration()
+    own = {"trace": chosen_on.trace, **dict(options.pop("options", None) or {})}
+    plan: dict[str, Any] = {"delta": delta, "accountant": accountant, "target_epsilon": target_epsilon, "seed": seed}
+    plan |= {"also": chosen_on.cost or None}
+    data: Any = (inputs, labels) if labels is not None else inputs
+    if few := chosen_on.held_out:
         pair: Any = given, labels
-        held = _left_out(given if raw is None else raw, pair[1], few / n).to(given.device)
+        held = left_out(given if raw is None else raw, pair[1], few / n).to(given.device)
         data, (inputs, labels) = tuple(t[held] for t in pair), (t[~held] for t in pair)
         options["dataset_size"] = n - few  # public, as n is: how many there really are depends on what they are
         batch = check_whole("batch_size", options["batch_size"], "Give the expected number in a batch", at_least=1)
         options["batch_size"] = min(batch, n - few) if batch <= n else batch
     fitted = fit(model, inputs, labels, method=METHOD, options=own, **plan, **options)
-    if not worth:
+    if chosen_on.noise_multiplier is None:
         return Tempered(fitted, 1.0)
-    chosen: dict[str, Any] = {"noise_multiplier": sigma, "samples": samples}
+    chosen: dict[str, Any] = {"noise_multiplier": chosen_on.noise_multiplier, "samples": samples}
     own_seed = None if seed is None else seed ^ 0x7E3F
     own_seed = own_seed if options.get("after") is None else seed_after(own_seed, options["after"])
     chosen["generator"] = None if own_seed is None else torch.Generator().manual_seed(own_seed)
@@ -246,7 +292,7 @@ def _kept_temperature(fitted: Fitted, data: Any, folder: Path, chosen: Mapping[s
     return found
 
 
-def _left_out(inputs: Tensor, labels: Tensor, share: float) -> Tensor:
+def left_out(inputs: Tensor, labels: Tensor, share: float) -> Tensor:
     """Whether each example is held out, as about this share of them: by a hash of it and of how many before are the same.
 
     By its place it would not do: without one example all that follow it have another place, and many would be trained on

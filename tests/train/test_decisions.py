@@ -41,6 +41,17 @@ def decided(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         return folder, train(resolve(options))
 
 
+def test_a_temperature_comes_after_the_weights_and_before_the_factors() -> None:
+    decision = Decision(weights=(2.0, 1.0), temperature=2.0, factors=(1.0, 0.5))
+    expected = (P.double() / torch.tensor([2.0, 1.0])).sqrt() * torch.tensor([1.0, 0.5])
+    torch.testing.assert_close(decision.probabilities(P).double(), expected / expected.sum(1, keepdim=True))
+    assert torch.equal(Decision(temperature=0.5).labels(P), Decision().labels(P))
+    (said,) = Decision(temperature=1.5).sentences(("no", "yes"))
+    assert said == "Probabilities have the temperature 1.5, chosen by sums with noise over private rows, and charged."
+    with pytest.raises(ValueError, match="greater than 0"):
+        Decision(temperature=0.0)
+
+
 def test_every_release_was_planned_and_all_together_stay_within_epsilon(decided: Any) -> None:
     folder, summary = decided
     shares, sets = shares_cost(8.0, 1e-4, counted=True), sets_cost(8.0, 1e-4)

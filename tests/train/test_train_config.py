@@ -55,10 +55,14 @@ def test_defaults_are_functions_of_declared_numbers() -> None:
     assert resolve({**BASE, "method": "dp-ivon-gradsq", "epsilon": 0.3}).lr < config.lr
     assert resolve({**BASE, "method": "dp-adam"}).lr == 0.01
     assert resolve({**BASE, "dataset_size": 10, "delta": 1e-3}).batch_size == 10
-    assert resolve({**BASE, "start_from": "images-32"}).lr == 1.75
-    assert resolve({**BASE, "start_from": "strokes-8"}).lr == 0.45
-    assert resolve({**BASE, "start_from": __file__}).lr == 1.75  # a prior of one's own
-    assert resolve({**BASE, "start_from": "images-32", "method": "dp-adam"}).lr == 0.01
+    for start in ("images-32", "strokes-8", __file__):  # the last is a prior of one's own
+        config = resolve({**BASE, "start_from": start})
+        assert (config.lr, config.last_layer) == (3.5, True)
+    assert resolve({**BASE, "start_from": "images-32", "last_layer": False}).lr == 1.75
+    assert resolve({**BASE, "start_from": "strokes-8", "last_layer": False}).lr == 0.45
+    assert resolve({**BASE, "start_from": __file__, "last_layer": False}).lr == 1.75
+    config = resolve({**BASE, "start_from": "images-32", "method": "dp-adam"})
+    assert (config.lr, config.last_layer) == (0.01, False)
     assert resolve({**BASE, "start_from": "images-32", "lr": 3.0}).lr == 3.0
     assert resolve({**BASE, "start_from": "a-run-that-is-gone"}).lr == 3.5
 

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from dpivon.durable.tensors import read_tensors, write_tensors
 from dpivon.errors import bad, check_whole
 from dpivon.posterior import Posterior
 from dpivon.priors.learning import MEAN, STD
@@ -44,6 +45,8 @@ CHUNK = 500
 SHIFT = 1 / 16
 #: Places of a map, in each direction, that means are taken over.
 PLACES = 4
+#: Of the file that :meth:`Features.save` writes.
+FORMAT, VERSION = "dpivon_features", "1"
 
 
 class Features(nn.Module):
@@ -128,15 +131,46 @@ class Features(nn.Module):
         process = found.metadata.get("process", "")
         if process not in MIXTURES:
             problem = "names no random process, so there are no images to flatten its features on"
-            raise bad("start_from", shown, problem, "Give dpivon.priors.Features(network, public inputs)")
+            fix = "Give dpivon.priors.Features(network, public inputs), or train all weights (--no-last-layer)"
+            raise bad("start_from", shown, problem, fix)
         if len(shape) != 3 or shape[1] != shape[2]:
-            fix = "Give inputs [N, channels, side, side]"
+            fix = "Give inputs [N, channels, side, side], or train all weights (--no-last-layer)"
             raise bad("inputs", shape, "is not the shape of square images, which its process makes", fix)
         channels, side, _ = shape
         mean, std = float(found.metadata["input_mean"]), float(found.metadata["input_std"])
         shift = max(1, round(SHIFT * side)) if shift is None else shift
         mirror = found.metadata.get("mirror") == "yes" if mirror is None else mirror
         return cls(network, made_up(process, side, channels, mean, std), shift=shift, mirror=mirror)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: the network's weights, μ and A. A has width² numbers, 51 MB for ``images-32``."""
+        own = {"parts": " ".join(map(str, self.parts)), "shift": str(self.shift), "mirror": str(int(self.mirror))}
+        write_tensors(path, self.state_dict(), {FORMAT: VERSION, **own})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], network: nn.Module) -> Features:
+        """What :meth:`save` wrote, for a copy of the same ``network``, whose own weights may be anything, or on ``meta``."""
+        fix = "Give a file of Features.save, and the network that it is of"
+        tensors, own = read_tensors(path, key=FORMAT, version=VERSION, what="features", fix=fix)
+        tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.body = copy.deepcopy(network).eval().requires_grad_(False)
+        made.cut = last_layers(made.body)
+        try:
+            made.parts = tuple(int(part) for part in own["parts"].split())
+            made.shift, made.mirror = int(own["shift"]), own["mirror"] == "1"
+            made.mean, made.matrix = (nn.Buffer(tensors.pop(name)) for name in ("mean", "matrix"))
+            made.width = len(made.mean)
+            weights = {name.removeprefix("body."): t for name, t in tensors.items()}
+            made.body.load_state_dict(weights, assign=True)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            problem = f"does not hold the features of this network ({str(error).splitlines()[0]})"
+            raise bad("path", os.fspath(path), problem, fix) from None
+        whole = all(torch.isfinite(t).all() for t in (made.mean, made.matrix, *tensors.values()))
+        if not whole or made.shift < 0 or made.matrix.shape != (made.width, made.width):
+            raise bad("path", os.fspath(path), "holds values that no features have", fix)
+        return made
 
     def last_layer(self, classes: int) -> nn.Linear:
         """A linear layer of zero on these features."""
@@ -158,14 +192,24 @@ class Features(nn.Module):
         device = next(self.body.parameters()).device
         return torch.cat([self._averaged(part.to(device)) for part in x.split(CHUNK)])
 
-    def _averaged(self, x: Tensor) -> Tensor:
-        d = self.shift
+    def together(self, x: Tensor) -> Tensor:
+        """f(x) − μ for ``torch.export``, which knows no ``vmap``: examples run through the network side by side."""
+
+        def of_all(x: Tensor) -> Tensor:
+            with Watched(self.body, self.cut, x.shape[0]) as watched:
+                self.body(x)
+            return torch.cat(watched.found()[: len(self.parts) or 1], 1).float()
+
+        return self._averaged(x, of_all) - self.mean
+
+    def _averaged(self, x: Tensor, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        of, d = of or self._seen, self.shift
         padded = F.pad(x, (d, d, d, d), mode="reflect") if d else x
         moves = ((0, 0), (d, 0), (-d, 0), (0, d), (0, -d)) if d else ((0, 0),)
         total: Any = 0.0
         for i, j in moves:
             moved = padded[..., d + i : d + i + x.shape[-2], d + j : d + j + x.shape[-1]] if d else x
-            total = total + self._seen(moved) + (self._seen(moved.flip(-1)) if self.mirror else 0.0)
+            total = total + of(moved) + (of(moved.flip(-1)) if self.mirror else 0.0)
         found: Tensor = total / (len(moves) * (2 if self.mirror else 1))
         return found
 
@@ -178,7 +222,7 @@ class Features(nn.Module):
         def of_one(example: Tensor) -> tuple[Tensor, ...]:
             with Watched(body, self.cut) as watched:
                 body(example.unsqueeze(0))
-            return watched.found()
+            return tuple(part.squeeze(0) for part in watched.found())
 
         try:
             found = torch.func.vmap(of_one, randomness="error")(x)
@@ -197,14 +241,14 @@ class Features(nn.Module):
 
 
 class Watched:
-    """A network that runs once: what its last layers see, and the last map at every resolution.
+    """A network that runs once, on so many examples: what its last layers see, and the last map at every resolution.
 
     A map after which no layer with weights comes before the last layers tells what these see, and is left out. So are all maps
     where they make more than :data:`MOST`.
     """
 
-    def __init__(self, body: nn.Module, cut: str) -> None:
-        self.body, self.cut = body, body.get_submodule(cut)
+    def __init__(self, body: nn.Module, cut: str, examples: int = 1) -> None:
+        self.body, self.cut, self.examples = body, body.get_submodule(cut), examples
         self.seen: list[Tensor] = []
         self.maps: dict[tuple[int, ...], tuple[int, Tensor]] = {}
         self.layers = 0
@@ -222,20 +266,21 @@ class Watched:
         if self.seen:
             return
         self.layers += any(True for _ in module.parameters(recurse=False))
-        if isinstance(output, Tensor) and output.dim() == 4 and len(output) == 1 and output.is_floating_point():
+        shown = isinstance(output, Tensor) and output.dim() == 4 and output.is_floating_point()
+        if isinstance(output, Tensor) and shown and output.shape[0] == self.examples:
             self.maps[tuple(output.shape[2:])] = self.layers, output
 
     def found(self) -> tuple[Tensor, ...]:
-        """One row of numbers for each: a map in as many places as give no more of them than the last layers see."""
-        last = torch.cat([seen.flatten() for seen in self.seen])
+        """A row per example for each: a map in as many places as give no more numbers than the last layers see."""
+        last = torch.cat([seen.reshape(self.examples, -1) for seen in self.seen], 1)
         rows = [last]
         for side, (layers, shown) in self.maps.items():
             places = min(PLACES, *side)
-            while places > 1 and shown.shape[1] * places**2 > len(last):
+            while places > 1 and shown.shape[1] * places**2 > last.shape[1]:
                 places //= 2
             if layers < self.layers:
-                rows.append(F.adaptive_avg_pool2d(shown, places).flatten())
-        return tuple(rows) if sum(len(row) for row in rows) <= MOST else (last,)
+                rows.append(F.adaptive_avg_pool2d(shown, places).flatten(1))
+        return tuple(rows) if sum(row.shape[1] for row in rows) <= MOST else (last,)
 
 
 def made_up(

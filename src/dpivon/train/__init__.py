@@ -5,6 +5,7 @@
     published.py  the folder model/ that may be given away             artefacts.py the other files of RUN
     commands.py   what people type                                     display.py   what they see
     earlier.py    a run that starts from an earlier one, and its cost
+    last_layer.py a run on a prior's features
 
 How data is read and encoded is :mod:`dpivon.sources`. Nothing reads a statistic off the data: preprocessing and network depend
 on what was declared, on names of columns and on shapes of arrays, which no row changes.

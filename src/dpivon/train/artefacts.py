@@ -6,6 +6,7 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,9 @@ def write_test(published: Published, test: Examples, folder: Path) -> dict[str, 
     Scores are at the posterior mean, and as ``mc_…`` averaged over the posterior. ``recall(NAME)`` is of the model's answers;
     so are those named ``decided_…``, where answers are not the most probable class. None is a score that is not defined.
     """
+    if published.features is not None:  # made once for all predictions
+        test = replaced(test, inputs=published.features(test.inputs))
+        published = replaced(published, features=None)
     assert test.targets is not None
     if published.description.noise is not None:
         return _regression(published, test)

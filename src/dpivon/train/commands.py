@@ -100,8 +100,15 @@ _FLAGS = {
     "start_from": _Flag(
         str,
         _MODEL,
-        "The RUN or published folder of an earlier run: its posterior is the prior, and --epsilon is for both together. Or "
-        "first weights that no one's data is in: images-32, or a file of `dpivon prior learn`.",
+        "A prior that no one's data is in: images-32, or a file of `dpivon prior learn`. dp-steady trains one layer on its "
+        "features, other methods all weights. Or the RUN or published folder of an earlier run; --epsilon is then for both.",
+    ),
+    "last_layer": _Flag(
+        bool,
+        _MODEL,
+        "From a prior, train one linear layer on its network's features, and a temperature: dp-steady alone can, and does. "
+        "--no-last-layer trains all weights from there.",
+        ("--last-layer/--no-last-layer",),
     ),
     "hidden": _Flag(
         str, _MODEL, "Widths of an MLP's hidden layers, separated by commas; by default 64, of a table by N·ε."
@@ -144,7 +151,7 @@ def train(data: list[str] | None = None, **flags: Any) -> None:
 
     Example: dpivon train patients.csv --schema patients.yaml --epsilon 3 --delta 1e-4 --dataset-size 400 --out run
 
-    Example: dpivon train photos/ --classes cat,dog --image-size 32 --epsilon 8 --delta 1e-5 --dataset-size 10000
+    Example: dpivon train photos/ --classes cat,dog --start-from images-32 --epsilon 8 --delta 1e-5 --dataset-size 10000
 
     Example: dpivon train digits.npz --classes 0,1,2,3,4,5,6,7,8,9 --bounds 0:16 --epsilon 4 --delta 1e-4 --dataset-size 1400
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from dpivon.privacy.accounting import ACCOUNTANTS, DEFAULT, budget
 from dpivon.privacy.accounting.history import History
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.counting import sets_cost, shares_cost
+from dpivon.recipe import HELD_OUT, Calibration
 from dpivon.sources import Declaration, kind_of
 from dpivon.sources.base import Targets
 from dpivon.sources.columns import Label, Numeric
@@ -85,6 +87,7 @@ class Config(Declaration):
     epochs: Whole
     lr: Positive
     start_from: str | None = None
+    last_layer: bool = False
     max_grad_norm: Positive = 1.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     samples: Annotated[int, Field(ge=0, le=10_000)] = 32
@@ -127,6 +130,8 @@ class Config(Declaration):
             raise ValueError(f"batch_size: {self.batch_size} is larger than N = {self.dataset_size}")
         if self.method not in PRIVATE_METHODS:
             raise ValueError(f"method: {self.method!r} is not one of {', '.join(PRIVATE_METHODS)}")
+        if self.last_layer:
+            self._check_last_layer()
         if self.rows_per_unit is not None and self.unit is None:
             raise ValueError("rows_per_unit: says nothing without unit, the column that names a row's person")
         if self.network not in KINDS:
@@ -139,6 +144,17 @@ class Config(Declaration):
             raise ValueError("weighted_loss: needs --cost, by which losses are weighted")
         self.decision([1.0] * max(1, len(self.labels)) * len(self.classes) if self.prior == COUNT else None)
         return self
+
+    def _check_last_layer(self) -> None:
+        others = "--no-last-layer trains all weights"
+        if self.start_from is None:
+            raise ValueError("last_layer: needs --start-from, a prior on whose features it is trained")
+        if self.method != METHOD:
+            raise ValueError(f"last_layer: is trained by {METHOD}, and the method is {self.method}; {others}")
+        if self.task == "regression" or self.labels:
+            raise ValueError(f"last_layer: is of one column of classes; {others}")
+        if self.unit is not None:
+            raise ValueError("last_layer: has a temperature, whose guarantee is for rows, and --unit is given")
 
     def _check_labels(self) -> None:
         if self.task == "regression" or len(self.classes) != 2:
@@ -185,12 +201,30 @@ class Config(Declaration):
             cost = {no: 1.0, yes: cost[name]} if name in cost else {}
         return start.with_prior(prior, cost, self.classes)
 
+    @cached_property
+    def temperature(self) -> Calibration:
+        """How the temperature of a last layer is chosen, as :func:`dpivon.steady` does; all weights have none."""
+        if not self.last_layer:
+            return Calibration()
+        known = self.dataset_size, self.epsilon, self.delta
+        return Calibration.planned(*known, held_out=HELD_OUT, accountant=self.accountant)
+
+    @property
+    def trained_on(self) -> int:
+        """N less the examples that are held out for the temperature, on average."""
+        return self.dataset_size - self.temperature.held_out
+
+    @property
+    def expected_batch(self) -> int:
+        """b, of the examples that are trained on."""
+        return min(self.batch_size, self.trained_on)
+
     @property
     def also(self) -> History:
         """Releases besides the gradients: rows of the account that σ is calibrated with."""
         budget = self.epsilon, self.delta
         shares = [shares_cost(*budget, counted=self.prior == COUNT)] if self.prior is not None else []
-        return shares + ([sets_cost(*budget)] if self.coverage is not None else [])
+        return [*self.temperature.cost, *shares, *([sets_cost(*budget)] if self.coverage is not None else [])]
 
 
 _FIX = "`dpivon train --help` explains every option"
@@ -266,7 +300,8 @@ def check_same(ours: Config, theirs: Config, folder: Path) -> None:
 def fixed(config: Config) -> dict[str, Any]:
     """What must stay the same as long as the run lasts, as JSON."""
     found = {name: value for name, value in config.model_dump(mode="json").items() if name not in FREE}
-    for name, usual in (("start_from", None), ("precision", "fp32")):  # runs of earlier versions do not have them
+    later = {"start_from": None, "last_layer": False, "precision": "fp32"}  # runs of earlier versions do not have them
+    for name, usual in later.items():
         if found[name] == usual:
             del found[name]
     return found
@@ -301,14 +336,23 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         "samples": method.samples,
     }
     found |= {"method": method.name} if given.get("method") is None else {}
+    found |= {"last_layer": last} if (last := _last_layer(given, method.name)) else {}
     if given.get("lr") is not None:
         return found
     share = _calm({**found, **given}) if method.name.startswith("dp-ivon") else 1.0
     share *= OF_NUMBERS if given.get("task") == "regression" else 1.0
     start, lr = given.get("start_from"), method.lr
-    if method.name == METHOD and is_prior(start):
+    if method.name == METHOD and is_prior(start) and not last:
         lr = FROM_PRIOR.get(str(start), lr / 2)
     return {**found, "lr": lr * share}
+
+
+def _last_layer(given: Mapping[str, Any], method: str) -> bool:
+    """Where the recipe from a prior can be trained: by its method, on classes that are no table's."""
+    if given.get("last_layer") is not None:
+        return bool(given["last_layer"])
+    classes = given.get("task") in (None, "classification") and not _is_table(given)
+    return method == METHOD and classes and is_prior(given.get("start_from"))
 
 
 def _answers(given: Mapping[str, Any], n: int) -> dict[str, Any]:

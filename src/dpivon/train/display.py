@@ -32,9 +32,9 @@ class Display(Watcher):
         what = f"{len(config.classes)} classes" if config.classes else "one number to predict"
         what = f"{len(config.labels)} labels" if config.labels else what
         plan = (
-            f"{config.method} on {description.network.describe()}; {description.inputs.describe()}, "
+            f"{config.method} on {description.trained}; {description.inputs.describe()}, "
             f"{what}. "
-            f"{loop.steps} steps of {config.batch_size} {units} on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
+            f"{loop.steps} steps of {config.expected_batch} {units} on average, σ = {loop.optimizer.noise_multiplier:.4g} for "
             f"ε ≤ {config.epsilon:g} at δ = {config.delta:g}"
         )
         if (earlier := loop.earlier) is not None:

@@ -79,8 +79,8 @@ class Earlier:
             raise bad("epsilon", config.epsilon, f"is for both runs together, and {said} already", fix)
         try:
             budget(
-                dataset_size=config.dataset_size,
-                batch_size=config.batch_size,
+                dataset_size=config.trained_on,
+                batch_size=config.expected_batch,
                 epochs=config.epochs,
                 delta=config.delta,
                 target_epsilon=config.epsilon,
@@ -88,7 +88,7 @@ class Earlier:
                 also=[*self.history, *config.also],
             )
         except DpivonError as error:
-            others = " with --prior or --coverage" if config.also else ""
+            others = " with a temperature, --prior or --coverage" if config.also else ""
             problem = f"is for both runs together, and {said}: too little is left for a run{others} ({error})"
             raise bad(
                 "epsilon", config.epsilon, problem, "Give a larger --epsilon, or leave --start-from out"
@@ -196,8 +196,8 @@ def network_of(given: Mapping[str, Any]) -> dict[str, Any]:
         where = out
     else:
         return {}
-    found = describe_folder(where, _NAME)[1].network
-    return {"network": found.kind, "hidden": found.hidden}
+    found = describe_folder(where, _NAME)[1]
+    return {"network": found.network.kind, "hidden": found.network.hidden, "last_layer": found.last_layer}
 
 
 def _differences(ours: Description, theirs: Description) -> Iterator[tuple[str, Any, Any]]:
@@ -210,7 +210,7 @@ def _declared(description: Description) -> dict[str, Any]:
     inputs, network = description.inputs.model_dump(mode="json"), description.network
     own = {name: value for name, value in inputs.items() if name not in _READ_AS}
     own |= description.model_dump(mode="json", include={"classes", "target_bounds", "noise_std"})
-    own |= {"network": network.kind, "outputs": network.classes}
+    own |= {"network": network.kind, "last_layer": description.last_layer, "outputs": network.classes}
     return own | ({"hidden": network.hidden} if network.kind in FLAT else {})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from dpivon.privacy.counting import NoisySums, class_counts, class_factors, clas
 from dpivon.privacy.kernels.reference import autocast
 from dpivon.privacy.noise import SecureNoise, TorchNoise, seed_of
 from dpivon.privacy.people import People
+from dpivon.privacy.temperature import calibrate_temperature
+from dpivon.recipe import Calibration
 from dpivon.sources import Examples
 from dpivon.train.artefacts import Line
 from dpivon.train.config import COUNT, Config, fixed
 from dpivon.train.earlier import Earlier
 from dpivon.train.kept import KeptRun, at_once, loader_of
-from dpivon.train.published import Description, assembled
+from dpivon.train.last_layer import LastLayer
+from dpivon.train.published import Description, Published, assembled
 
 HELDOUT_DRAWS = 8
 
@@ -55,6 +58,7 @@ class Sums:
 
     def __init__(self) -> None:
         self.counts: list[float] = []
+        self.temperature: list[float] = []
         self.factors: list[float] = []
         self.thresholds: list[float] = []
 
@@ -76,6 +80,7 @@ class Loop(KeptRun):
         folder: Path,
         people: People | None = None,
         earlier: Earlier | None = None,
+        layer: LastLayer | None = None,
     ) -> None:
         self.config, self.description, self.earlier = config, description, earlier
         self.device = device_of(config.device)
@@ -83,7 +88,9 @@ class Loop(KeptRun):
         posterior = None if earlier is None else earlier.published.posterior
         self.seeds = seeds = Seeds(config.seed, "" if posterior is None else posterior.digest)
         torch.manual_seed(seeds.number("weights"))
-        learner = description.learner(seeds.generator("theta", self.device), config.ema, posterior or config.start_from)
+        start, features = posterior or config.start_from, None if layer is None else layer.features
+        trace = None if layer is None else config.temperature.trace
+        learner = description.learner(seeds.generator("theta", self.device), config.ema, start, features, trace)
         learner.model.to(self.device)
         engine = PrivacyEngine(accountant=config.accountant, secure_mode=config.secure)
         own = config.seed is not None and not config.secure
@@ -94,18 +101,20 @@ class Loop(KeptRun):
             loss = PerExampleLoss(description.noise)
         elif config.labels:
             loss = PerExampleLoss(multilabel_loss)
-        self.examples, self.people, self.sums = examples, people, Sums()
+        self.examples, self.people, self.layer, self.sums = examples, people, layer, Sums()
         data = examples.inputs, examples.targets
+        if layer is not None:
+            data = data[0][~layer.held_out], data[1][~layer.held_out]
         most = at_once(config.physical_batch_size, learner.model, data, self.device)
         made = learner.make_private_with_epsilon(
             engine,
-            loader_of(data, self.device, config.batch_size, seeds.generator("batches") if own else None),
+            loader_of(data, self.device, config.expected_batch, seeds.generator("batches") if own else None),
             target_epsilon=config.epsilon,
             target_delta=config.delta,
             epochs=config.epochs,
             max_grad_norm=config.max_grad_norm,
-            dataset_size=config.dataset_size,
-            expected_batch_size=config.batch_size,
+            dataset_size=config.trained_on,
+            expected_batch_size=config.expected_batch,
             also=[*config.also, *(() if earlier is None else earlier.history)],
             noise_generator=seeds.generator("noise", self.device) if own else None,
             criterion=loss,
@@ -153,8 +162,12 @@ class Loop(KeptRun):
             self.weights.copy_(torch.tensor(self.decision.weights))
 
     def calibrate(self, rows: Examples | None, people: People | None) -> None:
-        """Factors by the classes' shares, from the training rows; thresholds of prediction sets from ``rows``, if any."""
+        """A last layer's temperature; then factors by the classes' shares, and thresholds of sets from ``rows``, if any."""
         config, sums = self.config, self.sums
+        if self.layer is not None and config.temperature.noise_multiplier is not None and not sums.temperature:
+            sums.temperature = [self._temperature(self.layer.held_out, config.temperature)]
+            self._save()
+        self.decision = self.decision.model_copy(update={"temperature": (sums.temperature or [1.0])[0]})
         shares = [share for own in self.decision.each or (self.decision,) for share in own.prior]
         if shares and not sums.factors:
             counts = sums.counts or [config.dataset_size * share for share in shares]
@@ -170,18 +183,33 @@ class Loop(KeptRun):
             self._save()
         self.decision = self.decision.model_copy(update={"thresholds": tuple(sums.thresholds)})
 
+    def _temperature(self, held_out: Tensor, plan: Calibration) -> float:
+        """T, chosen on the examples that are held out, or on all where none were to be."""
+        assert self.examples.targets is not None
+        rows = self.examples.inputs, self.examples.targets
+        rows = (rows[0][held_out], rows[1][held_out]) if plan.held_out else rows
+        generator = self.seeds.generator("temperature") if self._seeded else None
+        chosen: dict[str, Any] = {"noise_multiplier": plan.noise_multiplier, "generator": generator}
+        return calibrate_temperature(self._published(), rows, account=self.engine, **chosen).temperature
+
+    def _published(self) -> Published:
+        """As it predicts when it is published, but that a last layer takes features: examples are that here."""
+        features = None if self.layer is None else self.layer.features
+        return replace(assembled(self.description, self.learner.posterior(), self.decision, features), features=None)
+
     def _predicted(self, rows: Examples) -> Tensor:
-        """As the published model predicts."""
-        model = assembled(self.description, self.learner.posterior(), self.decision)
-        return model.predict(rows.inputs).probs.cpu()
+        return self._published().predict(rows.inputs).probs.cpu()
+
+    @property
+    def _seeded(self) -> bool:
+        return self.config.seed is not None and not self.config.secure
 
     @property
     def _shares(self) -> Entry:
         return shares_cost(self.config.epsilon, self.config.delta, counted=self.config.prior == COUNT)
 
     def _noisy(self, purpose: str, cost: Entry, people: People | None) -> NoisySums:
-        seeded = self.config.seed is not None and not self.config.secure
-        noise = TorchNoise(self.seeds.generator(purpose)) if seeded else SecureNoise()
+        noise = TorchNoise(self.seeds.generator(purpose)) if self._seeded else SecureNoise()
         return NoisySums(cost[0], noise, self.engine._charge, people)
 
     def _scores(self, heldout: Examples | None) -> dict[str, float]:

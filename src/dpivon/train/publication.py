@@ -1,6 +1,7 @@
 """A finished run as a folder that may be published: it predicts by itself, in dpivon and in plain PyTorch, and says what it is.
 
 model.json, decision.json, posterior.safetensors   for `dpivon predict`: tensors and JSON, loading executes nothing
+features.safetensors                               for that too, of a last layer: the network before it, and flat coordinates
 model.pt2                                          for torch.export.load: encoded rows in, probabilities out
 model.safetensors, privacy.json                    the weights after the last step, and what was released
 model-card.md, model-card.json                     what it is, for people and for programs
@@ -8,6 +9,7 @@ model-card.md, model-card.json                     what it is, for people and fo
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -23,7 +25,7 @@ from dpivon.errors import bad
 from dpivon.predict import RegressionPrediction
 from dpivon.privacy.export import export
 from dpivon.report.run_folder import SUMMARY
-from dpivon.train.published import DECISION, FOLDER, NAME, Published, load
+from dpivon.train.published import DECISION, FEATURES, FOLDER, NAME, Published, load
 
 PROGRAM, CARD = "model.pt2", "model-card"
 _FIX = "Give the folder of a finished `dpivon train`"
@@ -81,7 +83,7 @@ def export_run(run: Path, out: Path, delta: float | None, scores: bool = False) 
     making = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         spent = export(run, making, delta, posterior=published.posterior)
-        for name in (NAME, DECISION):
+        for name in (NAME, DECISION, FEATURES):
             if (run / FOLDER / name).exists():
                 shutil.copyfile(run / FOLDER / name, making / name)
         save_program(published, making / PROGRAM)
@@ -104,26 +106,27 @@ class Program(nn.Module):
 
     def __init__(self, published: Published) -> None:
         super().__init__()
-        self.network = published.description.network.build()
-        self.description, classes = published.description, max(1, len(published.description.classes))
-        shape = (1, len(self.description.labels), classes) if self.description.labels else (1, classes)
+        self.description, self.decision = published.description, published.decision
+        self.features = copy.deepcopy(published.features)
+        network = self.description.network
+        self.network = network.build() if self.features is None else self.features.last_layer(network.classes)
         mean = published.posterior.for_model(self.network).mean
         self.network.load_state_dict({name: t.float() for name, t in mean.items()}, strict=False)
-        of_each = published.decision.probabilities(torch.full(shape, 1 / classes, dtype=torch.float64))
-        self.factors: Tensor
-        self.register_buffer("factors", of_each[0].float())
+        if self.features is not None:  # both matrices are one
+            layer: Any = self.network
+            layer.weight = nn.Parameter((layer.weight.double() @ self.features.matrix.double().T).float())
+            del self.features.matrix
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = x if self.features is None else self.features.together(x)
         if self.description.noise is not None:
             mean, variance = self.description.noise.moments(self.network(x))
             found = self.description.in_units(RegressionPrediction(mean, variance, variance, variance))
             return found.mean.float(), found.variance.sqrt().float()
         logits = self.network(x)
         if self.description.labels:
-            p = torch.stack([-logits, logits], -1).sigmoid() * self.factors
-            return p[..., 1] / p.sum(-1)
-        p = logits.softmax(-1) * self.factors
-        return p / p.sum(-1, keepdim=True)
+            return self.decision.probabilities(torch.stack([-logits, logits], -1).sigmoid())[..., 1]
+        return self.decision.probabilities(logits.softmax(-1))
 
 
 def save_program(published: Published, path: Path) -> None:
@@ -168,7 +171,7 @@ def card(summary: dict[str, Any], privacy: dict[str, Any], published: Published,
             "declared": inputs.model_dump(mode="json"),
         },
         "model": {
-            "network": description.network.describe(),
+            "network": description.trained,
             "method": description.method,
             "dpivon": description.dpivon,
         },

@@ -19,12 +19,13 @@ from dpivon._version import __version__
 from dpivon.bounds import Bounds
 from dpivon.decisions import Decision
 from dpivon.durable.files import check_parent, read_json, replace, sync_folder
-from dpivon.errors import bad
+from dpivon.errors import DpivonError, bad, check_number
 from dpivon.gaussian import GaussianNoise, interval, unscaled
 from dpivon.methods import Learner, describe
 from dpivon.methods import method as make_method
 from dpivon.posterior import Posterior, SampledPosterior
 from dpivon.predict import ClassPrediction, RegressionPrediction, entropy
+from dpivon.priors.features import Features
 from dpivon.priors.start import check_free, start_from
 from dpivon.privacy.accounting.recorded import CONFIG
 from dpivon.privacy.export import export
@@ -37,7 +38,7 @@ from dpivon.terminal import cell
 from dpivon.train.networks import Network
 from dpivon.yaml_files import validated
 
-FOLDER, NAME, DECISION = "model", "model.json", "decision.json"
+FOLDER, NAME, DECISION, FEATURES = "model", "model.json", "decision.json", "features.safetensors"
 ABSTAIN = "abstain"  # in place of an answer
 _FIX = "Give the folder that `dpivon train` made, or the model/ in it"
 
@@ -58,6 +59,7 @@ class Description(BaseModel):
     options: dict[str, bool | int | float | str]
     lr: float
     dataset_size: Annotated[int, Field(ge=1)]
+    last_layer: bool = False  # one linear layer is trained, on features of the network: those in features.safetensors
     samples: Annotated[int, Field(ge=0, le=10_000)]
     source: str = ""
 
@@ -98,23 +100,31 @@ class Description(BaseModel):
         assert examples.targets is not None
         return torch.from_numpy(self._range.unscale(examples.targets.numpy()))
 
+    @property
+    def trained(self) -> str:
+        """What is trained, in words."""
+        network = self.network.describe()
+        return f"one linear layer on features of {network}" if self.last_layer else network
+
     def learner(
         self,
         generator: torch.Generator | None = None,
         ema: float | None = None,
         start: str | Posterior | SampledPosterior | None = None,
+        features: Features | None = None,
+        trace: float | None = None,
     ) -> Learner:
-        """The method at work on a new network of this kind.
+        """The method at work on a new network of this kind, or on a last layer of zero where there are ``features``.
 
         Its first weights may be those of a prior by its name or file, or the mean of an earlier posterior of this very network.
         Such a posterior is then the prior, if it has a width and the method takes one.
         """
-        options: dict[str, Any] = dict(self.options)
-        network = self.network.build()
+        options: dict[str, Any] = {**({} if trace is None else {"trace": trace}), **self.options}
+        network = self.network.build() if features is None else features.last_layer(self.network.classes)
         if isinstance(start, Posterior | SampledPosterior):
             start = start.for_model(network)
             network.load_state_dict({**network.state_dict(), **start.mean})
-        elif start is not None:
+        elif start is not None and features is None:
             found = start_from(network, start, input_mean=0.5, input_std=0.5)  # sources map pixels to [−1, 1]
             check_free(found, start, "Give the folder of that run, which says what it released")
         learner = make_method(
@@ -127,24 +137,29 @@ class Description(BaseModel):
             **options,
         )
         if isinstance(start, Posterior) and start.has_width and learner.takes_prior:
-            learner._take_prior(start)
+            learner._take_prior(start if features is None else _as_prior(start))
         return learner
 
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """A model as it was published: how to read examples, and the posterior to predict from."""
+    """A model as it was published: how to read examples, and the posterior to predict from.
+
+    Where there are ``features``, examples go through these before the model, which is a last layer.
+    """
 
     description: Description
     model: nn.Module
     posterior: Posterior | SampledPosterior
     decision: Decision
+    features: Features | None = None
 
     def predict(self, inputs: Tensor, samples: int | None = None, seed: int = 0) -> ClassPrediction:
         """Class probabilities averaged over the posterior; the same for the same seed. 0 samples is the posterior mean."""
         likelihood = "multilabel" if self.description.labels else "categorical"
         found = self._predict(inputs, samples, seed, likelihood=likelihood)
-        if not (self.decision.weights or self.decision.factors or self.decision.each):
+        own = self.decision
+        if not (own.weights or own.factors or own.each) and own.temperature == 1:
             return found
         probs = self.decision.probabilities(found.probs)
         return changed(found, probs=probs, entropy=entropy(probs).to(found.entropy.dtype))
@@ -159,8 +174,15 @@ class Published:
     def _predict(self, inputs: Tensor, samples: int | None, seed: int, **options: Any) -> Any:
         samples = self.description.samples if samples is None else samples
         generator = torch.Generator().manual_seed(seed)
+        inputs = inputs if self.features is None else self.features(inputs)
         method = describe(self.description.method)
         return method.predict(self.model, self.posterior, inputs, samples, generator=generator, **options)
+
+
+def _as_prior(posterior: Posterior) -> Posterior:
+    """As wide as its iterates were, of which a last layer with a temperature has a quarter to predict with."""
+    trace = check_number("trace", posterior.metadata.get("trace", 1.0), _FIX, above=0.0)
+    return changed(posterior, variance={name: v / trace for name, v in posterior.variance.items()})
 
 
 def publish(run: Path, description: Description, learner: Learner, delta: float, decision: Decision) -> Path:
@@ -174,6 +196,8 @@ def publish(run: Path, description: Description, learner: Learner, delta: float,
     for name, value in ((NAME, description), (DECISION, decision)):
         text = json.dumps(value.model_dump(mode="json"), indent=1, ensure_ascii=False)
         replace(making / name, (text + "\n").encode())
+    if description.last_layer:
+        shutil.copyfile(run / FEATURES, making / FEATURES)
     making.rename(out)
     sync_folder(run)
     return out
@@ -200,20 +224,40 @@ def load(where: Path, name: str = "model") -> Published:
     sampled = folder / "samples.safetensors"
     kind: type[Posterior] | type[SampledPosterior] = SampledPosterior if sampled.exists() else Posterior
     posterior = kind.load(sampled if sampled.exists() else folder / "posterior.safetensors")
+    features = load_features(folder, description) if description.last_layer else None
     with torch.device("meta"):  # sizes only: a description may ask for more memory than there is
-        size = sum(p.numel() for p in description.network.build().parameters())
+        trained = description.network.build() if features is None else features.last_layer(description.network.classes)
+        size = sum(p.numel() for p in trained.parameters())
     if posterior.num_parameters != size:
         problem = f"describes a network of {size} weights, and its posterior has {posterior.num_parameters}"
         raise bad(name, str(folder), problem, _FIX)
-    return assembled(description, posterior, decision)
+    return assembled(description, posterior, decision, features)
 
 
-def assembled(description: Description, posterior: Posterior | SampledPosterior, decision: Decision) -> Published:
+def load_features(folder: Path, description: Description) -> Features:
+    """The features that a folder holds: of this network, and of examples as they are described."""
+    path = folder / FEATURES
+    with torch.device("meta"):  # sizes only, as in load
+        network = description.network.build()
+    features = Features.load(path, network)
+    try:
+        features(torch.zeros(1, *description.inputs.shape))
+    except (DpivonError, RuntimeError) as error:
+        raise bad("path", str(path), f"cannot take an example of this model ({error})", _FIX) from None
+    return features
+
+
+def assembled(
+    description: Description,
+    posterior: Posterior | SampledPosterior,
+    decision: Decision,
+    features: Features | None = None,
+) -> Published:
     """A model in memory as it is, or will be, published."""
     with torch.random.fork_rng(devices=[]):  # first weights, all of them replaced by the posterior's
-        model = description.learner().model
+        model = description.learner(features=features).model
     posterior.for_model(model)
-    return Published(description, model, posterior, decision)
+    return Published(description, model, posterior, decision, features)
 
 
 def predict_file(

@@ -31,9 +31,10 @@ from dpivon.train import config as configs
 from dpivon.train.artefacts import Line, read_progress, write_json, write_test, write_widths
 from dpivon.train.config import COUNT, Config
 from dpivon.train.earlier import Earlier, check_ledger, earlier_run, together
+from dpivon.train.last_layer import LastLayer, new_features
 from dpivon.train.loop import Loop, device_of
 from dpivon.train.networks import choose
-from dpivon.train.published import FOLDER, Description, load, publish
+from dpivon.train.published import FEATURES, FOLDER, Description, load, publish
 
 _NOT_CHOSEN = (
     "No early stopping and no choice among models by held-out or test results.",
@@ -75,9 +76,9 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
         earlier.check(config, description)
     with torch.random.fork_rng(devices=[]):
         start = config.start_from if earlier is None else earlier.published.posterior
-        description.learner(
-            ema=config.ema, start=start
-        )  # an option that it has not is named before the folder remembers it
+        known = None if earlier is None else earlier.published.features
+        # An option that it has not is named before the folder remembers it.
+        description.learner(ema=config.ema, start=start, features=known)
     examples = description.inputs.read(config.data, config.targets)
     proceed = proceed or (folder / CONFIG).exists()  # begun: it was looked at then
     if not proceed:
@@ -86,6 +87,8 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
     test = _read("test", config.test, config, description, proceed)
     calibration = _read("calibration", config.calibration, config, description, proceed)
     held = None if config.calibration is None else people_of(config, config.calibration)
+    with torch.random.fork_rng(devices=[]):
+        features = new_features(config, description, earlier, watcher.say)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -93,8 +96,18 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
     configs.write(config, folder)
     if earlier is not None:
         earlier.begin(folder / LEDGER)
+    if features is not None:
+        features.save(folder / FEATURES)
+    layer = LastLayer.of(config, description, examples) if config.last_layer else None
+    if layer is not None:
+        count = sum(map(len, filter(None, (examples, heldout, calibration))))
+        size = (folder / FEATURES).stat().st_size / 1e6
+        watcher.say(f"{FEATURES}: {size:.1f} MB, in the published model too.")
+        watcher.say(f"Making {layer.features.width} features of each of {count} examples, once.")
+        examples = layer.seen(examples)
+        heldout, calibration = (rows if rows is None else layer.seen(rows) for rows in (heldout, calibration))
     with torch.random.fork_rng(devices=[]):
-        loop = Loop(config, description, examples, folder, people, earlier)
+        loop = Loop(config, description, examples, folder, people, earlier, layer)
         try:
             loop.train(heldout, watcher.begin(config, description, loop))
             _calibrate(loop, calibration, held, watcher)
@@ -111,7 +124,8 @@ def _calibrate(loop: Loop, rows: Examples | None, people: People | None, watcher
     try:
         loop.calibrate(rows, people)
     except BudgetSpent:
-        watcher.say("Releases that a crash lost had spent the budget: shares or prediction sets were not released.")
+        what = "a temperature, shares or prediction sets were not released"
+        watcher.say(f"Releases that a crash lost had spent the budget: {what}.")
 
 
 def look(config: Config, source: Source, examples: Examples, people: People | None) -> list[Finding]:
@@ -136,7 +150,8 @@ def describe(config: Config) -> Description:
         method=config.method,
         options=config.options,
         lr=config.lr,
-        dataset_size=config.dataset_size,
+        dataset_size=config.trained_on,
+        last_layer=config.last_layer,
         samples=config.samples,
         source=config.source,
     )
@@ -227,8 +242,8 @@ def _finish(
         "adjacency": "add/remove",
         "unit": config.unit or "",
         "dataset_size": config.dataset_size,
-        "sampling_rate": config.batch_size / config.dataset_size,
-        "expected_batch_size": config.batch_size,
+        "sampling_rate": config.expected_batch / config.trained_on,
+        "expected_batch_size": config.expected_batch,
         "steps": lines[-1].step if lines else 0,
         "releases": record.releases,
         "noise_multiplier": loop.optimizer.noise_multiplier,
@@ -250,7 +265,7 @@ def _finish(
             "classes": list(config.classes),
             "target": ", ".join(names_of(config.target)) or None,
             "inputs": description.inputs.describe(),
-            "network": description.network.describe(),
+            "network": description.trained,
         },
         **tested,
         "decision": published.decision.model_dump(mode="json"),
@@ -288,8 +303,8 @@ def _public_inputs(config: Config, description: Description, earlier: Earlier | 
         f"The classes {', '.join(config.classes)}{of_each}."
         if config.target_bounds is None
         else f"The range of the target, {config.target_bounds.describe()}: values outside are clamped.",
-        f"Expected batch {config.batch_size}, {config.epochs} epochs, step size {config.lr:g}, clip bound "
-        f"{config.max_grad_norm:g}, method {config.method}, network {description.network.describe()}.",
+        f"Expected batch {config.expected_batch}, {config.epochs} epochs, step size {config.lr:g}, clip bound "
+        f"{config.max_grad_norm:g}, method {config.method}, network {description.trained}.",
         description.inputs.public(),
     ]
     if config.unit:
@@ -298,7 +313,12 @@ def _public_inputs(config: Config, description: Description, earlier: Earlier | 
     if earlier is not None:
         said.append(f"First weights: the released posterior of run {earlier.run}, whose releases are counted in ε.")
     elif config.start_from:
-        said.append(f"First weights: {config.start_from}, which no row of this data was used for, as declared.")
+        what = "Network of the features, and images they are flat on" if config.last_layer else "First weights"
+        said.append(f"{what}: {config.start_from}, which no row of this data was used for, as declared.")
+    if few := config.temperature.held_out:
+        said.append(
+            f"Of the N rows about {few} were not trained on; the temperature was chosen on them. A hash of each row says which."
+        )
     if config.source:
         said.append(f"Where these ranges and categories come from, in the words of who declared them: {config.source}")
     return said
