@@ -32,6 +32,7 @@ posterior() { # SECONDS PARTS
 studies() { # SECONDS STUDIES; or "check"
     "$python" - "$@" <<P
 import sys, time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 import dpivon.study.plan.data as study_data
@@ -44,10 +45,20 @@ if sys.argv[1] == "check":
     sys.argv[1:] = ["--parts", "check", "--data", str(data), "--work", str(work / "reproduce")]
     runpy.run_module("experiments.reproduce", run_name="__main__")
 from dpivon.study.plan.config import resolve
+from dpivon.study.results import table
 from dpivon.study.results.tuning import pick
 from dpivon.study.run.runner import run_study
 from dpivon.study.run.settings import Settings
 from experiments.paper.hooks import run_hooks
+def study_file(name):
+    return next(Path("experiments").glob(f"*/studies/{name}.yaml"))
+def tuned(name, only):  # every candidate of the cells that are asked for, by equally many seeds
+    def candidate(run):
+        return tuple(run[k] for k in ("method", "batch_size", "noise_multiplier", "max_grad_norm", "lr"))
+    planned = {candidate(vars(run)) for run in resolve(study_file(name)).runs if only in run.id}
+    found = Counter(map(candidate, table.read(work / name / "tuning.csv")))
+    seeds = [found[one] for one in planned]
+    return min(seeds) == max(seeds) > 0
 until = time.monotonic() + float(sys.argv[1])
 for study in sys.argv[2].split():
     name, only, stack, *more = study.split(":")
@@ -56,9 +67,12 @@ for study in sys.argv[2].split():
         break
     hooks, rates = more == ["hooks"], None
     if more and not hooks:
+        if not tuned(more[0], only):
+            print(f"{name}: {more[0]} is not finished", flush=True)
+            continue
         rates = work / f"{more[0]}-lr.json"
         print(pick(work / more[0], rates, by_cell=True), flush=True)
-    plan = resolve(next(Path("experiments").glob(f"*/studies/{name}.yaml")), rates)
+    plan = resolve(study_file(name), rates)
     plan = replace(plan, epochs=1) if toy else plan
     settings = Settings(data, stack=int(stack), minutes=left / 60, only=only, quiet=True)
     print(name, only, *run_study(plan, work / name, settings).lines(work / name), sep="\n", flush=True)
@@ -122,7 +136,8 @@ WRN-16-4 by leaderboard/wide/gpu.sh full; compiling takes 100 s
         0.6:flat-dp-steady:3.5 --arms dp-steady:0.35 dp-steady:0.7 dp-steady:0.7@0.35:flat-dp-steady:3.5; then --judge, 400 steps, 4 views
 evidence: sh gpu.sh run 570 LANE LANE, both of them within 570 s; each of its items, alone on the GPU
    lane 1
-   170  attribution-tuning:b512-:18 attribution:b512-:18:attribution-tuning    the recipe's points in the paper's setting
+   270  attribution-tuning:seed0:24 attribution:b512-:18:attribution-tuning    the recipe's points in the paper's setting
+   220  attribution-tuning:seed1:24 attribution-tuning:seed2:24    before attribution:…, for three seeds per choice
     62  paper-stated:b512-:12                                                  the paper's stated rates, one seed
     82  paper-stated:b128-:12
    lane 2

@@ -131,18 +131,13 @@ def gain(*epsilons: str) -> str:
     return f"{unsigned(min(means), 1)} to {unsigned(max(means), 1)} points ({ends})"
 
 
-def draws(side: str, condition: str = "clean") -> str:
-    """In how many comparisons Gaussian draws have a lower (or higher) NLL than the mean, beyond their interval."""
+def draws(side: str, condition: str = "clean", *epsilons: str) -> str:
+    """In how many comparisons Gaussian draws have a lower (or higher) NLL than the mean, beyond their interval; at all ε,
+    or at these."""
     kinds = [k for k in KINDS if k not in ("iterates", "ensemble")]
-    found = differences(kinds, posterior().methods, "nll", condition=condition)
+    found = differences(kinds, posterior().methods, "nll", 1.0, epsilons, condition)
     beyond = sum(i.high < 0 if side == "lower" else i.low > 0 for i in found)
     return f"{beyond} of {len(found)}" if side == "lower" else str(beyond)
-
-
-def shifted(method: str, kind: str, column: str, digits: str) -> str:
-    """Draws of a kind less the mean on corrupted images, each with its temperature."""
-    (one,) = differences([kind], [method], column, condition="shift")
-    return within(one, int(digits))
 
 
 def one(kind: str, method: str, epsilon: str, column: str, digits: str, condition: str = "clean") -> str:
@@ -176,18 +171,19 @@ def platt(digits: str) -> str:
     return ends(found, int(digits))
 
 
-def iterates_ece(digits: str, condition: str = "clean") -> str:
+def iterates_ece(digits: str, condition: str = "clean", *epsilons: str) -> str:
     """By how much the iterates' ECE is above that of the mean; under corruption, below, for every method."""
     if condition == "clean":
-        return ends([i.mean for i in differences(["iterates"], GAINS, "ece")], int(digits))
-    found = differences(["iterates"], posterior().methods, "ece", condition=condition)
+        return ends([i.mean for i in differences(["iterates"], GAINS, "ece", 1.0, epsilons)], int(digits))
+    found = differences(["iterates"], posterior().methods, "ece", 1.0, epsilons, condition)
     return ends([-i.mean for i in found], int(digits))
 
 
-def set_size(epsilon: str) -> str:
-    """How many of CIFAR-10's classes a prediction set of the mean has, by the ε of its thresholds."""
+def set_size(epsilon: str, training: str) -> str:
+    """How many of CIFAR-10's classes a prediction set of the mean has, by the ε of its thresholds and of training."""
+    wanted = {"predictor": "mean", "set_epsilon": epsilon, "epsilon": training}
     with (ROOT / "experiments/posterior/results/sets.csv").open(newline="") as file:
-        rows = [r for r in csv.DictReader(file) if (r["predictor"], r["set_epsilon"]) == ("mean", epsilon)]
+        rows = [r for r in csv.DictReader(file) if all(r[k] == v for k, v in wanted.items())]
     return f"{fmean(float(r['size']) for r in rows):.1f}"
 
 
@@ -352,7 +348,6 @@ _ALL = (
     iterates,
     gain,
     draws,
-    shifted,
     one,
     small,
     spread,

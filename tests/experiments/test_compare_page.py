@@ -60,7 +60,7 @@ def test_the_page_has_every_bar_and_every_figure(made):
     assert "**Not measured**: 1a, 1b, 1c, 1d, 2a, 2b, 2c, 2d, 3a, 3b." in page
     for line in ("1. accuracy", "2. calibration", "3. the paper's own setting", "4. small-model leaderboard"):
         assert f"| {line} |" in page
-    assert "| 5. held-out check: accuracy | Fashion-MNIST, the defaults unchanged | **" in page
+    assert "| 5. other data: accuracy | Fashion-MNIST, the defaults unchanged | **" in page
     assert "whoever sees two runs could subtract it" in page
     assert "as shipped, at its default rate | at the rate that validation data chose" in page
 

@@ -232,6 +232,12 @@ def test_strong_studies_tune_alike_and_then_run_what_was_chosen(name, tmp_path):
         assert {r.lr for r in plan.runs if r.method == method} == {lr}
     shipped = Counter(changed(r.options) for r in plan.runs if (r.method, r.lr) == ("dp-steady", RATE))
     assert shipped == {recipe(trace): 5 * len(cells) for trace in (WIDTH, 0.1, 0.0)}
+    # A candidate that has no row yet is known by the plan.
+    tuning.write(tmp_path / "study.json")
+    left = [row | {"options": ""} for row in rows if (row["method"], row["lr"]) != ("dp-sgd", largest["dp-sgd"])]
+    table.write(tmp_path / "tuning.csv", left)
+    with pytest.raises(ArgumentError, match="dp-sgd's candidates have not all run"):
+        tuned.pick(tmp_path, tmp_path / "lr.json", by_cell=True)
 
 
 def test_the_recipe_on_the_papers_grid_has_the_papers_cells():

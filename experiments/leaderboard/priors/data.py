@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def cached(root: Path) -> tuple[Images, Images]:
         with np.load(path, allow_pickle=False) as file:
             return Images(file["x"], file["y"]), Images(file["test_x"], file["test_y"])
     data = load_cifar10(root)
-    partial = root / "verified.partial.npz"
+    partial = root / f"verified.{os.getpid()}.npz"  # two processes may be the first
     arrays = {"x": data.train.pixels, "y": data.train.labels, "test_x": data.test.pixels, "test_y": data.test.labels}
     try:
         np.savez(partial, **arrays)

@@ -12,6 +12,8 @@ from typing import Any
 from dpivon.errors import bad
 from dpivon.privacy.accounting import epsilon
 from dpivon.privacy.accounting.history import History
+from dpivon.privacy.accounting.recorded import STUDY
+from dpivon.study.plan.plan import read_plan
 from dpivon.study.results import table
 from dpivon.study.results.table import CELL, Row, value
 
@@ -52,7 +54,10 @@ def pick(out: Path, target: Path, *, by_cell: bool = False) -> dict[str, list[Ca
     if not rows:
         raise bad("out", str(out), "holds no tuning.csv", "Run a study with `split: tuning` first")
     counts = Counter((r["method"], r["lr"]) for r in rows)
-    for method in {m for m, _ in counts}:
+    methods = {m for m, _ in counts}
+    if (out / STUDY).exists():  # a candidate of which no run is finished has no row
+        counts.update({(run.method, run.lr): 0 for run in read_plan(out / STUDY).runs if run.method in methods})
+    for method in methods:
         if len({n for (m, _), n in counts.items() if m == method}) > 1:
             raise bad("out", str(out), f"{method}'s candidates have not all run", "Finish the tuning study first")
     groups: dict[tuple[Any, ...], list[Row]] = {}
