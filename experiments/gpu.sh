@@ -125,29 +125,15 @@ code)
     ;;
 plan)
     cat <<'P'
-priors: python -m experiments.leaderboard.linear and .flat, tables to /tmp and from there to leaderboard/results; 2 s for each last layer
-   100  linear wide --judge --seeds 1 2 3 --epsilons 8, its temperature on held-out images; then both networks' other methods, on
-        validation images and judged: --arms dp-sgd:0.01 dp-sgd:0.03 dp-sgd:0.1 dp-adam:0.0005 dp-adam:0.001 dp-adam:0.003 at ε = 1, 3 and 7.5 or 8
-   130  flat --epsilons 7.5 --steps 200 --arms dp-steady:0.3@0.35 dp-steady:0.3@0.6 dp-steady:0.6@0.35; 1 likewise; compiling takes 60 s
-   200  flat --judge --seeds 1 2 3 --epsilons 1 3 7.5
-WRN-16-4 by leaderboard/wide/gpu.sh full; compiling takes 100 s
-    60  from scratch, with SCRATCH=" ": --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --arms dp-steady:3.5; and norm first
-   120  from PRIOR=wide-places.npz, all weights after a flat head: --places 4 --epsilons 1 3 8 --batch 4096 --steps 100 --views 1 --head
-        0.6:flat-dp-steady:3.5 --arms dp-steady:0.35 dp-steady:0.7 dp-steady:0.7@0.35:flat-dp-steady:3.5; then --judge, 400 steps, 4 views
+priors: WORK keeps features, those of WRN-16-4 take 100 s alone
+   400  leaderboard.flat wide --judge --seeds 1 2 3 --epsilons 8 --steps 400 --arms dp-steady:0.3@0.35; .7 s a step and run
+    60  leaderboard.wide.private --places 1 --epsilons 1 8 --batch 4096 --steps 150 --views 1 --arms dp-steady:3.5 dp-steady:1.75; and the
+        same with --norm-first; compiling takes 100 s each
 evidence: sh gpu.sh run 570 LANE LANE, both of them within 570 s; each of its items, alone on the GPU
-   lane 1
-   270  attribution-tuning:seed0:24 attribution:b512-:18:attribution-tuning    the recipe's points in the paper's setting
-   220  attribution-tuning:seed1:24 attribution-tuning:seed2:24    before attribution:…, for three seeds per choice
-    62  paper-stated:b512-:12                                                  the paper's stated rates, one seed
-    82  paper-stated:b128-:12
-   lane 2
-    40  steady-check::3:hooks                                                  DP-Steady's stacks against the ordinary loop
-    90  121:base                                                               weak privacy
-    70  3:joint                                                                ensembles at a joint budget
-    65  3:bound                                                                larger C
-then, as far as there is time
-    60  121:shift, while its trained runs are kept; 160 without
+    60  attribution with rates beyond the chosen edges: .00003 for DP-SGD, .1 for DP-IVON-Gradsq; then b = 128 and 256, C = 20
+    82  paper-stated:b128-:12                                                  the paper's stated rates, one seed
     69  paper-stated:b256-:12
+then, as far as there is time
    320  1:shift 3:shift
    150  7.5:joint 1:joint
    140  7.5:bound 1:bound
