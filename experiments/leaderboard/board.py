@@ -75,6 +75,7 @@ def linear() -> list[Row]:
     """Runs of a last layer alone on the test set, of the default plan; the recipe's at its default rate."""
     plan = {"split": "test", "batch": "4096", "epochs": "90"}
     rows = [r for r in tables.read(HERE / "results/linear.csv") if all(r[name] == v for name, v in plan.items())]
+    rows = [r for r in rows if r["network"] in NETWORKS]
     return [row for row in rows if (row["method"] == "dp-steady") == (row["lr"] == "")]
 
 

@@ -4,10 +4,11 @@
     python -m experiments.leaderboard.linear wide --data DATA --work WORK --table linear.csv --judge --seeds 1 2 3
 
 ``paper`` is the library's prior ``images-32`` of the paper's CNN: 3,584 features of its three blocks. ``wide`` is the prior of
-WRN-16-4 in ``wide/results``: 7,168 features of its three groups, means over 4 × 4 places. Both are averaged over ten shifted
-and mirrored copies of an image, and made once: WORK keeps them. An arm is METHOD:RATE; ``dp-steady`` by itself is the recipe
-with its defaults, and the other methods have its plan, σ and averaging. Rows that the table has are not made again. A GPU is
-used where there is one; the features of ``wide`` take hours without.
+WRN-16-4 in ``wide/results``: 7,168 features of its three groups, means over 4 × 4 places. ``plain`` are the features of
+``paper``, each by itself brought to mean 0 and variance 1 on images of the process, and not flat. All are averaged over ten
+shifted and mirrored copies of an image, and made once: WORK keeps them. An arm is METHOD:RATE; ``dp-steady`` by itself is the
+recipe with its defaults, and the other methods have its plan, σ and averaging. Rows that the table has are not made
+again. A GPU is used where there is one; the features of ``wide`` take hours without.
 Without ``--judge`` 45,000 training images are trained on and 5,000 scored, with it all 50,000 and the test set.
 """
 
@@ -44,7 +45,7 @@ EPSILONS, DELTA, BATCH, EPOCHS, DRAWS = (1.0, 2.0, 3.0, 4.0, 8.0), 1e-5, 4096, 9
 RECIPE = "dp-steady"
 CELL = ("network", "features", "split", "epsilon", "method", "lr", "seed", "batch", "epochs")
 #: How many features there are, and how many the last map alone has: rows of before earlier maps were among them.
-ALL_MAPS, LAST_MAP = {"paper": "3584", "wide": "7168"}, {"paper": "2048", "wide": "4096"}
+ALL_MAPS, LAST_MAP = {"paper": "3584", "wide": "7168", "plain": "3584"}, {"paper": "2048", "wide": "4096"}
 #: Of the draws and of the mean: raw, at the best temperature by training images, and at the one that the run paid for.
 SCORES = tuple(f"{p}_{kind}{s}" for p in ("draws", "mean") for kind in ("", "tempered_") for s in ("nll", "ece"))
 COLUMNS = (*CELL, "delta", "max_grad_norm", "noise_multiplier", "steps", "epsilon_spent", "train_size", "temperature")
@@ -64,21 +65,24 @@ COLUMNS += (
 
 def process_images(network: str, count: int | None = None) -> Tensor:
     """Images of the random process that this network's prior is of."""
-    return made_up("filters" if network == "paper" else process_of(WIDE), 32, count=count)
+    return made_up(process_of(WIDE) if network == "wide" else "filters", 32, count=count)
 
 
 def features_of(network: str, work: Path, device: torch.device, toy: bool = False) -> Features:
     """The prior's features, flat on images of its process; kept, since those of ``wide`` take a GPU."""
     path = work / f"{network}{'-toy' * toy}-features.pt"
     if not path.is_file():
-        if network == "paper":
+        if network == "wide":
+            body = load_wide(WIDE, places=4)
+        else:
             body = PaperCNN()
             start_from(body, "images-32")
-        else:
-            body = load_wide(WIDE, places=4)
         public = process_images(network, 512 if toy else None).to(device)
+        features = Features(body.to(device), public, shift=2, mirror=True)
+        if network == "plain":
+            features.matrix = features.seen(public).std(0).clamp_min(1e-6).reciprocal().diag()
         work.mkdir(parents=True, exist_ok=True)
-        torch.save(Features(body.to(device), public, shift=2, mirror=True), path)
+        torch.save(features, path)
     found: Features = torch.load(path, map_location=device, weights_only=False)
     return found
 
@@ -145,7 +149,7 @@ def run(cell: dict[str, str], train: tuple[Tensor, Tensor], test: tuple[Tensor, 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("network", choices=("paper", "wide"))
+    parser.add_argument("network", choices=tuple(ALL_MAPS))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="a folder for features")
     parser.add_argument("--table", type=Path, required=True)
