@@ -14,6 +14,7 @@ from dpivon.privacy.accounting import Accountant, Limit, epsilon, noise_multipli
 from dpivon.privacy.counting import HALVINGS, NoisySums, class_counts, class_factors, class_thresholds, sets_cost
 from dpivon.privacy.noise import TorchNoise
 from dpivon.privacy.people import People
+from dpivon.privacy.temperature import temperature_cost, temperature_noise
 
 
 def noisy(sigma: float, seed: int = 0, charge=lambda spec: None, people: People | None = None) -> NoisySums:
@@ -97,6 +98,24 @@ def test_a_plan_with_other_releases_holds_and_ends_where_it_says() -> None:
         limit.check(account, sigma, 0.1)
     with pytest.raises(BudgetSpent):
         limit.check(account, also[0][0], 1.0)
+
+
+def test_steps_that_a_crash_lost_are_paid_by_training_and_not_by_what_comes_after_it() -> None:
+    also = (temperature_cost(temperature_noise(0.2, 1e-5)), sets_cost(2.0, 1e-5))
+    sigma = noise_multiplier(2.0, 1e-5, 0.02, 1000, also=list(also))
+    limit, account = Limit(2.0, 1e-5, sigma, 0.02, 1000, also), Accountant()
+    account.charge(noise_multiplier=sigma, sample_rate=0.02, steps=1000)  # some of them lost
+
+    def spend(noise: float, rate: float, n: int) -> None:
+        for _ in range(n):
+            limit.check(account, noise, rate)
+            account.charge(noise_multiplier=noise, sample_rate=rate, steps=1)
+
+    with pytest.raises(BudgetSpent, match="and what is planned besides"):
+        spend(sigma, 0.02, 5)  # σ is rounded up, which may be worth some steps
+    for row in also:
+        spend(*row)
+    assert 1.99 < account.get_epsilon(1e-5) <= 2.0
 
 
 def test_factors_undo_a_prior_that_clipping_bent() -> None:

@@ -240,8 +240,9 @@ class Limit:
     """(ε, δ) for a plan of ``steps`` releases with noise σ at rate q, and those in ``also``, calibrated beforehand.
 
     It stops the step that would exceed ε, not the one after. Inside the plan nothing need be computed. More steps of the
-    same kinds are a longer plan, whose ε is computed before every release. Another σ or q may have been chosen by looking at
-    releases: as a privacy filter only RDP is known to hold then (Feldman and Zrnic 2021), so it decides.
+    same kinds are a longer plan, whose ε is computed before every release; those of training leave room for ``also``, which
+    comes last. Another σ or q may have been chosen by looking at releases: as a privacy filter only RDP is known to hold then
+    (Feldman and Zrnic 2021), so it decides.
     """
 
     epsilon: float
@@ -260,9 +261,11 @@ class Limit:
         if all(n <= planned.get(terms, 0) for terms, n in found.items()):
             return
         by = accountant.mechanism() if found.keys() <= planned.keys() else "rdp"
+        if (noise_multiplier, sample_rate) == (self.noise_multiplier, self.sample_rate):
+            history += [(*terms, n - found.get(terms, 0)) for terms, n in merged(self.also).items() if n > found.get(terms, 0)]
         after = epsilon(history, self.delta, by, accountant.orders)
         if after > self.epsilon:
             raise BudgetSpent(
-                f"target_epsilon={self.epsilon!r}: this step would spend ε = {after:.4g} at δ = {self.delta:g}, so nothing was "
-                "released. Stop here, or plan more epochs or more noise from the start."
+                f"target_epsilon={self.epsilon!r}: with this step, and what is planned besides, ε would be {after:.4g} at "
+                f"δ = {self.delta:g}, so nothing was released. Stop here, or plan more epochs or more noise from the start."
             )
