@@ -27,7 +27,7 @@ from dpivon.privacy.accounting.recorded import LEDGER, history
 from dpivon.privacy.counting import ROUNDS, sets_cost, shares_cost
 from dpivon.privacy.temperature import HALVINGS, temperature_noise
 from dpivon.temperature import temper
-from dpivon.train import load, resolve, train
+from dpivon.train import last_layer, load, resolve, train
 from dpivon.train import run as running
 from dpivon.train.published import FEATURES
 from prior_cases import plain, small
@@ -156,6 +156,28 @@ def test_other_features_are_other_data(made: Any, tmp_path: Path) -> None:
     with pytest.raises(DpivonError, match="data"):
         train(resolve(options))
     assert read_ledger(tmp_path / "run" / LEDGER).releases == releases
+
+
+class Hears(running.Watcher):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_what_is_said_of_the_features_has_no_number_of_examples(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs of a run go further than its folder."""
+    monkeypatch.setattr(last_layer, "CHUNK", 100)
+    monkeypatch.setattr(last_layer, "TOLD", 0.0)
+    hears, few = Hears(), N - 3
+    options = made[0] | {"out": str(tmp_path / "run"), "data": digits(tmp_path / "few.npz", 0, few), "epochs": 1}
+    train(resolve(options), hears)
+    assert "Making 192 features of each example." in hears.said
+    assert [said[:8] for said in hears.said if "tenths" in said] == ["2 tenths", "5 tenths", "7 tenths"]
+    assert not any(str(few) in said for said in hears.said)
 
 
 def test_a_temperature_is_charged_once_whatever_dies(

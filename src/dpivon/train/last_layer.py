@@ -6,6 +6,7 @@ minutes, and other bits of them would be other data to a run that goes on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dpivon.priors.features import Features
+from dpivon.priors.features import CHUNK, Features
 from dpivon.recipe import left_out
 from dpivon.sources import Examples
 from dpivon.train.config import Config
 from dpivon.train.earlier import Earlier
 from dpivon.train.published import FEATURES, Description, load_features
+
+TOLD = 10.0  # seconds between two lines of progress
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +44,16 @@ class LastLayer:
         held_out = left_out(examples.inputs, examples.targets, share) if share else torch.zeros(len(examples)).bool()
         return cls(load_features(Path(config.out), description).to(config.device), held_out)
 
-    def seen(self, examples: Examples) -> Examples:
-        """The same examples as the layer takes them."""
-        return replace(examples, inputs=self.features(examples.inputs))
+    def seen(self, examples: Examples, say: Callable[[str], None]) -> Examples:
+        """The same examples as the layer takes them. What is said is tenths of them: how many there are is private."""
+        made, at = torch.empty(len(examples), self.features.width), time.monotonic()
+        for first in range(0, len(made), CHUNK):
+            rows = slice(first, first + CHUNK)
+            made[rows] = self.features(examples.inputs[rows])
+            if time.monotonic() - at > TOLD and rows.stop < len(made):
+                say(f"{10 * rows.stop // len(made)} tenths of these features are made.")
+                at = time.monotonic()
+        return replace(examples, inputs=made)
 
 
 def new_features(
@@ -55,7 +65,9 @@ def new_features(
     if earlier is not None and earlier.published.features is not None:
         return earlier.published.features
     assert config.start_from is not None
-    say(f"Flattening the features of {config.start_from} on images of its random process.")
+    say(
+        f"Flattening the features of {config.start_from} on images of its random process, which may take minutes on a CPU."
+    )
     network = description.network.build().to(config.device)
     shape = description.inputs.shape  # of pixels that sources map to [−1, 1]
     return Features.of(network, config.start_from, shape, input_mean=0.5, input_std=0.5)

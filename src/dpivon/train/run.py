@@ -100,12 +100,13 @@ def train(config: Config, watcher: Watcher | None = None, *, proceed: bool = Fal
         features.save(folder / FEATURES)
     layer = LastLayer.of(config, description, examples) if config.last_layer else None
     if layer is not None:
-        count = sum(map(len, filter(None, (examples, heldout, calibration))))
         size = (folder / FEATURES).stat().st_size / 1e6
         watcher.say(f"{FEATURES}: {size:.1f} MB, in the published model too.")
-        watcher.say(f"Making {layer.features.width} features of each of {count} examples, once.")
-        examples = layer.seen(examples)
-        heldout, calibration = (rows if rows is None else layer.seen(rows) for rows in (heldout, calibration))
+        watcher.say(f"Making {layer.features.width} features of each example.")
+        examples = layer.seen(examples, watcher.say)
+        heldout, calibration = (
+            rows if rows is None else layer.seen(rows, watcher.say) for rows in (heldout, calibration)
+        )
     with torch.random.fork_rng(devices=[]):
         loop = Loop(config, description, examples, folder, people, earlier, layer)
         try:
@@ -218,6 +219,8 @@ def _finish(
 ) -> dict[str, Any]:
     """All that follows from the published model; the summary last, since it says that the rest is there."""
     published = load(folder)
+    if test is not None and config.last_layer:
+        watcher.say("Making the features of the test data.")
     tested: dict[str, Any] = {"metrics": None} if test is None else write_test(published, test, folder)
     write_widths(published, folder)
     record = read_ledger(folder / LEDGER)

@@ -262,7 +262,9 @@ class Limit:
             return
         by = accountant.mechanism() if found.keys() <= planned.keys() else "rdp"
         if (noise_multiplier, sample_rate) == (self.noise_multiplier, self.sample_rate):
-            history += [(*terms, n - found.get(terms, 0)) for terms, n in merged(self.also).items() if n > found.get(terms, 0)]
+            history += [
+                (*terms, n - found.get(terms, 0)) for terms, n in merged(self.also).items() if n > found.get(terms, 0)
+            ]
         after = epsilon(history, self.delta, by, accountant.orders)
         if after > self.epsilon:
             raise BudgetSpent(
