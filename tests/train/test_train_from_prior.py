@@ -158,6 +158,19 @@ def test_other_features_are_other_data(made: Any, tmp_path: Path) -> None:
     assert read_ledger(tmp_path / "run" / LEDGER).releases == releases
 
 
+def test_other_rows_that_are_held_out_are_other_data_too(made: Any, tmp_path: Path) -> None:
+    options = made[0] | {"out": str(tmp_path / "run"), "data": str(tmp_path / "train.npz")}
+    shutil.copyfile(made[0]["data"], options["data"])
+    with pytest.raises(MemoryError):
+        train(resolve(options), Dies(5))
+    x, y = pixels(options["data"]), load_digits().train.y[:N]
+    kept = torch.ones(N).bool()
+    kept[int(recipe.left_out(x, y, HELD_OUT / N).nonzero()[0])] = False
+    np.savez(options["data"], x=((x[kept, 0] + 1) * 8).numpy().astype(np.uint8), y=y[kept].numpy())
+    with pytest.raises(DpivonError, match="was begun with other data"):
+        train(resolve(options))
+
+
 class Hears(running.Watcher):
     def __init__(self) -> None:
         self.said: list[str] = []

@@ -85,6 +85,7 @@ class KeptRun:
         physical_batch_size: how many examples run at once (:func:`at_once`); None for all that are drawn.
         checkpoint_seconds: how often it is saved within an epoch.
         also: more to be kept with checkpoints, by name.
+        dataset_digest: of rows that are not trained on and must be the same too when the run goes on.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class KeptRun:
         physical_batch_size: int | None = None,
         checkpoint_seconds: float = 30.0,
         also: Mapping[str, Any] | None = None,
+        dataset_digest: str = "",
     ) -> None:
         self.engine, self.learner, self.epochs, self.delta = engine, learner, epochs, delta
         self.model, self.optimizer, self.loader = made
@@ -112,7 +114,13 @@ class KeptRun:
         self.kept = self.progress = None
         if folder is not None:
             self.kept = Checkpoints(
-                folder, engine=engine, optimizer=self.optimizer, data_loader=self.loader, config=config, also=also
+                folder,
+                engine=engine,
+                optimizer=self.optimizer,
+                data_loader=self.loader,
+                config=config,
+                also=also,
+                dataset_digest=dataset_digest,
             )
             self.progress = Progress(folder)
         self.optimizer.attach_step_hook(self._count)

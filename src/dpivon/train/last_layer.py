@@ -6,6 +6,7 @@ minutes, and other bits of them would be other data to a run that goes on.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dpivon.durable.tensors import bytes_of
 from dpivon.priors.features import CHUNK, Features
 from dpivon.recipe import left_out
 from dpivon.sources import Examples
@@ -54,6 +56,14 @@ class LastLayer:
                 say(f"{10 * rows.stop // len(made)} tenths of these features are made.")
                 at = time.monotonic()
         return replace(examples, inputs=made)
+
+    def digest(self, examples: Examples) -> str:
+        """Of the rows that are held out, of examples as the layer takes them."""
+        assert examples.targets is not None
+        found = hashlib.sha256()
+        for rows in (examples.inputs, examples.targets):
+            found.update(bytes_of(rows[self.held_out]))
+        return found.hexdigest()
 
 
 def new_features(

@@ -139,6 +139,7 @@ class Loop(KeptRun):
             physical_batch_size=most,
             checkpoint_seconds=config.checkpoint_seconds,
             also={"sums": self.sums} if config.also else None,
+            dataset_digest="" if layer is None else layer.digest(examples),
         )
 
     def train(self, heldout: Examples | None, show: Callable[[Line | None, int], None]) -> None:
