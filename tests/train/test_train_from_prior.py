@@ -21,6 +21,7 @@ from dpivon import DpivonError, recipe
 from dpivon.cli import app
 from dpivon.data.images import load_digits
 from dpivon.durable.ledger import read as read_ledger
+from dpivon.errors import StorageError
 from dpivon.models import SmallCNN
 from dpivon.priors import Features
 from dpivon.privacy.accounting.recorded import LEDGER, history
@@ -283,6 +284,24 @@ def test_next_years_run_goes_on_with_the_features_and_both_are_counted(made: Any
         train(resolve(later | {"last_layer": False, "out": str(tmp_path / "none")}))
     shutil.rmtree(tmp_path / "one")  # a finished run needs it no more
     assert train(resolve(later)) == second
+
+
+def test_a_disk_that_is_full_when_features_are_published_is_named_and_gone_on_from(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, summary = made
+    options = options | {"out": str(tmp_path / "run")}
+
+    def full(source: Path, to: Path) -> None:
+        Path(to).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dpivon.train.published.shutil.copyfile", full)
+        with pytest.raises(StorageError, match=r"features\.safetensors: cannot be written.*make room"):
+            train(resolve(options))
+    assert train(resolve(options))["releases"] == summary["releases"]
+    assert (tmp_path / "run" / "model" / FEATURES).read_bytes() == (tmp_path / "run" / FEATURES).read_bytes()
 
 
 def test_a_damaged_file_of_features_is_named(made: Any, tmp_path: Path) -> None:

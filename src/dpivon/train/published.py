@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpivon._version import __version__
 from dpivon.bounds import Bounds
 from dpivon.decisions import Decision
-from dpivon.durable.files import check_parent, read_json, replace, sync_folder
+from dpivon.durable.files import check_parent, read_json, replace, replacing, sync_folder
 from dpivon.errors import DpivonError, bad, check_number
 from dpivon.gaussian import GaussianNoise, interval, unscaled
 from dpivon.methods import Learner, describe
@@ -197,7 +197,8 @@ def publish(run: Path, description: Description, learner: Learner, delta: float,
         text = json.dumps(value.model_dump(mode="json"), indent=1, ensure_ascii=False)
         replace(making / name, (text + "\n").encode())
     if description.last_layer:
-        shutil.copyfile(run / FEATURES, making / FEATURES)
+        with replacing(making / FEATURES) as temporary:  # on disk before the folder has its name
+            shutil.copyfile(run / FEATURES, temporary)
     making.rename(out)
     sync_folder(run)
     return out
