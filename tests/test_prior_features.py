@@ -162,7 +162,11 @@ def test_what_is_saved_is_what_is_loaded_whatever_weights_the_network_has(tmp_pa
     torch.save(made, tmp_path / "pickled")
     with pytest.raises(ArgumentError, match="pickled"):
         Features.load(tmp_path / "pickled", SmallCNN())
-    made.matrix = made.matrix[:100]
+    mean, made.mean = made.mean, made.mean.unsqueeze(1)
+    made.save(path)
+    with pytest.raises(ArgumentError, match="does not hold the features of this network"):
+        Features.load(path, SmallCNN())
+    made.mean, made.matrix = mean, made.matrix[:100]
     made.save(path)
     with pytest.raises(ArgumentError, match="holds values that no features have"):
         Features.load(path, SmallCNN())

@@ -161,7 +161,7 @@ class Features(nn.Module):
             made.parts = tuple(int(part) for part in own["parts"].split())
             made.shift, made.mirror = int(own["shift"]), own["mirror"] == "1"
             made.mean, made.matrix = (nn.Buffer(tensors.pop(name)) for name in ("mean", "matrix"))
-            made.width = len(made.mean)
+            (made.width,) = made.mean.shape
             weights = {name.removeprefix("body."): t for name, t in tensors.items()}
             made.body.load_state_dict(weights, assign=True)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
