@@ -21,9 +21,10 @@ from dpivon import DpivonError, recipe
 from dpivon.cli import app
 from dpivon.data.images import load_digits
 from dpivon.durable.ledger import read as read_ledger
-from dpivon.errors import StorageError
+from dpivon.errors import PrivacyWarning, StorageError
 from dpivon.models import SmallCNN
 from dpivon.priors import Features
+from dpivon.privacy import temperature
 from dpivon.privacy.accounting.recorded import LEDGER, history
 from dpivon.privacy.counting import ROUNDS, sets_cost, shares_cost
 from dpivon.privacy.temperature import HALVINGS, temperature_noise
@@ -205,6 +206,26 @@ def test_a_temperature_is_charged_once_whatever_dies(
             train(resolve(options))
     found = train(resolve(options))
     assert (found["releases"], found["decision"]) == (summary["releases"], summary["decision"])
+
+
+@pytest.mark.parametrize("answers", [0, 4])
+def test_a_choice_of_temperature_that_dies_stays_charged_and_no_more_than_the_plan_is_spent(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    """The answer that was asked for is charged before it is made; what is left of the budget buys no second choice."""
+    options, summary = made
+    options, left = options | {"out": str(tmp_path / "run")}, iter(range(answers))
+    real = temperature.release
+    with monkeypatch.context() as patch:
+        patch.setattr(temperature, "release", lambda *given: real(*given) if next(left, None) is not None else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(resolve(options))
+    record = read_ledger(tmp_path / "run" / LEDGER)
+    assert history(record, 0)[1][2] == answers + 1
+    with pytest.warns(PrivacyWarning, match=f"{answers + 1} releases were made and lost"):
+        found = train(resolve(options))
+    assert (found["releases"], found["epsilon"]) == (summary["releases"], summary["epsilon"])
+    assert load(tmp_path / "run").decision.temperature == 1
 
 
 @slow
