@@ -22,7 +22,7 @@ CNN = 357_258  # parameters of the paper's CNN
 
 #: Nobody has measured these here: large products on one GPU, and two kinds of network between GPUs.
 ASSUMED = {"flops": 400e12, "fast_bytes": 300e9, "slow_bytes": 40e9}
-#: Private over plain steps where all is trained: between 1.7 to 1.9 of small networks and 2.8 of GPT-2 on an H200, captured.
+#: Private over plain steps where all is trained: assumed, above what captured steps on an H200 took.
 PRIVATE_OVER_PLAIN_H200 = 2.5
 
 

@@ -21,3 +21,9 @@ def within(i: Interval, digits: int) -> str:
 
 def ends(values: Sequence[float], digits: int) -> str:
     return f"{unsigned(min(values), digits)} – {unsigned(max(values), digits)}"
+
+
+def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rows = ["| " + " | ".join(r) + " |" for r in (head, *body)]
+    return "\n\n" + "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]]).replace("|  |", "| |") + "\n\n"

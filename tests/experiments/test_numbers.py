@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from benchmarks import numbers as measured
 
 from experiments import numbers
 
@@ -62,3 +66,20 @@ def test_areas_are_the_pages() -> None:
 def test_a_predictor_at_one_epsilon() -> None:
     shown = numbers.iterates("dp-adam").split(" points")[0].split(" / ")
     assert [numbers.one("iterates", "dp-adam", e, "accuracy", "2") for e in numbers.posterior().epsilons] == shown
+
+
+def test_new_rows_of_transformers_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column per contender that was measured, a dash where one was not, compiled steps at the end."""
+    common = {"model": "gpt2", "shape": "2x8", "room": 1.5}
+    rows = [
+        {**common, "contender": "compiled-plain", "ms": 1.0, "ratio": 1.0},
+        {**common, "contender": "compiled-ivon", "ms": 2.0, "ratio": 2.0},
+        {**common, "contender": "opacus-ghost", "ms": 12.0, "ratio": 3.0},
+        {**common, "contender": "plain", "ms": 4.0, "ratio": 1.0},
+    ]
+    (tmp_path / "transformers-h200.json").write_text(json.dumps({"commit": "abc", "rows": rows}))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    eager, compiled = measured.transformer_table().strip().splitlines()[2:]
+    assert eager == "| GPT-2, 2 × 8 | 4.0 | – | 3.00 · 1.50 | abc |"
+    assert compiled == "| GPT-2, 2 × 8, compiled | 1.0 | 2.00 · 1.50 | – | abc |"
+    assert numbers.NUMBERS["transformer"]("gpt2", "2x8", "opacus-ghost", "ratio", ".1f") == "3.0"

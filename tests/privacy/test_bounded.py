@@ -104,7 +104,7 @@ def exact_lengths(a: Tensor, g: Tensor) -> Tensor:
     ],
 )
 def test_how_far_bounds_of_long_texts_lie_above_the_norm(t, d, offset, cancels, stated, made, monkeypatch):
-    """As docs/transformers.md states it: inputs that share an offset, and output gradients that cancel over the text."""
+    """Inputs that share an offset, and output gradients that cancel over the text."""
     torch.manual_seed(0)
     a, g = torch.randn(1, t, d) + offset, torch.randn(1, t, d)
     a, g = a.bfloat16(), (g - g.mean(1, keepdim=True) if cancels else g).bfloat16()
