@@ -87,11 +87,16 @@ def test_the_halves_of_what_is_weighted_are_those_that_torch_makes():
 
 
 @pytest.mark.parametrize("columns", [64, 3072])
-def test_positions_of_zeros_change_no_gram_matrix(columns):
-    """Written into a larger one, also of a few columns at a time."""
+def test_a_gram_matrix_depends_on_its_own_example_alone(columns):
+    """Positions are read on into the next example, whatever that holds; also of a few columns at a time."""
     t = torch.randn(4, 197, columns, device="cuda").bfloat16()
-    gram = bounded._gram(t)
+    gram = bounded._grams([t])
     assert gram.shape == (4, 200, 200)
     assert not gram[:, 197:].any()
     assert not gram[:, :, 197:].any()
     torch.testing.assert_close(gram[:, :197, :197], t.float() @ t.float().mT, rtol=1e-3, atol=1e-2)
+    for bad in (torch.nan, torch.inf, 3e38):
+        for i in range(4):
+            spoiled, kept = t.clone(), torch.arange(4, device="cuda") != i
+            spoiled[i] = bad
+            assert torch.equal(bounded._grams([spoiled])[kept], gram[kept])

@@ -26,13 +26,14 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers.made import Tied, _added_up
 from dpivon.privacy.layers.unsummed import COPIED
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
-from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, padded_product, product, wide
+from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
@@ -292,8 +293,7 @@ def _chunk(columns: int) -> int:
 
 def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
     """‖H‖² from above, and L, of the examples of one use after those of the other."""
-    both = [[_gram(use._aligned[side]) for use in uses] for side in (0, 1)]
-    grams = [some[0] if len(some) == 1 else torch.cat(some) for some in both]
+    grams = [_grams([use._aligned[side] for use in uses]) for side in (0, 1)]
     squares = [gram.diagonal(dim1=1, dim2=2) for gram in grams]
     norms = [square.sqrt() for square in squares]
     widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
@@ -311,16 +311,47 @@ def _form(gram: Tensor, norms: Tensor) -> Tensor:
     return ((gram.abs() @ norms.unsqueeze(2)).squeeze(2) * norms).sum(1, dtype=torch.float64)
 
 
-def _gram(t: Tensor) -> Tensor:
-    """t tᵀ of every example, over a few columns at a time; on a GPU with zeros for positions up to a multiple of eight."""
-    multiply = padded_product if t.is_cuda and t.shape[1] % ALIGNED else product
+def _grams(several: Sequence[Tensor]) -> Tensor:
+    """t tᵀ of every example of each, with zeros for positions that are :func:`_missing`."""
+    n, more = several[0].shape[1], _missing(several[0])
+    stacks = [stack for t in several for stack in (_lengthened(t, more) if more else [t])]
+    if len(stacks) == 1:
+        return _gram(stacks[0])
+    if get_proxy_mode() is not None:  # a trace records results, not the memory they are written to
+        return torch.cat([_gram(stack) for stack in stacks])
+    grams = several[0].new_empty(sum(map(len, stacks)), n + more, n + more, dtype=torch.float32)
+    for stack, out in zip(stacks, grams.split([len(stack) for stack in stacks]), strict=True):
+        _gram(stack, out)
+    if more:
+        grams[:, n:].zero_()
+        grams[:, :n, n:].zero_()
+    return grams
+
+
+def _missing(t: Tensor) -> int:
+    """Positions up to a multiple of eight on a GPU, where products of matrices of such a size take a quarter of the time."""
+    return -t.shape[1] % ALIGNED if t.is_cuda else 0
+
+
+def _lengthened(t: Tensor, more: int) -> list[Tensor]:
+    """t with so many more positions, in stacks. Those are the next example's first ones where they follow in memory, so that
+    only the last example is copied: whatever is made of them must be overwritten."""
+    b, n, d = t.shape
+    follow = t.stride() == (n * t.stride(1), t.stride(1), 1)
+    if b <= 1 or more > n or not follow or get_proxy_mode() is not None:
+        return [F.pad(t, (0, 0, 0, more))]
+    return [t.as_strided((b - 1, n + more, d), t.stride()), F.pad(t[-1:], (0, 0, 0, more))]
+
+
+def _gram(t: Tensor, out: Tensor | None = None) -> Tensor:
+    """t tᵀ of every example, over a few columns at a time."""
     if t.shape[2] <= _CHUNK:
-        return multiply(t, t.mT)
+        return product(t, t.mT, out)
     first, *rest = t.split(_chunk(t.shape[2]), 2)
-    total = multiply(first, first.mT)
+    gram = product(first, first.mT, out)
     for part in rest:
-        total += multiply(part, part.mT)
-    return total
+        gram += product(part, part.mT)
+    return gram
 
 
 def in_bf16(use: Outer) -> Outer | None:
