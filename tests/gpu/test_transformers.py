@@ -100,3 +100,17 @@ def test_a_gram_matrix_depends_on_its_own_example_alone(columns):
             spoiled, kept = t.clone(), torch.arange(4, device="cuda") != i
             spoiled[i] = bad
             assert torch.equal(bounded._grams([spoiled])[kept], gram[kept])
+
+
+@pytest.mark.parametrize("t", [16, 200, 512])
+def test_forms_of_gram_matrices_are_those_that_torch_makes(t):
+    """Up to what fp32 rounds; what is not finite stays in its example."""
+    a, g = (torch.randn(6, t, n, device="cuda") for n in (64, 96))
+    a[1, t // 2 :], g[2, 3, 4] = 0.0, torch.nan
+    k, j = a @ a.mT, g @ g.mT
+    made = bounded._forms(k, j)
+    with conv_ops.kernels(on=False):
+        torch.testing.assert_close(made, bounded._forms(k, j), rtol=1e-5, atol=0.0, equal_nan=True)
+    assert made.isnan().any(1).tolist() == [False, False, True, False, False, False]
+    exact = (k.double() * j.double()).sum((1, 2))
+    torch.testing.assert_close(made[:, 0], exact, rtol=1e-12, atol=0.0, equal_nan=True)

@@ -16,6 +16,7 @@ import plain_convs
 from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, Tile
+from dpivon.privacy.layers import bounded
 from dpivon.privacy.layers.convolved import Convolved
 
 TOLERANCE = {"plain": 3e-6, "standardised": 1e-5}  # the latter's norms are a little too large, never too small
@@ -43,6 +44,7 @@ def main() -> None:
     strides_change_nothing()
     sums_over_positions()
     halves_of_what_is_weighted()
+    forms_of_gram_matrices()
 
 
 def what_is_summed_is_what_was_measured(kind: str) -> None:
@@ -135,6 +137,21 @@ def halves_of_what_is_weighted() -> None:
         assert ((high + low - exact).abs() <= 2**-14 * exact.abs()).all()
         assert ((high - exact).abs() <= 2**-7 * exact.abs()).all()
     print("ok halves", flush=True)
+
+
+def forms_of_gram_matrices() -> None:
+    """More positions than a program reads at a time, and rows of zeros; NaN stays in its example."""
+    generator = torch.Generator().manual_seed(0)
+    a, g = (torch.randn(4, 152, n, generator=generator) for n in (6, 9))
+    a[1, 70:], g[2, 3, 4] = 0.0, float("nan")
+    k, j = a @ a.mT, g @ g.mT
+    made = conv_ops.gram_forms(k, j)
+    with conv_ops.kernels(on=False):
+        torch.testing.assert_close(made, bounded._forms(k, j), rtol=2e-6, atol=0.0, equal_nan=True)
+    assert made.isnan().any(1).tolist() == [False, False, True, False]
+    exact = (k.double() * j.double()).sum((1, 2))
+    torch.testing.assert_close(made[:, 0], exact, rtol=1e-12, atol=0.0, equal_nan=True)
+    print("ok forms", flush=True)
 
 
 if __name__ == "__main__":

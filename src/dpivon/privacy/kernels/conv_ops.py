@@ -326,3 +326,19 @@ def weighted_halves(t: Tensor, c: Tensor) -> Tensor:
             t, c.contiguous(), result, *t.stride(), positions, n, BLOCK=block, enable_fp_fusion=False
         )  # fmt: skip
     return result
+
+
+# ---- what norms are bounded by
+
+
+def gram_forms(k: Tensor, j: Tensor) -> Tensor:
+    """What ``layers.bounded._forms`` makes of two stacks of Gram matrices, each read once, of a multiple of eight positions."""
+    from dpivon.privacy.kernels import convs
+
+    n, t, _ = k.shape
+    assert t % 8 == 0
+    blocks = -(-t // 16)
+    partial = k.new_empty((n, blocks, 6), dtype=torch.float64)
+    with torch.cuda.device_of(k):
+        convs.gram_forms[(n * blocks,)](k, j, partial, t // 8, blocks, R=16, C=128, num_warps=8)
+    return partial.sum(1)

@@ -253,3 +253,44 @@ def weighted_halves(X, C, OUT, xn, xt, xp, T, P, BLOCK: tl.constexpr):
     low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
     tl.store(OUT + row * (2 * P) + p, high, mask=p < P)
     tl.store(OUT + row * (2 * P) + P + p, low, mask=p < P)
+
+
+# ---- what norms are bounded by
+
+
+@triton.jit(do_not_specialize=["EIGHTS", "BLOCKS"])
+def gram_forms(K, J, OUT, EIGHTS, BLOCKS, R: tl.constexpr, C: tl.constexpr):
+    """Of R rows of one example's K = AAᵀ and J = GGᵀ, [rows, T, T] each, in double:
+    Σ KJ, Σ ‖A_s‖‖A_t‖|J_st|, Σ ‖G_s‖‖G_t‖|K_st|, Σ ‖A_s‖‖G_s‖, Σ ‖A_s‖² and Σ ‖G_s‖². OUT is [rows, BLOCKS, 6].
+
+    T is eight times EIGHTS: rows are then known to begin where several numbers are read at once.
+    """
+    T = EIGHTS * 8
+    n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    r = tl.program_id(0) % BLOCKS * R + tl.arange(0, R)
+    K += n * T * T
+    J += n * T * T
+    kr = tl.load(K + r * (T + 1), mask=r < T, other=0.0)
+    jr = tl.load(J + r * (T + 1), mask=r < T, other=0.0)
+    ar = tl.sqrt_rn(kr)
+    gr = tl.sqrt_rn(jr)
+    inner = tl.zeros((R, C), tl.float64)
+    by_j = tl.zeros((R, C), tl.float64)
+    by_k = tl.zeros((R, C), tl.float64)
+    for start in range(0, T, C):
+        c = start + tl.arange(0, C)
+        there = (r < T)[:, None] & (c < T)[None, :]
+        k = tl.load(K + r[:, None] * T + c[None, :], mask=there, other=0.0)
+        j = tl.load(J + r[:, None] * T + c[None, :], mask=there, other=0.0)
+        ac = tl.sqrt_rn(tl.load(K + c * (T + 1), mask=c < T, other=0.0))
+        gc = tl.sqrt_rn(tl.load(J + c * (T + 1), mask=c < T, other=0.0))
+        inner += k.to(tl.float64) * j.to(tl.float64)
+        by_j += (tl.abs(j) * (ar[:, None] * ac[None, :])).to(tl.float64)
+        by_k += (tl.abs(k) * (gr[:, None] * gc[None, :])).to(tl.float64)
+    OUT += tl.program_id(0).to(tl.int64) * 6
+    tl.store(OUT, tl.sum(inner))
+    tl.store(OUT + 1, tl.sum(by_j))
+    tl.store(OUT + 2, tl.sum(by_k))
+    tl.store(OUT + 3, tl.sum(ar.to(tl.float64) * gr.to(tl.float64)))
+    tl.store(OUT + 4, tl.sum(kr.to(tl.float64)))
+    tl.store(OUT + 5, tl.sum(jr.to(tl.float64)))

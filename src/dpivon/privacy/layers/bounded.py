@@ -9,7 +9,9 @@ positions cancel, L is much larger than ‖H‖, and it counts for less than C.
     the sum        over T positions of an example, and the halves: η = T·u + 2⁻¹⁸
     made norms     ‖H‖₊ is computed from H, made over T positions: η is larger by T·u
     Gram matrices  ‖H‖² = ⟨K, J⟩ with K = AAᵀ and J = GGᵀ, over at most k columns at a time. K_st is off by at most
-                   ku‖A_s‖‖A_t‖, so ‖H‖₊² = ⟨K, J⟩ + ku Σ_st (‖A_s‖‖A_t‖|J_st| + ‖G_s‖‖G_t‖|K_st|) + O(u L²)
+                   ku‖A_s‖‖A_t‖, so ‖H‖₊² = ⟨K, J⟩ + ku Σ_st (‖A_s‖‖A_t‖|J_st| + ‖G_s‖‖G_t‖|K_st|) + O(u L²).
+                   Computed in fp32, ⟨K, J⟩ is off by uL² and the sum over st by Tu of itself; for that 2uL² and 1 % of the
+                   sum are added. A kernel that adds up in double is off by less: next to nothing of ⟨K, J⟩, 4u of the sum.
 
 Where the positions of A share an offset, K is large everywhere, and N exceeds ‖H‖ by more the longer an example is: by 3 % at
 500 positions of a weight of 1024 x 1024 and an offset of 3σ, where N from made gradients exceeds it by .3 %. Where G cancels
@@ -293,22 +295,31 @@ def _chunk(columns: int) -> int:
 
 def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
     """‖H‖² from above, and L, of the examples of one use after those of the other."""
-    grams = [_grams([use._aligned[side] for use in uses]) for side in (0, 1)]
-    squares = [gram.diagonal(dim1=1, dim2=2) for gram in grams]
-    norms = [square.sqrt() for square in squares]
+    k, j = (_grams([use._aligned[side] for use in uses]) for side in (0, 1))
     widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
     of_a, of_g = map(_loss, widths)
-    lost = of_a * _form(grams[1], norms[0]) + of_g * _form(grams[0], norms[1])
+    inner, by_j, by_k, lengths, trace_k, trace_j = _forms(k, j).unbind(1)
+    lost = of_a * by_j + of_g * by_k + (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
+    lost += (trace_k * widths[1] + trace_j * widths[0]) * (k.shape[1] * _LEAST)
+    return inner.clamp(min=0.0) + 1.01 * lost, lengths
+
+
+def _forms(k: Tensor, j: Tensor) -> Tensor:
+    """⟨K, J⟩, Σ_st ‖A_s‖‖A_t‖|J_st|, Σ_st ‖G_s‖‖G_t‖|K_st|, L, tr K and tr J of every example, [examples, 6] in double.
+
+    The two sums over pairs are the most that errors of the other Gram matrix can amount to, relative to its rows' norms.
+    """
+    if launches_cost(k) and conv_ops.enabled and conv_ops.device_takes(k.device):
+        return conv_ops.gram_forms(k, j)
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (k, j)]
+    norms = [square.sqrt() for square in squares]
+    pairs = [
+        ((gram.abs() @ n.unsqueeze(2)).squeeze(2) * n).sum(1, dtype=torch.float64)
+        for gram, n in zip((j, k), norms, strict=True)
+    ]
     lengths = (norms[0].double() * norms[1].double()).sum(1)
-    lost += (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
     traces = [square.sum(1, dtype=torch.float64) for square in squares]
-    lost += (traces[0] * widths[1] + traces[1] * widths[0]) * (grams[0].shape[1] * _LEAST)
-    return grams[0].mul_(grams[1]).sum((1, 2), dtype=torch.float64).clamp(min=0.0) + 1.01 * lost, lengths
-
-
-def _form(gram: Tensor, norms: Tensor) -> Tensor:
-    """Σ_st ‖A_s‖‖A_t‖ |K_st|, the most that errors of the other Gram matrix can amount to, relative to its rows' norms."""
-    return ((gram.abs() @ norms.unsqueeze(2)).squeeze(2) * norms).sum(1, dtype=torch.float64)
+    return torch.stack([(k * j).sum((1, 2), dtype=torch.float64), *pairs, lengths, *traces], 1)
 
 
 def _grams(several: Sequence[Tensor]) -> Tensor:
