@@ -17,8 +17,9 @@ import transformers as hf
 from transformer_models import MODELS, check_captured_neighbours, check_neighbours, check_recorded_bounds
 
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.layers import bounded
+from dpivon.privacy.layers import bounded, norm, unsummed
 from dpivon.privacy.layers.bounded import Bounded
+from dpivon.privacy.layers.uses import views_of_examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every model
@@ -114,3 +115,21 @@ def test_forms_of_gram_matrices_are_those_that_torch_makes(t):
     assert made.isnan().any(1).tolist() == [False, False, True, False, False, False]
     exact = (k.double() * j.double()).sum((1, 2))
     torch.testing.assert_close(made[:, 0], exact, rtol=1e-12, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("shape", [(64, 197, 1024), (8, 512, 1280), (3, 5, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_normalisations_are_those_that_torch_makes(kind, shape, dtype, monkeypatch):
+    monkeypatch.setattr(unsummed, "COPIED", 0)
+    layer = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}[kind](shape[2], device="cuda")
+    x, g = torch.randn(shape, device="cuda").to(dtype) + 3, torch.randn(shape, device="cuda")
+    g[1, 2, 3] = torch.nan
+    rule = getattr(norm, kind)
+    with views_of_examples(1), torch.no_grad():
+        made = rule(layer, (x,), g)
+        with conv_ops.kernels(on=False):
+            expected = rule(layer, (x,), g)
+    assert made.keys() == expected.keys() == set(layer.parameters())
+    for p in layer.parameters():
+        torch.testing.assert_close(made[p].g, expected[p].g, rtol=1e-4, atol=1e-3, equal_nan=True)

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import plain_convs
@@ -45,6 +46,7 @@ def main() -> None:
     sums_over_positions()
     halves_of_what_is_weighted()
     forms_of_gram_matrices()
+    sums_of_normalisations()
 
 
 def what_is_summed_is_what_was_measured(kind: str) -> None:
@@ -152,6 +154,20 @@ def forms_of_gram_matrices() -> None:
     exact = (k.double() * j.double()).sum((1, 2))
     torch.testing.assert_close(made[:, 0], exact, rtol=1e-12, atol=0.0, equal_nan=True)
     print("ok forms", flush=True)
+
+
+def sums_of_normalisations() -> None:
+    """Few and many positions, rows that fill no tile, also without centring or ε; NaN stays in its example."""
+    conv_ops._PROGRAMS = 20
+    generator = torch.Generator().manual_seed(0)
+    for t, n in ((1, 40), (50, 600), (7, 5000)):
+        x, g = (torch.randn(4, t, n, generator=generator) for _ in range(2))
+        x, g[2, 0, 3] = x.bfloat16() + 3, float("nan")
+        for function, eps in ((F.layer_norm, 1e-5), (F.layer_norm, 0.0), (F.rms_norm, 1e-6)):
+            made = conv_ops.normalised_sums(x, g, eps, centred=function is F.layer_norm)
+            expected = (g * function(x.float(), (n,), eps=eps)).sum(1), g.sum(1)
+            torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    print("ok normalisations", flush=True)
 
 
 if __name__ == "__main__":

@@ -294,3 +294,34 @@ def gram_forms(K, J, OUT, EIGHTS, BLOCKS, R: tl.constexpr, C: tl.constexpr):
     tl.store(OUT + 3, tl.sum(ar.to(tl.float64) * gr.to(tl.float64)))
     tl.store(OUT + 4, tl.sum(kr.to(tl.float64)))
     tl.store(OUT + 5, tl.sum(jr.to(tl.float64)))
+
+
+# ---- normalisations
+
+
+@triton.jit(do_not_specialize=["T", "EACH", "PARTS"])
+def normalised_sums(X, G, OUT, T, EACH, PARTS, EPS, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Σ G ẑ and Σ G over EACH positions of one example, with ẑ the rows of X less their means (if CENTRED) and over their
+    deviations. X and G are [rows, T, D], OUT is [rows, PARTS, 2, D]. A program reads BT whole rows at a time."""
+    n = (tl.program_id(0) // PARTS).to(tl.int64)
+    first = tl.program_id(0) % PARTS * EACH
+    last = tl.minimum(T, first + EACH)
+    d = tl.arange(0, BD)
+    weight = tl.zeros((BT, BD), tl.float32)
+    bias = tl.zeros((BT, BD), tl.float32)
+    for start in range(first, last, BT):
+        t = start + tl.arange(0, BT)
+        there = (t < last)[:, None] & (d < D)[None, :]
+        place = (n * T + t)[:, None] * D + d[None, :]
+        z = tl.load(X + place, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(G + place, mask=there, other=0.0)
+        if CENTRED:
+            z = tl.where(there, z - (tl.sum(z, axis=1) / D)[:, None], 0.0)
+        inverse = tl.where(t < last, tl.rsqrt(tl.sum(z * z, axis=1) / D + EPS), 0.0)
+        weight += g * (z * inverse[:, None])
+        bias += g
+    OUT += tl.program_id(0).to(tl.int64) * (2 * D)
+    tl.store(OUT + d, tl.sum(weight, axis=0), mask=d < D)
+    tl.store(OUT + D + d, tl.sum(bias, axis=0), mask=d < D)
