@@ -87,6 +87,19 @@ def test_the_halves_of_what_is_weighted_are_those_that_torch_makes():
         assert not made[1].any()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("d", "p"), [(1024, 4096), (72, 24), (20, 50)])
+@pytest.mark.parametrize("uses", [1, 3])
+def test_weighted_sums_are_those_that_torch_adds_up(transposed, d, p, uses):
+    """To the bit; by the rows of the result and by its columns, of several blocks of examples."""
+    a, g = (torch.randn(144 * uses, 40, n, device="cuda").bfloat16() for n in (d, p))
+    use = Bounded(a, g, torch.Size((d, p) if transposed else (p, d)), transposed)
+    c = torch.rand(144 * uses, device="cuda")
+    made = use.weighted_sums(c, uses)
+    with conv_ops.kernels(on=False):
+        assert torch.equal(made, use.weighted_sums(c, uses))
+
+
 @pytest.mark.parametrize("columns", [64, 3072])
 def test_a_gram_matrix_depends_on_its_own_example_alone(columns):
     """Positions are read on into the next example, whatever that holds; also of a few columns at a time."""

@@ -80,7 +80,7 @@ class Bounded(Outer):
         for start in range(0, halves.shape[1], at_once := EXAMPLES_AT_ONCE * t):
             left, right = (x[:, start : start + at_once] for x in (halves, other))
             both = product(left.mT, right) if by_row else product(right.mT, left)
-            part = both.unflatten(across, (2, -1)).sum(across, dtype=torch.float64)
+            part = _sum_of_halves(both.unflatten(across, (2, -1)), across)
             total = part if total is None else total.add_(part)
         assert total is not None
         if a.shape != self.a.shape or g.shape != self.g.shape:
@@ -263,16 +263,29 @@ def _(xs: list[Tensor], gs: list[Tensor]) -> Tensor:
     return xs[0].new_empty(len(xs), len(xs[0]), dtype=torch.float64)
 
 
+def _by_kernels(t: Tensor) -> bool:
+    """Whether our kernels read it: on a GPU that has them, unless operations are being recorded."""
+    return launches_cost(t) and conv_ops.enabled and conv_ops.device_takes(t.device)
+
+
 def _halves(t: Tensor, c: Tensor) -> Tensor:
     """c_i t_i as two bf16 numbers that add up to it, side by side; zero where c is, whatever t holds."""
     c, n = c.float(), t.shape[2]
-    if launches_cost(t) and conv_ops.enabled and conv_ops.device_takes(t.device):
+    if _by_kernels(t):
         return conv_ops.weighted_halves(t, c)
     weighted = _finite(t) * c.view(-1, 1, 1)
     halves = t.new_empty(*t.shape[:2], 2 * n)
     high = halves[..., :n].copy_(weighted)
     torch.sub(weighted, high, out=halves[..., n:])
     return halves
+
+
+def _sum_of_halves(both: Tensor, across: int) -> Tensor:
+    """Their sum over this dimension, 1 or 2, in double. On a GPU torch would first write both of them in double."""
+    if _by_kernels(both):
+        rows = both.flatten(2) if across == 1 else both.flatten(0, 1)
+        return conv_ops.add_up([rows], double=True).view(*both.shape[:across], *both.shape[across + 1 :])
+    return both.sum(across, dtype=torch.float64)
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -309,7 +322,7 @@ def _forms(k: Tensor, j: Tensor) -> Tensor:
 
     The two sums over pairs are the most that errors of the other Gram matrix can amount to, relative to its rows' norms.
     """
-    if launches_cost(k) and conv_ops.enabled and conv_ops.device_takes(k.device):
+    if _by_kernels(k):
         return conv_ops.gram_forms(k, j)
     squares = [gram.diagonal(dim1=1, dim2=2) for gram in (k, j)]
     norms = [square.sqrt() for square in squares]
