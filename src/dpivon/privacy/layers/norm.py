@@ -115,7 +115,8 @@ def rms_norm(layer: nn.RMSNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[T
 def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """Parameters in the shape of the last dimensions, against values of shape [B, …, *shape]."""
     shape = layer.normalized_shape
-    if left_unsummed(g, x):
+    one_pass = conv_ops.normalises(g, math.prod(shape)) and launches_cost(g)
+    if left_unsummed(g, x, one_pass=one_pass):
         rows = (g.shape[0], -1, *shape)
         x, g = x.reshape(rows), g.reshape(rows)
         bias = getattr(layer, "bias", None)
@@ -123,7 +124,7 @@ def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Ten
         if layer.weight is not None and layer.weight.requires_grad:
             known[layer.weight] = Unsummed(g, x, (normalise, shape, layer.eps))
         return known
-    if launches_cost(g) and conv_ops.normalises(g, math.prod(shape)):
+    if one_pass:
         eps = torch.finfo(g.dtype).eps if layer.eps is None else layer.eps
         x, g = (t.reshape(len(g), -1, math.prod(shape)) for t in (x, g))
         sums = conv_ops.normalised_sums(x, g, eps, centred=normalise is F.layer_norm)
