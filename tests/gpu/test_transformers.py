@@ -17,8 +17,9 @@ import transformers as hf
 from transformer_models import MODELS, check_captured_neighbours, check_neighbours, check_recorded_bounds
 
 from dpivon.privacy.kernels import conv_ops
-from dpivon.privacy.layers import bounded
+from dpivon.privacy.layers import bounded, norm, unsummed
 from dpivon.privacy.layers.bounded import Bounded
+from dpivon.privacy.layers.uses import views_of_examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every model
@@ -86,12 +87,62 @@ def test_the_halves_of_what_is_weighted_are_those_that_torch_makes():
         assert not made[1].any()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("d", "p"), [(1024, 4096), (72, 24), (20, 50)])
+@pytest.mark.parametrize("uses", [1, 3])
+def test_weighted_sums_are_those_that_torch_adds_up(transposed, d, p, uses):
+    """To the bit; by the rows of the result and by its columns, of several blocks of examples."""
+    a, g = (torch.randn(144 * uses, 40, n, device="cuda").bfloat16() for n in (d, p))
+    use = Bounded(a, g, torch.Size((d, p) if transposed else (p, d)), transposed)
+    c = torch.rand(144 * uses, device="cuda")
+    made = use.weighted_sums(c, uses)
+    with conv_ops.kernels(on=False):
+        assert torch.equal(made, use.weighted_sums(c, uses))
+
+
 @pytest.mark.parametrize("columns", [64, 3072])
-def test_positions_of_zeros_change_no_gram_matrix(columns):
-    """Written into a larger one, also of a few columns at a time."""
+def test_a_gram_matrix_depends_on_its_own_example_alone(columns):
+    """Positions are read on into the next example, whatever that holds; also of a few columns at a time."""
     t = torch.randn(4, 197, columns, device="cuda").bfloat16()
-    gram = bounded._gram(t)
+    gram = bounded._grams([t])
     assert gram.shape == (4, 200, 200)
     assert not gram[:, 197:].any()
     assert not gram[:, :, 197:].any()
     torch.testing.assert_close(gram[:, :197, :197], t.float() @ t.float().mT, rtol=1e-3, atol=1e-2)
+    for bad in (torch.nan, torch.inf, 3e38):
+        for i in range(4):
+            spoiled, kept = t.clone(), torch.arange(4, device="cuda") != i
+            spoiled[i] = bad
+            assert torch.equal(bounded._grams([spoiled])[kept], gram[kept])
+
+
+@pytest.mark.parametrize("t", [16, 200, 512])
+def test_forms_of_gram_matrices_are_those_that_torch_makes(t):
+    """Up to what fp32 rounds; what is not finite stays in its example."""
+    a, g = (torch.randn(6, t, n, device="cuda") for n in (64, 96))
+    a[1, t // 2 :], g[2, 3, 4] = 0.0, torch.nan
+    k, j = a @ a.mT, g @ g.mT
+    made = bounded._forms(k, j)
+    with conv_ops.kernels(on=False):
+        torch.testing.assert_close(made, bounded._forms(k, j), rtol=1e-5, atol=0.0, equal_nan=True)
+    assert made.isnan().any(1).tolist() == [False, False, True, False, False, False]
+    exact = (k.double() * j.double()).sum((1, 2))
+    torch.testing.assert_close(made[:, 0], exact, rtol=1e-12, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("shape", [(64, 197, 1024), (8, 512, 1280), (3, 5, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_normalisations_are_those_that_torch_makes(kind, shape, dtype, monkeypatch):
+    monkeypatch.setattr(unsummed, "COPIED", 0)
+    layer = {"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}[kind](shape[2], device="cuda")
+    x, g = torch.randn(shape, device="cuda").to(dtype) + 3, torch.randn(shape, device="cuda")
+    g[1, 2, 3] = torch.nan
+    rule = getattr(norm, kind)
+    with views_of_examples(1), torch.no_grad():
+        made = rule(layer, (x,), g)
+        with conv_ops.kernels(on=False):
+            expected = rule(layer, (x,), g)
+    assert made.keys() == expected.keys() == set(layer.parameters())
+    for p in layer.parameters():
+        torch.testing.assert_close(made[p].g, expected[p].g, rtol=1e-4, atol=1e-3, equal_nan=True)

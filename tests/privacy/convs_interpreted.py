@@ -10,12 +10,14 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import plain_convs
 from conv_cases import CASES, KINDS, check_against_the_loop, gradients, make, use_of
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.kernels.conv_ops import Geometry, Tile
+from dpivon.privacy.layers import bounded
 from dpivon.privacy.layers.convolved import Convolved
 
 TOLERANCE = {"plain": 3e-6, "standardised": 1e-5}  # the latter's norms are a little too large, never too small
@@ -43,6 +45,8 @@ def main() -> None:
     strides_change_nothing()
     sums_over_positions()
     halves_of_what_is_weighted()
+    forms_of_gram_matrices()
+    sums_of_normalisations()
 
 
 def what_is_summed_is_what_was_measured(kind: str) -> None:
@@ -135,6 +139,35 @@ def halves_of_what_is_weighted() -> None:
         assert ((high + low - exact).abs() <= 2**-14 * exact.abs()).all()
         assert ((high - exact).abs() <= 2**-7 * exact.abs()).all()
     print("ok halves", flush=True)
+
+
+def forms_of_gram_matrices() -> None:
+    """More positions than a program reads at a time, and rows of zeros; NaN stays in its example."""
+    generator = torch.Generator().manual_seed(0)
+    a, g = (torch.randn(4, 152, n, generator=generator) for n in (6, 9))
+    a[1, 70:], g[2, 3, 4] = 0.0, float("nan")
+    k, j = a @ a.mT, g @ g.mT
+    made = conv_ops.gram_forms(k, j)
+    with conv_ops.kernels(on=False):
+        torch.testing.assert_close(made, bounded._forms(k, j), rtol=2e-6, atol=0.0, equal_nan=True)
+    assert made.isnan().any(1).tolist() == [False, False, True, False]
+    exact = (k.double() * j.double()).sum((1, 2))
+    torch.testing.assert_close(made[:, 0], exact, rtol=1e-12, atol=0.0, equal_nan=True)
+    print("ok forms", flush=True)
+
+
+def sums_of_normalisations() -> None:
+    """Few and many positions, rows that fill no tile, also without centring or ε; NaN stays in its example."""
+    conv_ops._PROGRAMS = 20
+    generator = torch.Generator().manual_seed(0)
+    for t, n in ((1, 40), (50, 600), (7, 5000)):
+        x, g = (torch.randn(4, t, n, generator=generator) for _ in range(2))
+        x, g[2, 0, 3] = x.bfloat16() + 3, float("nan")
+        for function, eps in ((F.layer_norm, 1e-5), (F.layer_norm, 0.0), (F.rms_norm, 1e-6)):
+            made = conv_ops.normalised_sums(x, g, eps, centred=function is F.layer_norm)
+            expected = (g * function(x.float(), (n,), eps=eps)).sum(1), g.sum(1)
+            torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    print("ok normalisations", flush=True)
 
 
 if __name__ == "__main__":

@@ -76,16 +76,48 @@ def test_norms_are_not_too_small_where_gram_matrices_lose_all_they_may(like, los
     g[:, 0] *= 1.125  # so that of those that cancel about as much is left as can be lost
     grams = [t.double() @ t.double().mT for t in (a, g)]
 
-    def worst(t: Tensor) -> Tensor:
+    def worst(several: list[Tensor]) -> Tensor:
+        (t,) = several
         own, other = grams if t.shape[2] == 200 else reversed(grams)
         lengths = own.diagonal(dim1=1, dim2=2).sqrt()
         most = bounded._loss(t.shape[2]) * lengths.unsqueeze(1) * lengths.unsqueeze(2)
         return (own - most * (other.sign() if lost == "where it shortens" else 1.0)).float()
 
-    monkeypatch.setattr(bounded, "_gram", worst)
+    monkeypatch.setattr(bounded, "_grams", worst)
     monkeypatch.setattr(Bounded, "by_grams", True)
     norms = Bounded(a, g, torch.Size((72, 200))).squared_norm().sqrt()
     assert (norms >= exact(a, g).flatten(1).norm(dim=1) + 40 * 2**-23 * exact_lengths(a, g)).all()
+
+
+@pytest.mark.parametrize("layout", ["dense", "columns of a wider one", "positions first", "last in memory"])
+@pytest.mark.parametrize(("t", "d"), [(13, 24), (13, 150), (3, 24), (16, 24)])
+def test_a_gram_matrix_depends_on_its_own_example_alone(layout, t, d, monkeypatch):
+    """Also where positions up to a multiple of eight are read from the next example, whatever that holds."""
+    monkeypatch.setattr(bounded, "_missing", lambda x: -x.shape[1] % 8)
+    monkeypatch.setattr(bounded, "_CHUNK", 64)
+    torch.manual_seed(0)
+    x = torch.randn(2 * B, t, d).bfloat16()
+    if layout == "columns of a wider one":
+        x = torch.randn(2 * B, t, 2 * d).bfloat16()[..., d:]
+    elif layout == "positions first":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "last in memory":
+        x = torch.cat([torch.full((1, t, d), torch.nan).bfloat16(), x])[1:]
+    several = list(x.split(B))
+    size = t + -t % 8
+    grams = bounded._grams(several)
+    assert grams.shape == (2 * B, size, size)
+    assert not grams[:, t:].any()
+    assert not grams[:, :, t:].any()
+    padded = torch.nn.functional.pad(x.double(), (0, 0, 0, -t % 8))
+    torch.testing.assert_close(grams.double(), padded @ padded.mT, rtol=1e-5, atol=1e-4)
+    for bad in (torch.nan, torch.inf, 3e38):
+        for i in (0, 3, B - 1, B, 2 * B - 1):
+            kept, before = torch.arange(2 * B) != i, x[i].clone()
+            x[i] = bad
+            assert torch.equal(bounded._grams(several)[kept], grams[kept])
+            x[i] = before
+    assert bounded._grams([x[:0]]).shape == (0, size, size)
 
 
 def exact_lengths(a: Tensor, g: Tensor) -> Tensor:

@@ -110,4 +110,5 @@ def test_rows_that_are_added_up_first_and_large_ones_are_not_left():
         with mock.patch.object(unsummed, "COPIED", 191):
             assert unsummed.left_unsummed(g)
             assert not unsummed.left_unsummed(g, g)  # a normalisation's two operands
+            assert not unsummed.left_unsummed(g, one_pass=True)
     assert not unsummed.left_unsummed(g)

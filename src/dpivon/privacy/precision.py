@@ -68,32 +68,18 @@ def wide_dtype(t: Tensor) -> torch.dtype:
     return t.dtype if t.dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a @ b for matrices or stacks of them, added up and returned in fp32 or better; the operands themselves may be bf16."""
     if a.dtype != torch.bfloat16:
-        # What @ comes to for two stacks, without its views.
-        return torch.bmm(a, b) if a.dim() == b.dim() == 3 and len(a) == len(b) else a @ b
+        # What matmul comes to for two stacks, without its views.
+        multiply = torch.bmm if a.dim() == b.dim() == 3 and len(a) == len(b) else torch.matmul
+        return multiply(a, b, out=out)
     if not a.is_cuda:
-        return a.float() @ b.float()
+        return torch.matmul(a.float(), b.float(), out=out)
     if a.dim() == 2:
         return product(a.unsqueeze(0), b.unsqueeze(0))[0]
-    result: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+    result: Tensor = torch.bmm(a, b, out_dtype=torch.float32, out=out)
     return result
-
-
-def padded_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of stacks in bf16 on a GPU, with zeros up to a multiple of eight rows and columns.
-
-    Products whose result lies so take a quarter of the time. It is written there without copies of a and b that are padded.
-    """
-    n, p = a.shape[1], b.shape[2]
-    rows, columns = n + -n % ALIGNED, p + -p % ALIGNED
-    if get_proxy_mode() is not None:  # a trace records results, not the memory they are written to
-        pad = torch.nn.functional.pad
-        return product(pad(a, (0, 0, 0, rows - n)), pad(b, (0, columns - p)))
-    found = a.new_zeros(len(a), rows, columns, dtype=torch.float32)
-    torch.bmm(a, b, out_dtype=torch.float32, out=found[:, :n, :p])
-    return found
 
 
 def padded_empty(shape: Sequence[int], like: Tensor) -> Tensor:

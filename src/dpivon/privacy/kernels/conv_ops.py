@@ -326,3 +326,46 @@ def weighted_halves(t: Tensor, c: Tensor) -> Tensor:
             t, c.contiguous(), result, *t.stride(), positions, n, BLOCK=block, enable_fp_fusion=False
         )  # fmt: skip
     return result
+
+
+# ---- what norms are bounded by
+
+
+def gram_forms(k: Tensor, j: Tensor) -> Tensor:
+    """What ``layers.bounded._forms`` makes of two stacks of Gram matrices, each read once, of a multiple of eight positions."""
+    from dpivon.privacy.kernels import convs
+
+    n, t, _ = k.shape
+    assert t % 8 == 0
+    blocks = -(-t // 16)
+    partial = k.new_empty((n, blocks, 6), dtype=torch.float64)
+    with torch.cuda.device_of(k):
+        convs.gram_forms[(n * blocks,)](k, j, partial, t // 8, blocks, R=16, C=128, num_warps=8)
+    return partial.sum(1)
+
+
+# ---- normalisations
+
+
+def normalises(g: Tensor, n: int) -> bool:
+    """Whether :func:`normalised_sums` takes output gradients like these, of rows of so many numbers."""
+    return enabled and device_takes(g.device) and g.dtype == torch.float32 and n <= 8192
+
+
+def normalised_sums(x: Tensor, g: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+    """Σ_t g ẑ and Σ_t g of x and g [rows, positions, n], with ẑ every position of x normalised."""
+    from dpivon.privacy.kernels import convs
+
+    rows, positions, n = x.shape
+    across = _power_of_two(n)
+    at_once = max(1, 4096 // across)
+    each = max(at_once, positions * rows // _PROGRAMS // at_once * at_once)
+    parts = -(-positions // each)
+    partial = g.new_empty(rows, parts, 2, n)
+    with torch.cuda.device_of(x):
+        convs.normalised_sums[(rows * parts,)](
+            x.contiguous(), g.contiguous(), partial, positions, each, parts, eps, D=n, BT=at_once, BD=across,
+            CENTRED=centred, num_warps=8,
+        )  # fmt: skip
+    weight, bias = partial.sum(1).unbind(1)
+    return weight, bias

@@ -253,3 +253,75 @@ def weighted_halves(X, C, OUT, xn, xt, xp, T, P, BLOCK: tl.constexpr):
     low = (weighted - high.to(tl.float32)).to(tl.bfloat16)
     tl.store(OUT + row * (2 * P) + p, high, mask=p < P)
     tl.store(OUT + row * (2 * P) + P + p, low, mask=p < P)
+
+
+# ---- what norms are bounded by
+
+
+@triton.jit(do_not_specialize=["EIGHTS", "BLOCKS"])
+def gram_forms(K, J, OUT, EIGHTS, BLOCKS, R: tl.constexpr, C: tl.constexpr):
+    """Of R rows of one example's K = AAᵀ and J = GGᵀ, [rows, T, T] each, in double:
+    Σ KJ, Σ ‖A_s‖‖A_t‖|J_st|, Σ ‖G_s‖‖G_t‖|K_st|, Σ ‖A_s‖‖G_s‖, Σ ‖A_s‖² and Σ ‖G_s‖². OUT is [rows, BLOCKS, 6].
+
+    T is eight times EIGHTS: rows are then known to begin where several numbers are read at once.
+    """
+    T = EIGHTS * 8
+    n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    r = tl.program_id(0) % BLOCKS * R + tl.arange(0, R)
+    K += n * T * T
+    J += n * T * T
+    kr = tl.load(K + r * (T + 1), mask=r < T, other=0.0)
+    jr = tl.load(J + r * (T + 1), mask=r < T, other=0.0)
+    ar = tl.sqrt_rn(kr)
+    gr = tl.sqrt_rn(jr)
+    inner = tl.zeros((R, C), tl.float64)
+    by_j = tl.zeros((R, C), tl.float64)
+    by_k = tl.zeros((R, C), tl.float64)
+    for start in range(0, T, C):
+        c = start + tl.arange(0, C)
+        there = (r < T)[:, None] & (c < T)[None, :]
+        k = tl.load(K + r[:, None] * T + c[None, :], mask=there, other=0.0)
+        j = tl.load(J + r[:, None] * T + c[None, :], mask=there, other=0.0)
+        ac = tl.sqrt_rn(tl.load(K + c * (T + 1), mask=c < T, other=0.0))
+        gc = tl.sqrt_rn(tl.load(J + c * (T + 1), mask=c < T, other=0.0))
+        inner += k.to(tl.float64) * j.to(tl.float64)
+        by_j += (tl.abs(j) * (ar[:, None] * ac[None, :])).to(tl.float64)
+        by_k += (tl.abs(k) * (gr[:, None] * gc[None, :])).to(tl.float64)
+    OUT += tl.program_id(0).to(tl.int64) * 6
+    tl.store(OUT, tl.sum(inner))
+    tl.store(OUT + 1, tl.sum(by_j))
+    tl.store(OUT + 2, tl.sum(by_k))
+    tl.store(OUT + 3, tl.sum(ar.to(tl.float64) * gr.to(tl.float64)))
+    tl.store(OUT + 4, tl.sum(kr.to(tl.float64)))
+    tl.store(OUT + 5, tl.sum(jr.to(tl.float64)))
+
+
+# ---- normalisations
+
+
+@triton.jit(do_not_specialize=["T", "EACH", "PARTS"])
+def normalised_sums(X, G, OUT, T, EACH, PARTS, EPS, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    CENTRED: tl.constexpr,
+):  # fmt: skip
+    """Σ G ẑ and Σ G over EACH positions of one example, with ẑ the rows of X less their means (if CENTRED) and over their
+    deviations. X and G are [rows, T, D], OUT is [rows, PARTS, 2, D]. A program reads BT whole rows at a time."""
+    n = (tl.program_id(0) // PARTS).to(tl.int64)
+    first = tl.program_id(0) % PARTS * EACH
+    last = tl.minimum(T, first + EACH)
+    d = tl.arange(0, BD)
+    weight = tl.zeros((BT, BD), tl.float32)
+    bias = tl.zeros((BT, BD), tl.float32)
+    for start in range(first, last, BT):
+        t = start + tl.arange(0, BT)
+        there = (t < last)[:, None] & (d < D)[None, :]
+        place = (n * T + t)[:, None] * D + d[None, :]
+        z = tl.load(X + place, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(G + place, mask=there, other=0.0)
+        if CENTRED:
+            z = tl.where(there, z - (tl.sum(z, axis=1) / D)[:, None], 0.0)
+        inverse = tl.where(t < last, tl.rsqrt(tl.sum(z * z, axis=1) / D + EPS), 0.0)
+        weight += g * (z * inverse[:, None])
+        bias += g
+    OUT += tl.program_id(0).to(tl.int64) * (2 * D)
+    tl.store(OUT + d, tl.sum(weight, axis=0), mask=d < D)
+    tl.store(OUT + D + d, tl.sum(bias, axis=0), mask=d < D)

@@ -9,7 +9,9 @@ positions cancel, L is much larger than ‖H‖, and it counts for less than C.
     the sum        over T positions of an example, and the halves: η = T·u + 2⁻¹⁸
     made norms     ‖H‖₊ is computed from H, made over T positions: η is larger by T·u
     Gram matrices  ‖H‖² = ⟨K, J⟩ with K = AAᵀ and J = GGᵀ, over at most k columns at a time. K_st is off by at most
-                   ku‖A_s‖‖A_t‖, so ‖H‖₊² = ⟨K, J⟩ + ku Σ_st (‖A_s‖‖A_t‖|J_st| + ‖G_s‖‖G_t‖|K_st|) + O(u L²)
+                   ku‖A_s‖‖A_t‖, so ‖H‖₊² = ⟨K, J⟩ + ku Σ_st (‖A_s‖‖A_t‖|J_st| + ‖G_s‖‖G_t‖|K_st|) + O(u L²).
+                   Computed in fp32, ⟨K, J⟩ is off by uL² and the sum over st by Tu of itself; for that 2uL² and 1 % of the
+                   sum are added. A kernel that adds up in double is off by less: next to nothing of ⟨K, J⟩, 4u of the sum.
 
 Where the positions of A share an offset, K is large everywhere, and N exceeds ‖H‖ by more the longer an example is: by 3 % at
 500 positions of a weight of 1024 x 1024 and an offset of 3σ, where N from made gradients exceeds it by .3 %. Where G cancels
@@ -26,13 +28,14 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, row_norms
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers.made import Tied, _added_up
 from dpivon.privacy.layers.unsummed import COPIED
 from dpivon.privacy.layers.uses import Outer, Rows, memory_cap, rows_of_an_example
-from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, padded_product, product, wide
+from dpivon.privacy.precision import ALIGNED, capturing, launches_cost, padded, product, wide
 
 MADE_BYTES = 16 * 2**20  # of gradients from bf16 that are made and kept,
 MADE_RATIO = 3  # or so many times what their operands take
@@ -77,7 +80,7 @@ class Bounded(Outer):
         for start in range(0, halves.shape[1], at_once := EXAMPLES_AT_ONCE * t):
             left, right = (x[:, start : start + at_once] for x in (halves, other))
             both = product(left.mT, right) if by_row else product(right.mT, left)
-            part = both.unflatten(across, (2, -1)).sum(across, dtype=torch.float64)
+            part = _sum_of_halves(both.unflatten(across, (2, -1)), across)
             total = part if total is None else total.add_(part)
         assert total is not None
         if a.shape != self.a.shape or g.shape != self.g.shape:
@@ -260,16 +263,29 @@ def _(xs: list[Tensor], gs: list[Tensor]) -> Tensor:
     return xs[0].new_empty(len(xs), len(xs[0]), dtype=torch.float64)
 
 
+def _by_kernels(t: Tensor) -> bool:
+    """Whether our kernels read it: on a GPU that has them, unless operations are being recorded."""
+    return launches_cost(t) and conv_ops.enabled and conv_ops.device_takes(t.device)
+
+
 def _halves(t: Tensor, c: Tensor) -> Tensor:
     """c_i t_i as two bf16 numbers that add up to it, side by side; zero where c is, whatever t holds."""
     c, n = c.float(), t.shape[2]
-    if launches_cost(t) and conv_ops.enabled and conv_ops.device_takes(t.device):
+    if _by_kernels(t):
         return conv_ops.weighted_halves(t, c)
     weighted = _finite(t) * c.view(-1, 1, 1)
     halves = t.new_empty(*t.shape[:2], 2 * n)
     high = halves[..., :n].copy_(weighted)
     torch.sub(weighted, high, out=halves[..., n:])
     return halves
+
+
+def _sum_of_halves(both: Tensor, across: int) -> Tensor:
+    """Their sum over this dimension, 1 or 2, in double. On a GPU torch would first write both of them in double."""
+    if _by_kernels(both):
+        rows = both.flatten(2) if across == 1 else both.flatten(0, 1)
+        return conv_ops.add_up([rows], double=True).view(*both.shape[:across], *both.shape[across + 1 :])
+    return both.sum(across, dtype=torch.float64)
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -292,35 +308,74 @@ def _chunk(columns: int) -> int:
 
 def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
     """‖H‖² from above, and L, of the examples of one use after those of the other."""
-    both = [[_gram(use._aligned[side]) for use in uses] for side in (0, 1)]
-    grams = [some[0] if len(some) == 1 else torch.cat(some) for some in both]
-    squares = [gram.diagonal(dim1=1, dim2=2) for gram in grams]
-    norms = [square.sqrt() for square in squares]
+    k, j = (_grams([use._aligned[side] for use in uses]) for side in (0, 1))
     widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
     of_a, of_g = map(_loss, widths)
-    lost = of_a * _form(grams[1], norms[0]) + of_g * _form(grams[0], norms[1])
+    inner, by_j, by_k, lengths, trace_k, trace_j = _forms(k, j).unbind(1)
+    lost = of_a * by_j + of_g * by_k + (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
+    lost += (trace_k * widths[1] + trace_j * widths[0]) * (k.shape[1] * _LEAST)
+    return inner.clamp(min=0.0) + 1.01 * lost, lengths
+
+
+def _forms(k: Tensor, j: Tensor) -> Tensor:
+    """⟨K, J⟩, Σ_st ‖A_s‖‖A_t‖|J_st|, Σ_st ‖G_s‖‖G_t‖|K_st|, L, tr K and tr J of every example, [examples, 6] in double.
+
+    The two sums over pairs are the most that errors of the other Gram matrix can amount to, relative to its rows' norms.
+    """
+    if _by_kernels(k):
+        return conv_ops.gram_forms(k, j)
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (k, j)]
+    norms = [square.sqrt() for square in squares]
+    pairs = [
+        ((gram.abs() @ n.unsqueeze(2)).squeeze(2) * n).sum(1, dtype=torch.float64)
+        for gram, n in zip((j, k), norms, strict=True)
+    ]
     lengths = (norms[0].double() * norms[1].double()).sum(1)
-    lost += (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
     traces = [square.sum(1, dtype=torch.float64) for square in squares]
-    lost += (traces[0] * widths[1] + traces[1] * widths[0]) * (grams[0].shape[1] * _LEAST)
-    return grams[0].mul_(grams[1]).sum((1, 2), dtype=torch.float64).clamp(min=0.0) + 1.01 * lost, lengths
+    return torch.stack([(k * j).sum((1, 2), dtype=torch.float64), *pairs, lengths, *traces], 1)
 
 
-def _form(gram: Tensor, norms: Tensor) -> Tensor:
-    """Σ_st ‖A_s‖‖A_t‖ |K_st|, the most that errors of the other Gram matrix can amount to, relative to its rows' norms."""
-    return ((gram.abs() @ norms.unsqueeze(2)).squeeze(2) * norms).sum(1, dtype=torch.float64)
+def _grams(several: Sequence[Tensor]) -> Tensor:
+    """t tᵀ of every example of each, with zeros for positions that are :func:`_missing`."""
+    n, more = several[0].shape[1], _missing(several[0])
+    stacks = [stack for t in several for stack in (_lengthened(t, more) if more else [t])]
+    if len(stacks) == 1:
+        return _gram(stacks[0])
+    if get_proxy_mode() is not None:  # a trace records results, not the memory they are written to
+        return torch.cat([_gram(stack) for stack in stacks])
+    grams = several[0].new_empty(sum(map(len, stacks)), n + more, n + more, dtype=torch.float32)
+    for stack, out in zip(stacks, grams.split([len(stack) for stack in stacks]), strict=True):
+        _gram(stack, out)
+    if more:
+        grams[:, n:].zero_()
+        grams[:, :n, n:].zero_()
+    return grams
 
 
-def _gram(t: Tensor) -> Tensor:
-    """t tᵀ of every example, over a few columns at a time; on a GPU with zeros for positions up to a multiple of eight."""
-    multiply = padded_product if t.is_cuda and t.shape[1] % ALIGNED else product
+def _missing(t: Tensor) -> int:
+    """Positions up to a multiple of eight on a GPU, where products of matrices of such a size take a quarter of the time."""
+    return -t.shape[1] % ALIGNED if t.is_cuda else 0
+
+
+def _lengthened(t: Tensor, more: int) -> list[Tensor]:
+    """t with so many more positions, in stacks. Those are the next example's first ones where they follow in memory, so that
+    only the last example is copied: whatever is made of them must be overwritten."""
+    b, n, d = t.shape
+    follow = t.stride() == (n * t.stride(1), t.stride(1), 1)
+    if b <= 1 or more > n or not follow or get_proxy_mode() is not None:
+        return [F.pad(t, (0, 0, 0, more))]
+    return [t.as_strided((b - 1, n + more, d), t.stride()), F.pad(t[-1:], (0, 0, 0, more))]
+
+
+def _gram(t: Tensor, out: Tensor | None = None) -> Tensor:
+    """t tᵀ of every example, over a few columns at a time."""
     if t.shape[2] <= _CHUNK:
-        return multiply(t, t.mT)
+        return product(t, t.mT, out)
     first, *rest = t.split(_chunk(t.shape[2]), 2)
-    total = multiply(first, first.mT)
+    gram = product(first, first.mT, out)
     for part in rest:
-        total += multiply(part, part.mT)
-    return total
+        gram += product(part, part.mT)
+    return gram
 
 
 def in_bf16(use: Outer) -> Outer | None:

@@ -5,6 +5,7 @@ The gradient of γ is Σ G ẑ and that of β is Σ G, over every dimension but 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers.convolved import Summed, waits
 from dpivon.privacy.layers.memory import empty, free
 from dpivon.privacy.layers.registry import Observe, register_forward, register_rule
 from dpivon.privacy.layers.unsummed import Unsummed, left_unsummed
 from dpivon.privacy.layers.uses import Dense, Use
-from dpivon.privacy.precision import capturing
+from dpivon.privacy.precision import capturing, launches_cost
 
 _POSITIONS = 256  # more than these a compiler adds up in a loop
 
@@ -113,7 +115,8 @@ def rms_norm(layer: nn.RMSNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[T
 def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """Parameters in the shape of the last dimensions, against values of shape [B, …, *shape]."""
     shape = layer.normalized_shape
-    if left_unsummed(g, x):
+    one_pass = conv_ops.normalises(g, math.prod(shape)) and launches_cost(g)
+    if left_unsummed(g, x, one_pass=one_pass):
         rows = (g.shape[0], -1, *shape)
         x, g = x.reshape(rows), g.reshape(rows)
         bias = getattr(layer, "bias", None)
@@ -121,6 +124,13 @@ def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Ten
         if layer.weight is not None and layer.weight.requires_grad:
             known[layer.weight] = Unsummed(g, x, (normalise, shape, layer.eps))
         return known
+    if one_pass:
+        eps = torch.finfo(g.dtype).eps if layer.eps is None else layer.eps
+        x, g = (t.reshape(len(g), -1, math.prod(shape)) for t in (x, g))
+        sums = conv_ops.normalised_sums(x, g, eps, centred=normalise is F.layer_norm)
+        params = layer.weight, getattr(layer, "bias", None)
+        found = zip(params, sums, strict=True)
+        return {p: Dense(own.unflatten(1, shape)) for p, own in found if p is not None and p.requires_grad}
     z = normalise(x.to(g.dtype), shape, eps=layer.eps)
     return _sums(layer, z.reshape(len(g), -1, *shape), g.reshape(len(g), -1, *shape), over=1)
 

@@ -59,10 +59,12 @@ class Unsummed:
         return self._dense.grouped(rows)
 
 
-def left_unsummed(g: Tensor, x: Tensor | None = None) -> bool:
-    """Whether to leave such a gradient until backward is over: where launches cost, and its operands are small."""
+def left_unsummed(g: Tensor, x: Tensor | None = None, *, one_pass: bool = False) -> bool:
+    """Whether to leave such a gradient until backward is over: where launches cost, and its operands are small. They are to be
+    smaller where a kernel would read them in ``one_pass``."""
     size = g.nbytes if x is None else g.nbytes + x.nbytes
-    return size <= COPIED and rows_of_an_example() == 1 and launches_cost(g)
+    most = COPIED // 4 if one_pass else COPIED
+    return size <= most and rows_of_an_example() == 1 and launches_cost(g)
 
 
 class Biases:
