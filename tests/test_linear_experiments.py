@@ -54,7 +54,9 @@ def test_committed_rows_are_what_the_page_says() -> None:
         target, spent = float(row["epsilon"]), float(row["epsilon_spent"])
         if row["method"] != linear.RECIPE:  # planned with the recipe's temperature, and fitted without
             steps = float(row["noise_multiplier"]), int(row["batch"]) / int(row["train_size"]), int(row["steps"])
-            spent = epsilon([steps, temperature_cost(temperature_noise(0.1 * target, linear.DELTA))], linear.DELTA, "pld")
+            spent = epsilon(
+                [steps, temperature_cost(temperature_noise(0.1 * target, linear.DELTA))], linear.DELTA, "pld"
+            )
         assert 0.99 * target < spent <= target
         assert row["lr"] == "" or row["method"] != linear.RECIPE or row["network"] == "plain"  # the defaults
     judged = [row for row in rows if row["split"] == "test"]
