@@ -10,6 +10,7 @@ import torch
 from experiments.leaderboard import board, flat, linear
 from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.data import Split
+from experiments.leaderboard.wide.network import wide
 from torch import Tensor, nn
 
 from dpivon.models import PaperCNN
@@ -142,3 +143,18 @@ def test_a_flat_head_and_flat_weights_together_spend_epsilon(flat_cnn: Any, monk
         assert set(row) == set(flat.COLUMNS)
         moved = flat.epsilon([cell.head.cost(row["head_noise_multiplier"])], flat.DELTA, flat.ACCOUNTANT)
         assert moved == pytest.approx(0.4 * cell.epsilon, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_wide_network_in_flat_coordinates_begins_as_its_prior() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(500, 3, 32, 32)
+    made = features.Features(wide(toy=True, places=4), images)
+    model = flat.FlatNetwork(made, images[:200], 0.1)
+    torch.testing.assert_close(model.seen(images[:20]), made.seen(images[:20]), rtol=1e-4, atol=1e-4)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    convolutions = [name for name, m in made.body.named_modules() if isinstance(m, nn.Conv2d)]
+    assert trained == [*(f"body.{name}.theta.weight" for name in convolutions), "head.weight", "head.bias"]
+    with torch.no_grad():
+        model.body.blocks[0].conv1.theta.weight.normal_()
+        assert float((model.seen(images[:20]) - made.seen(images[:20])).abs().max()) > 0.01

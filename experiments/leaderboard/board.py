@@ -20,6 +20,7 @@ from experiments.leaderboard.priors import tables
 from experiments.leaderboard.priors.arms import METHODS, number, table, told, wrapped
 from experiments.leaderboard.priors.digits import unpaired
 from experiments.leaderboard.priors.plans import BOARD, IVON, SCRATCH, Row
+from experiments.strong_privacy.recipe import RATE
 
 HERE = Path(__file__).parent
 TITLES = METHODS | {IVON: "DP-IVON-Gradsq"}
@@ -191,6 +192,22 @@ def maps() -> str:
     return table(["all maps less the last", *(f"ε = {e:g}" for e in BOARD)], lines)
 
 
+def flatness() -> str:
+    """The recipe on flat features of the paper's CNN, and on the same ones scaled one by one, on validation images."""
+    found: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in tables.read(HERE / "results/linear.csv"):
+        own = row["network"] in ("paper", "plain") and row["features"] == ALL_MAPS["paper"]
+        if own and (row["split"], row["method"]) == ("validation", "dp-steady"):
+            found.setdefault((row["network"], float(row["lr"] or RATE)), {})[row["epsilon"]] = row
+    epsilons = sorted(next(iter(found.values())), key=float)
+    lines = []
+    for (network, rate), by_epsilon in sorted(found.items()):
+        rows = [by_epsilon[e] for e in epsilons]
+        scores = [f"{100 * float(row['mean_accuracy']):.1f}, {float(row['mean_tempered_nll']):.3f}" for row in rows]
+        lines.append(["flat" if network == "paper" else "scaled one by one", f"{rate:g}", *scores])
+    return table(["features", "r", *(f"ε = {e}" for e in epsilons)], lines)
+
+
 def others() -> str:
     """The recipe less each other method on the same features, at the rate that this had the best validation accuracy with."""
     found: dict[tuple[str, str], dict[str, list[Row]]] = {}
@@ -260,7 +277,7 @@ def provenance() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (bars, accuracy, gains, maps, others, flat, calibration, fashion, provenance)
+    f.__name__: f for f in (bars, accuracy, gains, maps, flatness, others, flat, calibration, fashion, provenance)
 }
 
 

@@ -24,14 +24,13 @@ RESULTS = {path.parent.name: path.parent for path in EXPERIMENTS.glob("*/results
 STUDIES = sorted(RESULTS)
 #: Studies whose ledgers were not kept, and their rows. ε then follows from what a row says of its own releases.
 WITHOUT_LEDGERS = {
-    "quick": 72,  # made before studies had ledgers
     "beyond-quick": 104,  # committed without them
     "beyond-quick-tuning": 94,  # committed without them
     "paper-tuning": 45,  # committed without them
 }
 
 
-WITHOUT_COMMIT = {"quick", "beyond-quick", "beyond-quick-tuning"}  # made before rows had one, and no page says it
+WITHOUT_COMMIT = {"beyond-quick", "beyond-quick-tuning"}  # made before rows had one, and no page says it
 
 
 def rows_of(study: str) -> tuple[float, dict[str, Any]]:

@@ -24,7 +24,7 @@ MADE = (("seed",), ("device", "hardware"), ("torch", "software"), ("commit",))
 #: Of other rows (their ids are there), of priors without a private run, and what was aimed at.
 DERIVED = {"summary", "diagnostics", "comparison", "bars", "robustness", "learning", "wide-learning", "probe"}
 #: Made before rows had a commit; their pages say up to which one.
-WITHOUT_COMMIT = {"quick/runs.csv", "beyond-quick/runs.csv", "beyond-quick-tuning/tuning.csv"}
+WITHOUT_COMMIT = {"beyond-quick/runs.csv", "beyond-quick-tuning/tuning.csv"}
 #: Their runs were made through a front door, and the rows keep ε alone.
 BUDGET_ALONE = {"tables/results/doors.csv", "leaderboard/priors/results/digits.csv", "tables/results/references.csv"}
 Row = dict[str, str]
