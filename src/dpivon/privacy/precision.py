@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
@@ -53,9 +54,9 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def as_multiplied(x: Tensor) -> Tensor:
     """x as a product in the caller's autocast reads it. Rounded here, once, it is the product's operand and its rule's too: a
     compiler that finds two roundings of x writes x twice, and once more for every kernel that it did not make itself."""
-    kind = x.device.type
-    rounds = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
-    return x.to(torch.bfloat16) if rounds and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+    if x.dtype is not torch.float32 or not torch.is_autocast_enabled(kind := x.device.type):
+        return x
+    return x.to(torch.bfloat16) if torch.get_autocast_dtype(kind) is torch.bfloat16 else x
 
 
 def wide(t: Tensor) -> Tensor:
@@ -129,9 +130,33 @@ def launches_cost(t: Tensor) -> bool:
     return t.is_cuda and not capturing()
 
 
+class _Known(threading.local):
+    capturing: bool | None = None
+
+
+_known = _Known()
+
+
 def capturing() -> bool:
     """Whether operations are being recorded, in a trace or a CUDA graph, so that no value can be looked at."""
+    if _known.capturing is not None:
+        return _known.capturing
     return get_proxy_mode() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+class known_capturing:
+    """Inside, :func:`capturing` is known to be this: it asks CUDA, and rules ask it several times for every layer."""
+
+    __slots__ = ("_before", "_now")
+
+    def __init__(self, now: bool) -> None:
+        self._now = now
+
+    def __enter__(self) -> None:
+        self._before, _known.capturing = _known.capturing, self._now
+
+    def __exit__(self, *error: object) -> None:
+        _known.capturing = self._before
 
 
 def options(*, again: bool) -> _Options:

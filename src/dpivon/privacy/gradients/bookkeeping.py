@@ -32,7 +32,7 @@ from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
 from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
 from dpivon.privacy.made_up import NotTried
-from dpivon.privacy.precision import capturing, without_autocast
+from dpivon.privacy.precision import capturing, known_capturing, without_autocast
 
 __all__ = ["BookKeeper", "has_rules"]
 
@@ -105,6 +105,7 @@ class BookKeeper(LayerWatch):
         self._generation = 0
         self._running = False  # inside the model's forward
         self._pass = 0  # the forward that is running, or ran last
+        self._task, self._captures = -1, False  # the backward that is running, and whether it is captured
         self._attach_to_model()
         self._hook_root(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True, prepend=True)
         self._hook_root(module.register_forward_hook, self._end_forward, always_call=True)
@@ -221,14 +222,18 @@ class BookKeeper(LayerWatch):
         passes.arrived = True
         positions = 1 if g.shape[0] == self.rows else self.rows_of_each(g.shape[0], layer)
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
-        with self.pool, views_of_examples(groups.most * positions), without_autocast(g.device.type):
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:
+            self._task, self._captures = task, capturing()
+        rows, batch = groups.most * positions, passes.batches[-1]
+        with self.pool, views_of_examples(rows), known_capturing(self._captures), without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         if positions > 1:
             found = {p: use.grouped(positions) for p, use in found.items()}
-        if groups.most * positions > 1:
+        if rows > 1:
             found = {p: groups.added_up(use) if groups.most > 1 else settled(use) for p, use in found.items()}
         for p, use in found.items():
-            passes.batches[-1][p].append(use)
+            batch[p].append(use)
             if self.keeps_gradients:
                 made = [merge(batch[p]).materialise() for batch in passes.batches if p in batch]
                 each = [(g.movedim(0, -1) * groups.shares(self._share, g)).movedim(-1, 0) for g in made]
@@ -249,11 +254,12 @@ class BookKeeper(LayerWatch):
             made, self._passes.sums, self._passes.taken = self._passes.sums, None, True
             return [total.view(p.shape) for total, p in zip(made, params, strict=True)]
         sums: list[Any] = [None] * len(params)
-        for batch in self._take(params):
-            for members, total in self._sums_of_blocks(batch, params, clipping):
-                for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
-                    part = part if self._scatter is None else self._scatter(params[i], part)
-                    sums[i] = part if sums[i] is None else sums[i] + part
+        with known_capturing(capturing()):
+            for batch in self._take(params):
+                for members, total in self._sums_of_blocks(batch, params, clipping):
+                    for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
+                        part = part if self._scatter is None else self._scatter(params[i], part)
+                        sums[i] = part if sums[i] is None else sums[i] + part
         self.pool.take_back()
         return sums
 

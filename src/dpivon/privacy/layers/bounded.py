@@ -380,14 +380,16 @@ def _gram(t: Tensor, out: Tensor | None = None) -> Tensor:
 
 def in_bf16(use: Outer) -> Outer | None:
     """What becomes of a rule's use in bf16; None if it is treated like any other."""
-    b, t, _ = use.a.shape
-    given = use.a, use.g, use.shape, use.transposed, use.order
+    a, g = use.a, use.g
+    b, t, _ = a.shape
     if t == 1:
         return use if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
-    size, operands = 4 * b * use.shape.numel(), use.a.nbytes + use.g.nbytes
-    if size > memory_cap(use.g) or (size > max(MADE_BYTES, MADE_RATIO * operands) and not capturing()):
-        return Bounded(*given)
-    return Unmade(*given) if size <= MADE_BYTES and use.order is None and launches_cost(use.g) else None
+    size = 4 * b * use.shape.numel()
+    large = size > MADE_BYTES and size > MADE_RATIO * (a.nbytes + g.nbytes)
+    if (large and not capturing()) or size > memory_cap(g):
+        return Bounded(a, g, use.shape, use.transposed, use.order)
+    unmade = size <= MADE_BYTES and use.order is None and launches_cost(g)
+    return Unmade(a, g, use.shape, use.transposed) if unmade else None
 
 
 def tied(head: Outer, table: Rows) -> Tied:
