@@ -30,9 +30,9 @@ from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neig
 from dpivon.privacy.gradients.watching import LayerWatch, has_rules
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
+from dpivon.privacy.layers.uses import Dense, Use, merge, settled
 from dpivon.privacy.made_up import NotTried
-from dpivon.privacy.precision import capturing, known_capturing, without_autocast
+from dpivon.privacy.precision import capturing, surroundings, without_autocast
 
 __all__ = ["BookKeeper", "has_rules"]
 
@@ -226,7 +226,8 @@ class BookKeeper(LayerWatch):
         if task != self._task or task == -1:
             self._task, self._captures = task, capturing()
         rows, batch = groups.most * positions, passes.batches[-1]
-        with self.pool, views_of_examples(rows), known_capturing(self._captures), without_autocast(g.device.type):
+        around = surroundings(pool=self.pool, rows=rows, capturing=self._captures)
+        with around, without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         if positions > 1:
             found = {p: use.grouped(positions) for p, use in found.items()}
@@ -254,7 +255,7 @@ class BookKeeper(LayerWatch):
             made, self._passes.sums, self._passes.taken = self._passes.sums, None, True
             return [total.view(p.shape) for total, p in zip(made, params, strict=True)]
         sums: list[Any] = [None] * len(params)
-        with known_capturing(capturing()):
+        with surroundings(capturing=capturing()):
             for batch in self._take(params):
                 for members, total in self._sums_of_blocks(batch, params, clipping):
                     for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):

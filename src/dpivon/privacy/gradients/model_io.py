@@ -237,7 +237,8 @@ class Arrival:
                 "Call the model that was made private."
             )
         self._seen = True
-        _check_unchanged(self._saved, self._versions)
+        if _versions_of(self._saved) != self._versions:
+            _check_unchanged(self._saved, self._versions)
         if self._pass != keeper._passes.recorded:
             keeper._note_pass(self._pass)
         g = g if self._batch_major or keeper.batch_first else keeper._batch_major((g,))[0]
