@@ -155,10 +155,10 @@ class BookKeeper(LayerWatch):
         if self.on_first is None or capturing():
             return
         layers = self.tree.layers()
-        training = tuple([layer.training for _, layer in layers])
+        training = [layer.training for _, layer in layers]
         own = [layer._parameters for _, layer in layers]
-        trained = tuple([p is not None and p.requires_grad for p in chain.from_iterable(map(dict.values, own))])
-        state = training, trained, tuple(map(len, own))
+        trained = [p is not None and p.requires_grad for p in chain.from_iterable(map(dict.values, own))]
+        state = bytes(training), bytes(trained), tuple(map(len, own))
         known = structure((args, kwargs)), state, torch.compiler.is_compiling()  # which models may ask too
         self._untried = None
         if known not in self._known:

@@ -218,7 +218,7 @@ class BoundedTied(Tied):
 def upper_bound(squares: Tensor, lengths: Tensor, rounding: float) -> Tensor:
     """N² of the module's text, from ‖H‖², L and η."""
     n = (squares.double().clamp(min=0.0) * (1 + 1e-6)).sqrt()
-    return (n + (1.001 * rounding) * lengths.double()).square()
+    return n.add_(lengths.double(), alpha=1.001 * rounding).square()
 
 
 def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
@@ -316,9 +316,10 @@ def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
     widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
     of_a, of_g = map(_loss, widths)
     inner, by_j, by_k, lengths, trace_k, trace_j = _forms(k, j).unbind(1)
-    lost = of_a * by_j + of_g * by_k + (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
-    lost += (trace_k * widths[1] + trace_j * widths[0]) * (k.shape[1] * _LEAST)
-    return inner.clamp(min=0.0) + 1.01 * lost, lengths
+    least = k.shape[1] * _LEAST
+    lost = (by_j * of_a).add_(by_k, alpha=of_g).add_(lengths.square(), alpha=3 * of_a * of_g + 2 * _UNIT)
+    lost.add_(trace_k, alpha=widths[1] * least).add_(trace_j, alpha=widths[0] * least)
+    return inner.clamp(min=0.0).add_(lost, alpha=1.01), lengths
 
 
 def _forms(k: Tensor, j: Tensor) -> Tensor:
