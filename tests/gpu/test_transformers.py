@@ -19,7 +19,7 @@ from transformer_models import MODELS, check_captured_neighbours, check_neighbou
 from dpivon.privacy.kernels import conv_ops
 from dpivon.privacy.layers import bounded, norm, unsummed
 from dpivon.privacy.layers.bounded import Bounded
-from dpivon.privacy.layers.uses import views_of_examples
+from dpivon.privacy.precision import surroundings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FIRST = list(dict(reversed(MODELS)).items())[::-1]  # the first task of every model
@@ -139,7 +139,7 @@ def test_sums_of_normalisations_are_those_that_torch_makes(kind, shape, dtype, m
     x, g = torch.randn(shape, device="cuda").to(dtype) + 3, torch.randn(shape, device="cuda")
     g[1, 2, 3] = torch.nan
     rule = getattr(norm, kind)
-    with views_of_examples(1), torch.no_grad():
+    with surroundings(rows=1), torch.no_grad():
         made = rule(layer, (x,), g)
         with conv_ops.kernels(on=False):
             expected = rule(layer, (x,), g)

@@ -16,7 +16,8 @@ from dpivon.privacy.gradients.bookkeeping import BookKeeper
 from dpivon.privacy.gradients.side_by_side import in_blocks
 from dpivon.privacy.layers import bounded, unsummed
 from dpivon.privacy.layers.unsummed import Unsummed
-from dpivon.privacy.layers.uses import Dense, merge, views_of_examples
+from dpivon.privacy.layers.uses import Dense, merge
+from dpivon.privacy.precision import surroundings
 
 WIDTH, TOKENS = 64, 8
 
@@ -103,7 +104,7 @@ def test_rows_that_are_added_up_first_and_large_ones_are_not_left():
     g = torch.zeros(2, 3, 4)
     with as_on_a_gpu():
         assert unsummed.left_unsummed(g)
-        with views_of_examples(2):
+        with surroundings(rows=2):
             assert not unsummed.left_unsummed(g)
         with mock.patch.object(unsummed, "COPIED", 95):
             assert not unsummed.left_unsummed(g)

@@ -260,10 +260,8 @@ def marks(tree: Tree) -> Marks:
         tree.attributes = state, names, places
     _, names, places = tree.attributes
     values = [own[key] for own, keys in zip(held, names, strict=True) for key in keys]
-    kinds: list[Any] = [*map(type, values)]
-    return places, [
-        v if (mark := _mark_of(kind)) is _itself else mark and mark(v) for v, kind in zip(values, kinds, strict=True)
-    ]
+    known = {kind: _mark_of(kind) for kind in {*map(type, values)}}
+    return places, [v if (mark := known[type(v)]) is _itself else mark and mark(v) for v in values]
 
 
 def _changed(before: Marks, now: Marks) -> set[tuple[str, str]]:

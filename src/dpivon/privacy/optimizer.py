@@ -209,9 +209,10 @@ class DPOptimizer(OpacusNames):
         return self._known_spec[1]
 
     def clip_and_accumulate(self) -> None:
-        with full_precision(), without_autocast(self.params[0].device.type):
-            clipped = self.source.clipped_sums(self.params, self._clipping)
-        add_sums(self.params, clipped)
+        params = self.params
+        with full_precision(), without_autocast(params[0].device.type):
+            clipped = self.source.clipped_sums(params, self._clipping)
+        add_sums(params, clipped)
 
     def step_by(self, program: ReleaseProgram) -> None:
         """One step whose release a program makes, of a whole batch; nothing of the batch is pending here."""
@@ -229,7 +230,8 @@ class DPOptimizer(OpacusNames):
 
     def _release(self, spec: NoiseSpec, program: ReleaseProgram | None = None) -> bool:
         """Charge and noise the sum, once; False if it was dropped instead."""
-        total = unreleased_sums(self.params) if program is None else {}
+        params = self.params
+        total = unreleased_sums(params) if program is None else {}
         if self.draws is not None:
             self.draws.redeem()
         if program is None:
@@ -243,7 +245,7 @@ class DPOptimizer(OpacusNames):
             return False
         self.last_release = made
         self._batch.end()
-        hand_over(made, self.params, self.original_optimizer, by_program=program is not None)
+        hand_over(made, params, self.original_optimizer, by_program=program is not None)
         for hook in self.step_hooks:
             hook(self)
         return True

@@ -1,14 +1,19 @@
-"""Where norms and sums must agree to the last bits of fp32, whatever the caller has switched on for speed."""
+"""Where norms and sums must agree to the last bits of fp32, whatever the caller has switched on for speed; and what a rule may
+ask while it runs."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+if TYPE_CHECKING:
+    from dpivon.privacy.layers.memory import Pool
 
 _NOTHING = nullcontext()
 ALIGNED = 8  # bf16 numbers that tensor cores read at once
@@ -27,6 +32,34 @@ _AGAIN: _Options = {
     "realize_reads_threshold": 12,
     "realize_acc_reads_threshold": 24,
 }
+
+
+class _Now(threading.local):
+    pool: Pool | None = None  # of the book-keeper at work
+    rows = 1  # consecutive ones that are one example, whose gradients the book-keeper adds up
+    capturing: bool | None = None  # where that is known: to ask takes long, and rules ask several times for every layer
+
+
+now = _Now()
+
+
+class surroundings:
+    """Inside, these hold; what is not given stays as it is outside."""
+
+    __slots__ = ("_before", "_given")
+
+    def __init__(self, *, pool: Pool | None = None, rows: int | None = None, capturing: bool | None = None) -> None:
+        self._given = pool, rows, capturing
+
+    def __enter__(self) -> None:
+        self._before = before = now.pool, now.rows, now.capturing
+        pool, rows, capturing = self._given
+        now.pool = before[0] if pool is None else pool
+        now.rows = before[1] if rows is None else rows
+        now.capturing = before[2] if capturing is None else capturing
+
+    def __exit__(self, *error: object) -> None:
+        now.pool, now.rows, now.capturing = self._before
 
 
 @contextmanager
@@ -53,14 +86,14 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def as_multiplied(x: Tensor) -> Tensor:
     """x as a product in the caller's autocast reads it. Rounded here, once, it is the product's operand and its rule's too: a
     compiler that finds two roundings of x writes x twice, and once more for every kernel that it did not make itself."""
-    kind = x.device.type
-    rounds = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
-    return x.to(torch.bfloat16) if rounds and torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+    if x.dtype is not torch.float32 or not torch.is_autocast_enabled(kind := x.device.type):
+        return x
+    return x.to(torch.bfloat16) if torch.get_autocast_dtype(kind) is torch.bfloat16 else x
 
 
 def wide(t: Tensor) -> Tensor:
     """In fp32 or better."""
-    return t.to(wide_dtype(t))
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
 def wide_dtype(t: Tensor) -> torch.dtype:
@@ -131,6 +164,8 @@ def launches_cost(t: Tensor) -> bool:
 
 def capturing() -> bool:
     """Whether operations are being recorded, in a trace or a CUDA graph, so that no value can be looked at."""
+    if now.capturing is not None:
+        return now.capturing
     return get_proxy_mode() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 

@@ -30,9 +30,9 @@ from dpivon.privacy.gradients.side_by_side import dtype_of_sums, in_blocks, neig
 from dpivon.privacy.gradients.watching import LayerWatch, has_rules
 from dpivon.privacy.layers.groups import Groups
 from dpivon.privacy.layers.memory import Pool, settle_allocator
-from dpivon.privacy.layers.uses import Dense, Use, merge, settled, views_of_examples
+from dpivon.privacy.layers.uses import Dense, Use, merge, settled
 from dpivon.privacy.made_up import NotTried
-from dpivon.privacy.precision import capturing, without_autocast
+from dpivon.privacy.precision import capturing, surroundings, without_autocast
 
 __all__ = ["BookKeeper", "has_rules"]
 
@@ -105,6 +105,7 @@ class BookKeeper(LayerWatch):
         self._generation = 0
         self._running = False  # inside the model's forward
         self._pass = 0  # the forward that is running, or ran last
+        self._task, self._captures = -1, False  # the backward that is running, and whether it is captured
         self._attach_to_model()
         self._hook_root(module.register_forward_pre_hook, self._begin_forward, with_kwargs=True, prepend=True)
         self._hook_root(module.register_forward_hook, self._end_forward, always_call=True)
@@ -154,10 +155,10 @@ class BookKeeper(LayerWatch):
         if self.on_first is None or capturing():
             return
         layers = self.tree.layers()
-        training = tuple([layer.training for _, layer in layers])
+        training = [layer.training for _, layer in layers]
         own = [layer._parameters for _, layer in layers]
-        trained = tuple([p is not None and p.requires_grad for p in chain.from_iterable(map(dict.values, own))])
-        state = training, trained, tuple(map(len, own))
+        trained = [p is not None and p.requires_grad for p in chain.from_iterable(map(dict.values, own))]
+        state = bytes(training), bytes(trained), tuple(map(len, own))
         known = structure((args, kwargs)), state, torch.compiler.is_compiling()  # which models may ask too
         self._untried = None
         if known not in self._known:
@@ -221,14 +222,19 @@ class BookKeeper(LayerWatch):
         passes.arrived = True
         positions = 1 if g.shape[0] == self.rows else self.rows_of_each(g.shape[0], layer)
         # Inside the caller's autocast a product of fp32 would come out in bf16, and its norm be taken in bf16.
-        with self.pool, views_of_examples(groups.most * positions), without_autocast(g.device.type):
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:
+            self._task, self._captures = task, capturing()
+        rows, batch = groups.most * positions, passes.batches[-1]
+        around = surroundings(pool=self.pool, rows=rows, capturing=self._captures)
+        with around, without_autocast(g.device.type):
             found = uses(g.detach() if g.requires_grad else g)
         if positions > 1:
             found = {p: use.grouped(positions) for p, use in found.items()}
-        if groups.most * positions > 1:
+        if rows > 1:
             found = {p: groups.added_up(use) if groups.most > 1 else settled(use) for p, use in found.items()}
         for p, use in found.items():
-            passes.batches[-1][p].append(use)
+            batch[p].append(use)
             if self.keeps_gradients:
                 made = [merge(batch[p]).materialise() for batch in passes.batches if p in batch]
                 each = [(g.movedim(0, -1) * groups.shares(self._share, g)).movedim(-1, 0) for g in made]
@@ -249,11 +255,12 @@ class BookKeeper(LayerWatch):
             made, self._passes.sums, self._passes.taken = self._passes.sums, None, True
             return [total.view(p.shape) for total, p in zip(made, params, strict=True)]
         sums: list[Any] = [None] * len(params)
-        for batch in self._take(params):
-            for members, total in self._sums_of_blocks(batch, params, clipping):
-                for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
-                    part = part if self._scatter is None else self._scatter(params[i], part)
-                    sums[i] = part if sums[i] is None else sums[i] + part
+        with surroundings(capturing=capturing()):
+            for batch in self._take(params):
+                for members, total in self._sums_of_blocks(batch, params, clipping):
+                    for i, part in zip(members, split(total, [params[i].shape for i in members]), strict=True):
+                        part = part if self._scatter is None else self._scatter(params[i], part)
+                        sums[i] = part if sums[i] is None else sums[i] + part
         self.pool.take_back()
         return sums
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,11 +77,12 @@ class Bounded(Outer):
         ) == self.transposed  # whether the rows of the result are those of what is weighted
         (_, t, n), across = other.shape, 1 if by_row else 2
         halves, other = _halves(scaled, c).view(uses, -1, 2 * scaled.shape[2]), other.reshape(uses, -1, n)
+        parts: Any = [(halves, other)]
+        if len(a) > uses * EXAMPLES_AT_ONCE:
+            parts = zip(*(x.split(EXAMPLES_AT_ONCE * t, 1) for x in (halves, other)), strict=True)
         total: Tensor | None = None
-        for start in range(0, halves.shape[1], at_once := EXAMPLES_AT_ONCE * t):
-            left, right = (x[:, start : start + at_once] for x in (halves, other))
-            both = product(left.mT, right) if by_row else product(right.mT, left)
-            part = _sum_of_halves(both.unflatten(across, (2, -1)), across)
+        for left, right in parts:
+            part = _sum_of_halves(product(left.mT, right) if by_row else product(right.mT, left), across)
             total = part if total is None else total.add_(part)
         assert total is not None
         if a.shape != self.a.shape or g.shape != self.g.shape:
@@ -216,7 +218,7 @@ class BoundedTied(Tied):
 def upper_bound(squares: Tensor, lengths: Tensor, rounding: float) -> Tensor:
     """N² of the module's text, from ‖H‖², L and η."""
     n = (squares.double().clamp(min=0.0) * (1 + 1e-6)).sqrt()
-    return (n + (1.001 * rounding) * lengths.double()).square()
+    return n.add_(lengths.double(), alpha=1.001 * rounding).square()
 
 
 def _measured(uses: Sequence[Bounded]) -> list[Tensor]:
@@ -281,11 +283,13 @@ def _halves(t: Tensor, c: Tensor) -> Tensor:
 
 
 def _sum_of_halves(both: Tensor, across: int) -> Tensor:
-    """Their sum over this dimension, 1 or 2, in double. On a GPU torch would first write both of them in double."""
-    if _by_kernels(both):
-        rows = both.flatten(2) if across == 1 else both.flatten(0, 1)
-        return conv_ops.add_up([rows], double=True).view(*both.shape[:across], *both.shape[across + 1 :])
-    return both.sum(across, dtype=torch.float64)
+    """Their sum in double, where one follows the other in this dimension, 1 or 2. On a GPU torch would first write both of them
+    in double."""
+    uses, rows, columns = both.shape
+    shape = (uses, rows // 2, columns) if across == 1 else (uses, rows, columns // 2)
+    halves = both.reshape(uses if across == 1 else uses * rows, 2, -1)
+    total = conv_ops.add_up([halves], double=True) if _by_kernels(both) else halves.sum(1, dtype=torch.float64)
+    return total.view(shape)
 
 
 def _finite(t: Tensor) -> Tensor:
@@ -312,9 +316,10 @@ def _by_grams(uses: Sequence[Bounded]) -> tuple[Tensor, Tensor]:
     widths = max(use.a.shape[2] for use in uses), max(use.g.shape[2] for use in uses)
     of_a, of_g = map(_loss, widths)
     inner, by_j, by_k, lengths, trace_k, trace_j = _forms(k, j).unbind(1)
-    lost = of_a * by_j + of_g * by_k + (3 * of_a * of_g + 2 * _UNIT) * lengths.square()
-    lost += (trace_k * widths[1] + trace_j * widths[0]) * (k.shape[1] * _LEAST)
-    return inner.clamp(min=0.0) + 1.01 * lost, lengths
+    least = k.shape[1] * _LEAST
+    lost = (by_j * of_a).add_(by_k, alpha=of_g).add_(lengths.square(), alpha=3 * of_a * of_g + 2 * _UNIT)
+    lost.add_(trace_k, alpha=widths[1] * least).add_(trace_j, alpha=widths[0] * least)
+    return inner.clamp(min=0.0).add_(lost, alpha=1.01), lengths
 
 
 def _forms(k: Tensor, j: Tensor) -> Tensor:
@@ -378,16 +383,16 @@ def _gram(t: Tensor, out: Tensor | None = None) -> Tensor:
     return gram
 
 
-def in_bf16(use: Outer) -> Outer | None:
-    """What becomes of a rule's use in bf16; None if it is treated like any other."""
-    b, t, _ = use.a.shape
-    given = use.a, use.g, use.shape, use.transposed, use.order
+def kind_in_bf16(a: Tensor, g: Tensor, shape: torch.Size, *, ordered: bool = False) -> type[Outer] | None:
+    """What a use of these operands in bf16 is; None if it is treated like any other."""
+    b, t, _ = a.shape
     if t == 1:
-        return use if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
-    size, operands = 4 * b * use.shape.numel(), use.a.nbytes + use.g.nbytes
-    if size > memory_cap(use.g) or (size > max(MADE_BYTES, MADE_RATIO * operands) and not capturing()):
-        return Bounded(*given)
-    return Unmade(*given) if size <= MADE_BYTES and use.order is None and launches_cost(use.g) else None
+        return Outer if rows_of_an_example() > 1 else None  # an example's positions are rows here, and will be added up
+    size = 4 * b * shape.numel()
+    large = size > MADE_BYTES and size > MADE_RATIO * (a.nbytes + g.nbytes)
+    if (large and not capturing()) or size > memory_cap(g):
+        return Bounded
+    return Unmade if size <= MADE_BYTES and not ordered and launches_cost(g) else None
 
 
 def tied(head: Outer, table: Rows) -> Tied:

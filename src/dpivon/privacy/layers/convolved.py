@@ -61,7 +61,7 @@ def projected(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = False)
         shape: of the weight: [p, d], or [d, p] if ``transposed``.
         transposed: whether the weight is stored the other way round.
     """
-    if not conv_ops.enabled or not conv_ops.device_takes(g.device) or _in_eager_bf16(g):
+    if _in_eager_bf16(g) or not conv_ops.enabled or not conv_ops.device_takes(g.device):
         return outer_or_dense(a, g, shape, transposed)
     left, right = (g, a) if transposed else (a, g)
     x, out = left.mT.unsqueeze(3), right.mT.unsqueeze(3)  # images of one column, channels last

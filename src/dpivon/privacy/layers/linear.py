@@ -29,7 +29,8 @@ def linear(layer: Any, inputs: tuple[Any, ...], g: Tensor, transposed: bool = Fa
     weight, bias, product = layer.weight, layer.bias, None
     g = _rows_of_positions(g)
     if weight.requires_grad:
-        product = uses[weight] = projected(_rows_of_positions(inputs[0].to(g.dtype)), g, weight.shape, transposed)
+        x = inputs[0] if inputs[0].dtype is g.dtype else inputs[0].to(g.dtype)
+        product = uses[weight] = projected(_rows_of_positions(x), g, weight.shape, transposed)
     if bias is not None and bias.requires_grad:
         uses[bias] = summed(g, product)
     return uses

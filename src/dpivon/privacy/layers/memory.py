@@ -7,24 +7,17 @@ what it lends is valid until that book-keeper has made its sums. On a GPU the ca
 from __future__ import annotations
 
 import functools
-import threading
 
 import torch
 from torch import Tensor
 
-
-class _Active(threading.local):
-    pool: Pool | None = None
-
-
-_active = _Active()
+from dpivon.privacy.precision import now
 
 
 class Pool:
-    """Buffers of one book-keeper, lent out until :meth:`take_back`. Inside a ``with`` block :func:`empty` takes from it."""
+    """Buffers of one book-keeper, lent out until :meth:`take_back`. :func:`empty` takes from the one that is at work."""
 
     def __init__(self) -> None:
-        self._before: list[Pool | None] = []
         self._free: list[Tensor] = []
         self._lent: list[Tensor] = []
 
@@ -48,17 +41,10 @@ class Pool:
         """Nothing that was lent is needed any more."""
         self._free, self._lent = self._free + self._lent, []
 
-    def __enter__(self) -> None:
-        self._before.append(_active.pool)
-        _active.pool = self
-
-    def __exit__(self, *error: object) -> None:
-        _active.pool = self._before.pop()
-
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Uninitialised memory, from the active pool if there is one."""
-    pool = _active.pool
+    pool = now.pool
     if pool is None or like.is_cuda:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return pool.lend(shape, like.dtype)
@@ -66,7 +52,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def free(t: Tensor) -> None:
     """Memory from :func:`empty` that is no longer needed."""
-    pool = _active.pool
+    pool = now.pool
     if pool is not None:
         pool.give_back(t)
 

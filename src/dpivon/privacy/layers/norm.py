@@ -114,23 +114,25 @@ def rms_norm(layer: nn.RMSNorm, inputs: tuple[Any, ...], g: Tensor) -> Mapping[T
 
 def _elementwise(layer: Any, normalise: Callable[..., Tensor], x: Tensor, g: Tensor) -> Mapping[Tensor, Use]:
     """Parameters in the shape of the last dimensions, against values of shape [B, …, *shape]."""
-    shape = layer.normalized_shape
+    shape, weight, bias = layer.normalized_shape, layer.weight, getattr(layer, "bias", None)
     one_pass = conv_ops.normalises(g, math.prod(shape)) and launches_cost(g)
     if left_unsummed(g, x, one_pass=one_pass):
-        rows = (g.shape[0], -1, *shape)
-        x, g = x.reshape(rows), g.reshape(rows)
-        bias = getattr(layer, "bias", None)
+        if g.dim() != 2 + len(shape):
+            rows = (g.shape[0], -1, *shape)
+            x, g = x.reshape(rows), g.reshape(rows)
         known: dict[Tensor, Use] = {bias: Unsummed(g)} if bias is not None and bias.requires_grad else {}
-        if layer.weight is not None and layer.weight.requires_grad:
-            known[layer.weight] = Unsummed(g, x, (normalise, shape, layer.eps))
+        if weight is not None and weight.requires_grad:
+            known[weight] = Unsummed(g, x, (normalise, shape, layer.eps))
         return known
     if one_pass:
         eps = torch.finfo(g.dtype).eps if layer.eps is None else layer.eps
-        x, g = (t.reshape(len(g), -1, math.prod(shape)) for t in (x, g))
+        if g.dim() != 3 or len(shape) > 1:
+            x, g = (t.reshape(len(g), -1, math.prod(shape)) for t in (x, g))
         sums = conv_ops.normalised_sums(x, g, eps, centred=normalise is F.layer_norm)
-        params = layer.weight, getattr(layer, "bias", None)
-        found = zip(params, sums, strict=True)
-        return {p: Dense(own.unflatten(1, shape)) for p, own in found if p is not None and p.requires_grad}
+        if len(shape) > 1:
+            sums = tuple(own.unflatten(1, shape) for own in sums)
+        found = zip((weight, bias), sums, strict=True)
+        return {p: Dense(own) for p, own in found if p is not None and p.requires_grad}
     z = normalise(x.to(g.dtype), shape, eps=layer.eps)
     return _sums(layer, z.reshape(len(g), -1, *shape), g.reshape(len(g), -1, *shape), over=1)
 

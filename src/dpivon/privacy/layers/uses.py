@@ -11,17 +11,16 @@ and no example cancels by more than double can hold. Sums over examples are adde
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from dpivon.privacy.clipping import EXAMPLES_AT_ONCE, ROWS_AT_ONCE, row_norms, weighted_sum
-from dpivon.privacy.precision import capturing, launches_cost, product, readable, weighted_product, wide
+from dpivon.privacy.precision import capturing, launches_cost, now, product, readable, weighted_product, wide
 
 #: Per-example gradients of one parameter are materialised up to this many bytes at a time.
 MEMORY_CAP = 128 * 2**20
@@ -33,11 +32,6 @@ _CANCELS = 1e3  # ‖A‖‖G‖ / ‖Σ G ⊗ A‖ up to which norms by Gram ma
 _VANISHES = 1e-36  # a weighted output gradient up to this counts as zero: a subnormal one could be rounded up
 
 
-class _Batch(threading.local):
-    rows = 1  # of an example
-
-
-_batch = _Batch()
 _SHORT = 256  # positions of an example that are compared pair by pair
 
 
@@ -319,7 +313,8 @@ def outer_or_dense(a: Tensor, g: Tensor, shape: torch.Size, transposed: bool = F
     that and the norm comes on top. With T = 1 the norm is free, and a large gradient is never made; a small one is, on a GPU,
     where it goes side by side with others.
     """
-    return settled(Outer(a, g, shape, transposed))
+    kind = _kind_in_bf16()(a, g, shape) if a.dtype is g.dtype is torch.bfloat16 else None
+    return _materialised(Outer(a, g, shape, transposed)) if kind is None else kind(a, g, shape, transposed)
 
 
 def materialises(g: Tensor, d: int, p: int) -> bool:
@@ -328,36 +323,29 @@ def materialises(g: Tensor, d: int, p: int) -> bool:
     return size <= memory_cap(g) if g.shape[1] > 1 else size <= _FEW_BYTES and launches_cost(g)
 
 
-class views_of_examples:
-    """Inside, so many consecutive rows of a batch are one example, whose gradients the book-keeper adds up."""
-
-    __slots__ = ("_before", "_rows")
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-
-    def __enter__(self) -> None:
-        self._before, _batch.rows = _batch.rows, self._rows
-
-    def __exit__(self, *error: object) -> None:
-        _batch.rows = self._before
-
-
 def rows_of_an_example() -> int:
     """A rule may leave gradients unmade where an example has several rows: added up first, there are fewer to make."""
-    return _batch.rows
+    return now.rows
 
 
 def settled(use: Use) -> Use:
     """The same, materialised where memory allows: for what a rule left unmade, when its rows have been added up."""
     if type(use) is not Outer:
         return use
-    if use.a.dtype == use.g.dtype == torch.bfloat16:
-        from dpivon.privacy.layers.bounded import in_bf16  # which is made of these
+    in_bf16 = use.a.dtype is use.g.dtype is torch.bfloat16
+    kind = _kind_in_bf16()(use.a, use.g, use.shape, ordered=use.order is not None) if in_bf16 else None
+    return _materialised(use) if kind is None else kind(use.a, use.g, use.shape, use.transposed, use.order)
 
-        kept = in_bf16(use)
-        if kept is not None:
-            return kept
+
+@cache
+def _kind_in_bf16() -> Callable[..., type[Outer] | None]:
+    from dpivon.privacy.layers.bounded import kind_in_bf16  # which is made of these
+
+    return kind_in_bf16
+
+
+def _materialised(use: Outer) -> Use:
+    """The same, materialised where memory allows."""
     if not materialises(use.g, use.a.shape[2], use.g.shape[2]):
         return use
     made = use.made()
