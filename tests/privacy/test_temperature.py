@@ -317,3 +317,20 @@ def test_data_that_are_not_labelled_are_refused(given: Any, match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         calibrate_temperature(Softmax(), given, account=account, noise_multiplier=1.0)
     assert len(account) == 0
+
+
+def test_no_rows_at_all_are_charged_and_answered_like_any() -> None:
+    """How many rows there are is private: an error would tell that there is none."""
+
+    class Strict(Softmax):
+        def predict(self, x: Tensor, **options: Any) -> ClassPrediction:
+            if not len(x):
+                raise ArgumentError("no rows")
+            return super().predict(x, **options)
+
+    account, given = Accountant(), (torch.zeros(0, CLASSES), torch.zeros(0, dtype=torch.long))
+    found = calibrate_temperature(Strict(), given, account=account, noise_multiplier=20.0)
+    assert len(found.answers) == 6
+    spent = account.get_epsilon(1e-5)
+    calibrate_temperature(Strict(), data(), account=(other := Accountant()), noise_multiplier=20.0)
+    assert spent == other.get_epsilon(1e-5) > 0

@@ -309,10 +309,12 @@ def _predicted(predictor: Predictor, data: Any, options: dict[str, Any]) -> tupl
     log_probs, labels = [], []
     predict, checked = _one_function(predictor, options), False
     for x, y in batches:
+        # That there is no row is private too, so it is no error.
+        shown = x if len(x) else x.new_zeros(1, *x.shape[1:])
         if not checked:
-            _check_rows_alone(type(predictor).__name__, predict, x)
+            _check_rows_alone(type(predictor).__name__, predict, shown)
             checked = True
-        found = log_probabilities(predict(x))
+        found = log_probabilities(predict(shown))[: len(x)]
         if y.shape != found.shape[:1] or y.is_floating_point():
             fix = "Give one class number an example"
             raise bad("labels.shape", tuple(y.shape), f"does not fit {len(found)} predictions", fix)
