@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Uses = Callable[[Tensor], Mapping[Tensor, Use]]
 IGNORED = -100  # torch's default ignore_index
-_NO_TENSOR = {"torch.Size", "bool", "int", "Order | None"}  # types of fields
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -157,8 +156,8 @@ class Kept:
 
 @functools.cache
 def _reader(kind: type) -> Callable[[Any], Iterable[Any]]:
-    """What reads the fields of a kind of use that may hold a tensor. Not vars(), which makes one more object for every use."""
-    names = [f.name for f in fields(kind) if f.type not in _NO_TENSOR] if is_dataclass(kind) else []
+    """What reads the fields of a kind of use. Not vars(), which makes one more object for every use."""
+    names = [f.name for f in fields(kind)] if is_dataclass(kind) else []
     return attrgetter(*(names if len(names) > 1 else 2 * names)) if names else lambda use: vars(use).values()
 
 
@@ -237,8 +236,7 @@ class Arrival:
                 "Call the model that was made private."
             )
         self._seen = True
-        if _versions_of(self._saved) != self._versions:
-            _check_unchanged(self._saved, self._versions)
+        _check_unchanged(self._saved, self._versions)
         if self._pass != keeper._passes.recorded:
             keeper._note_pass(self._pass)
         g = g if self._batch_major or keeper.batch_first else keeper._batch_major((g,))[0]
